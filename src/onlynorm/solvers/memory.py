@@ -1,0 +1,92 @@
+"""What a computation costs in memory: a meter for the peak, and what is free to use.
+
+On Linux the kernel keeps the peak of the resident memory and lets a process reset it, so the meter is exact and
+free. Elsewhere a thread samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from onlynorm.errors import MemoryLimitError, ValueRangeError
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def readable(n_bytes: float) -> str:
+    """Bytes as people read them: 4.1 kB, 512 MB, 10.9 GB."""
+    for unit in ("B", "kB", "MB"):
+        if abs(n_bytes) < 999.5:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000.0
+    return f"{n_bytes:.3g} GB"
+
+
+def memory_limit(asked: float | None = None) -> int:
+    """The bytes a solve may use: what was asked for, or 80 % of what is free now."""
+    free = int(psutil.virtual_memory().available)
+    if asked is None:
+        return int(0.8 * free)
+    if not asked > 0:
+        raise ValueRangeError(
+            f"memory_limit needs a positive number of bytes; got {asked}. Leave it out to use 80 % of what is free."
+        )
+    return int(asked)
+
+
+def need_memory(what: str, need: int, limit: int, cure: str) -> None:
+    """Raises MemoryLimitError if `need` bytes are more than `limit`."""
+    if need > limit:
+        raise MemoryLimitError(f"{what} needs {readable(need)}; the limit is {readable(limit)}. {cure}")
+
+
+class MemoryMeter(AbstractContextManager["MemoryMeter"]):
+    """Measures how far resident memory rises above its level at entry: `with MemoryMeter() as meter: ...; meter.peak`."""
+
+    peak: int = 0
+
+    def __enter__(self) -> MemoryMeter:
+        self._process = psutil.Process()
+        self._exact = _reset_peak()
+        self._start = int(self._process.memory_info().rss)
+        self._highest = self._start
+        if not self._exact:
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._sample, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._exact:
+            self._highest = max(self._highest, _peak_bytes())
+        else:
+            self._stop.set()
+            self._thread.join()
+        self.peak = max(0, self._highest - self._start)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.005):
+            self._highest = max(self._highest, int(self._process.memory_info().rss))
+
+
+def _reset_peak() -> bool:
+    try:
+        _CLEAR.write_text("5")
+        return _peak_bytes() > 0
+    except OSError:
+        return False
+
+
+def _peak_bytes() -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

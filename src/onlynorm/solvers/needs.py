@@ -1,0 +1,109 @@
+"""What `solve` needs of its input, and what it does with input that is legal but extreme.
+
+Every refusal names what was needed, what came and the cure, before anything is computed. Numbers near the ends of the
+floating range are scaled to its middle by powers of two, which is exact. Outputs and inputs that no feature
+reaches leave the system.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
+from onlynorm.solvers.khatri_rao import KhatriRao, times_power
+
+DEFAULT_TOLERANCE = 1e-10
+EXTREME = 100
+"""Features whose largest entry lies within 2^+-100 are left as they are."""
+
+
+def need_tolerance(tolerance: float | None) -> float:
+    if tolerance is None:
+        return DEFAULT_TOLERANCE
+    if not 0.0 < tolerance < 1.0:
+        raise ValueRangeError(f"tolerance needs to lie in (0, 1); got {tolerance}. Try 1e-10.")
+    return tolerance
+
+
+def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None) -> Tensor:
+    if target.ndim < 2 or target.shape[-2:] != (operator.out, operator.inp) or target.numel() == 0:
+        raise ShapeError(
+            f"solve needs a target (..., {operator.out}, {operator.inp}) for left ({operator.out}, "
+            f"{operator.n_features}) and right ({operator.n_features}, {operator.inp}); got {tuple(target.shape)}. "
+            "Flatten a convolution's kernel into its inputs: weight.flatten(1)."
+        )
+    if isinstance(near, Tensor) and near.shape[-1:] not in ((), (operator.n_features,)):
+        raise ShapeError(
+            f"near needs one number or {operator.n_features} of them; got {tuple(near.shape)}. "
+            "It is a gamma to stay close to."
+        )
+    need_finite("target", target)
+    return target.to(operator.dtype)
+
+
+def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
+    if tolerance is None or minimum_width or operator.n_features >= operator.equations:
+        return
+    missing = operator.equations - operator.n_features
+    raise InsufficientFeaturesError(
+        f"an exact solution needs {operator.equations} features for {operator.out} x {operator.inp} weights; got "
+        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features, or leave the "
+        "tolerance out for the least-squares solution."
+    )
+
+
+def need_finite(name: str, values: Tensor) -> None:
+    if not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).sum())
+        where = tuple(int(i) for i in (~torch.isfinite(values)).nonzero()[0])
+        raise ValueRangeError(
+            f"{name} needs finite numbers; got {bad} NaN or infinite, the first at {where}. "
+            "Look for a diverged training run or a corrupted file."
+        )
+
+
+def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int]:
+    """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks."""
+    target_power = _power(float(target.abs().max()))
+    powers = (0, 0)
+    if operator.is_stored:
+        left, right = operator.dense()
+        powers = (_power(float(left.abs().max())), _power(float(right.abs().max())))
+        if max(abs(p) for p in powers) > EXTREME:
+            operator = operator.scaled(-powers[0], -powers[1])
+        else:
+            powers = (0, 0)
+    return operator, times_power(target, -target_power), target_power - powers[0] - powers[1]
+
+
+def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]]:
+    """Which outputs and which inputs at least one feature reaches."""
+    outputs = torch.zeros(operator.out, dtype=torch.bool, device=operator.device)
+    inputs = torch.zeros(operator.inp, dtype=torch.bool, device=operator.device)
+    for _, left, right in operator.blocks():
+        outputs |= (left != 0).any(0)
+        inputs |= (right != 0).any(0)
+        if bool(outputs.all()) and bool(inputs.all()):
+            break
+    return outputs, inputs
+
+
+def need_reached(operator: KhatriRao, target: Tensor, outputs: Tensor, inputs: Tensor) -> None:
+    """Raises where the target has weights that no feature can make."""
+    wanted = (target != 0).reshape(-1, operator.out, operator.inp).any(0)
+    lost = wanted & ~(outputs[:, None] & inputs[None, :])
+    if bool(lost.any()):
+        rows = sorted({int(i) for i in lost.nonzero()[:, 0]})[:5]
+        raise InsufficientFeaturesError(
+            f"an exact solution needs features at every nonzero weight; got none at {int(lost.sum())} of them, "
+            f"first in outputs {', '.join(map(str, rows))} (zero rows of left or zero columns of right). "
+            "Draw denser features, or leave the tolerance out for the closest solution."
+        )
+
+
+def _power(size: float) -> int:
+    return math.frexp(size)[1] if size > 0.0 else 0
