@@ -145,7 +145,7 @@ def _reason(best: Option, options: tuple[Option, ...], equations: int, n_feature
         if o.method not in (best.method, "svd")
     )
     shape = f"{n_features} features for {equations} equations (excess {n_features / equations:.3g})"
-    return f"fastest for {shape}; {others}"
+    return f"fastest for {shape} [{others}]"
 
 
 def cure(n_outputs: int, n_inputs: int, n_features: int, tolerance: float) -> str:

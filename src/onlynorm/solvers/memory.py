@@ -47,7 +47,7 @@ def need_memory(what: str, need: int, limit: int, cure: str) -> None:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Measures how far resident memory rises above its level at entry: `with MemoryMeter() as meter: ...; meter.peak`."""
+    """Measures how far resident memory rises above its level at entry; `peak` holds the bytes after the block."""
 
     peak: int = 0
 

@@ -45,7 +45,7 @@ def polish_lbfgs(
             best, lowest = gamma.detach().clone(), float(loss)
         return loss
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    optimizer.step(closure)
     return best, evaluations
 
 

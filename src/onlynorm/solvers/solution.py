@@ -19,7 +19,7 @@ from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.features import Features
 from onlynorm.solvers.choose import MAX_ITERATIONS, SMALL, Choice, choose, cure
 from onlynorm.solvers.closed_form import solve_closed_form
-from onlynorm.solvers.direct import solve_cholesky, solve_lu, solve_svd
+from onlynorm.solvers.direct import DirectResult, solve_cholesky, solve_lu, solve_svd
 from onlynorm.solvers.khatri_rao import KhatriRao, Operator, times_power
 from onlynorm.solvers.krylov import Progress, anisotropy, solve_krylov
 from onlynorm.solvers.memory import MemoryMeter, memory_limit, readable
@@ -226,19 +226,31 @@ def _run(
             operator, target, tolerance=wanted, max_iterations=MAX_ITERATIONS, whiten=whiten, store=store,
             progress=progress,
         )  # fmt: skip
-        gamma, count, condition = found.gamma, found.iterations, found.condition
+        return _measured(operator, target, choice, wanted, found.gamma, found.iterations, found.condition)
+    direct: DirectResult | None
+    if choice.method == "cholesky":
+        direct = solve_cholesky(operator, target, tolerance=wanted)
+    elif choice.method == "svd":
+        direct = solve_svd(operator, target)
     else:
-        direct = {
-            "lu": lambda: solve_lu(operator, target, tolerance=wanted),
-            "lu64": lambda: solve_lu(operator, target, tolerance=wanted, dtype=torch.float64),
-            "cholesky": lambda: solve_cholesky(operator, target, tolerance=wanted),
-            "svd": lambda: solve_svd(operator, target),
-        }[choice.method]()
-        if direct is None:
-            return None
-        gamma, count, condition = direct.gamma, direct.iterations, direct.condition
+        dtype = torch.float64 if choice.method == "lu64" else torch.float32
+        direct = solve_lu(operator, target, tolerance=wanted, dtype=dtype)
+    if direct is None:
+        return None
+    return _measured(operator, target, choice, wanted, direct.gamma, direct.iterations, direct.condition)
+
+
+def _measured(
+    operator: Operator,
+    target: Tensor,
+    choice: Choice,
+    wanted: float,
+    gamma: Tensor,
+    iterations: int,
+    condition: float,
+) -> Solution:
     residual = _residual(operator, target, gamma)
-    return Solution(gamma, residual, choice.method, count, condition, 0.0, 0, choice.reason, wanted)
+    return Solution(gamma, residual, choice.method, iterations, condition, 0.0, 0, choice.reason, wanted)
 
 
 def _solve_minimum_width(

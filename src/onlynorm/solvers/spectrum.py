@@ -101,7 +101,7 @@ def condition_for(iterations: int, tolerance: float) -> float:
 
 
 def features_for_condition(n_equations: int, condition: float) -> int:
-    """The smallest number of features, at least n_equations, whose predicted condition number is at most `condition`."""
+    """The smallest number of features, at least n_equations, with a predicted condition number of `condition`."""
     if condition <= 1.0:
         raise ValueRangeError(
             f"features_for_condition needs a condition number above 1; got {condition}. "
