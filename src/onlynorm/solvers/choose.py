@@ -138,9 +138,7 @@ def _options(
 
 def _reason(best: Option, options: tuple[Option, ...], equations: int, n_features: int) -> str:
     others = "; ".join(
-        f"{o.method} {o.obstacle}"
-        if o.obstacle
-        else f"{o.method} would take {o.seconds / best.seconds:.3g} times as long"
+        f"{o.method}: {o.obstacle or f'{o.seconds / best.seconds:.3g} times as long'}"
         for o in options
         if o.method not in (best.method, "svd")
     )
