@@ -53,3 +53,7 @@ class FormatError(OnlynormError, ValueError):
 
 class MissingDataError(OnlynormError, FileNotFoundError):
     """A data set that is not on this machine; the message says where it was looked for and how to get it."""
+
+
+class StorageError(OnlynormError, OSError):
+    """A folder that cannot be written: full, read-only, or in the way of a file."""

@@ -8,7 +8,7 @@ tolerance or do not fit into memory drop out with a reason, and the fastest of t
 | closed form | ID cond and Ortho cond features | two small products | nothing |
 | lu | as many features as equations | N^3 | 4 N^2 bytes |
 | cholesky | kappa^2 eps small enough for refinement | c^2 (out + inp) + c^3, or N^2 c + N^3 | 16 min(N, c)^2 bytes |
-| krylov | iterations ~ kappa, within the limit | iterations * N * c | half of the features again, in float32 |
+| krylov | iterations ~ kappa, within the limit | iterations * N * c | half of the features, in float32, or a block |
 """
 
 from __future__ import annotations
@@ -74,14 +74,16 @@ def choose(
     memory: int,
     method: str = "auto",
     condition: float | None = None,
+    block: int | None = None,
 ) -> Choice:
     """The fastest method that reaches the tolerance within the memory, with the reason.
 
-    `condition` replaces the prediction for random features where the caller knows better.
+    `condition` replaces the prediction for random features where the caller knows better. `block` is the number of
+    features made at a time where they come from their seed; Krylov then needs no copy of them.
     """
     equations = n_outputs * n_inputs
     kappa = condition or condition_number(equations, n_features)
-    options = _options(n_outputs, n_inputs, n_features, kappa, tolerance, memory)
+    options = _options(n_outputs, n_inputs, n_features, kappa, tolerance, memory, block)
     if method != "auto":
         if method not in METHODS:
             raise UnknownNameError("method", method, ("auto", *METHODS))
@@ -95,7 +97,7 @@ def choose(
             raise MemoryLimitError(
                 f"solving {equations} equations with {n_features} features needs at least "
                 f"{readable(least.memory)} ({least.method}); the limit is {readable(memory)}. "
-                "Raise memory_limit, or regenerate features from their seed instead of storing them."
+                "Raise memory, or cut the layer into groups of outputs and solve them one after the other."
             )
         return Choice("krylov", f"no method is sure to reach {tolerance:.0e}; this one fits", kappa, options)
     best = min(able, key=lambda o: o.seconds)
@@ -103,12 +105,17 @@ def choose(
 
 
 def _options(
-    n_outputs: int, n_inputs: int, n_features: int, kappa: float, tolerance: float, memory: int
+    n_outputs: int,
+    n_inputs: int,
+    n_features: int,
+    kappa: float,
+    tolerance: float,
+    memory: int,
+    block: int | None,
 ) -> tuple[Option, ...]:
     equations, smaller = n_outputs * n_inputs, min(n_outputs * n_inputs, n_features)
     eps = torch.finfo(torch.float64).eps
     single, double = product_rate(torch.float32), product_rate(torch.float64)
-    features = n_features * (n_outputs + n_inputs)
 
     def option(method: str, flops: float, rate: float, n_bytes: float, iterations: int, obstacle: str) -> Option:
         if not obstacle and n_bytes > memory:
@@ -125,8 +132,11 @@ def _options(
         "" if kappa**2 * eps * math.sqrt(smaller) < 1e-2 else "the squared condition number is too large",
     )  # fmt: skip
     count = iterations_for(kappa, tolerance)
+    room = krylov_memory(n_outputs, n_inputs, n_features)
+    if room > memory:
+        room = min(room, krylov_memory(n_outputs, n_inputs, n_features, block=block))
     krylov = option(
-        "krylov", 4.0 * n_features * equations * count, 0.7 * single, 5 * features + 64 * (equations + n_features),
+        "krylov", 4.0 * n_features * equations * count, 0.7 * single, room,
         count, "" if count <= MAX_ITERATIONS else f"would take about {count} iterations",
     )  # fmt: skip
     svd = option(
@@ -134,6 +144,12 @@ def _options(
         "" if equations <= SMALL and n_features <= 2 * SMALL else "the system is too large",
     )  # fmt: skip
     return lu, cholesky, krylov, svd
+
+
+def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int | None = None) -> int:
+    """Bytes for the vectors and a float32 copy of the features or, given `block`, for one block at a time."""
+    copy = 5 * n_features if block is None else 20 * block  # a block is drawn in float64, transposed and cast
+    return copy * (n_outputs + n_inputs) + 64 * (n_outputs * n_inputs + n_features)
 
 
 def _reason(best: Option, options: tuple[Option, ...], equations: int, n_features: int) -> str:

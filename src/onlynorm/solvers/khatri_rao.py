@@ -20,7 +20,7 @@ Theory: giannou2023:thm-1, random_features:thm-2.1
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,6 +33,7 @@ CACHE_BYTES = 8 * 2**20
 """A block of features of about this size stays in the processor's cache between the two products of a sweep."""
 
 
+@runtime_checkable
 class FeatureSource(Protocol):
     """Anything that can hand out a block of features on request, such as `onlynorm.Features`."""
 
@@ -42,6 +43,7 @@ class FeatureSource(Protocol):
     def right(self, start: int = 0, stop: int | None = None) -> Tensor: ...
 
 
+@runtime_checkable
 class Operator(Protocol):
     """What a solver needs of a system: its sizes, both products, both Gram matrices, and copies to factorize."""
 
@@ -276,7 +278,7 @@ class KhatriRao:
         """The same operator in another precision, without storing what is regenerated."""
         if self._source is None:
             return self.to(dtype)
-        return KhatriRao.regenerating(self._source, dtype=dtype)
+        return KhatriRao.regenerating(self._source, dtype=dtype, block=self.block)
 
     def sample(self, step: int) -> tuple[Float[Tensor, "some out"], Float[Tensor, "some inp"]]:
         """Every step-th feature of both factors, in float32, to look at their statistics."""

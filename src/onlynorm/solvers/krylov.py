@@ -68,29 +68,21 @@ def solve_krylov(
     `max_iterations`, or when a float32 round no longer helps and float64 rounds do not either.
     """
     least_squares = operator.n_features < operator.equations
-    whitening = Whitening.of(operator) if whiten and not least_squares and isinstance(operator, KhatriRao) else None
+    whitening = None
+    if whiten and store and not least_squares and isinstance(operator, KhatriRao):  # whitened features are stored
+        whitening = Whitening.of(operator)
     inner = _inner_operator(operator, inner_dtype, whitening, store)
     axes = (-1,) if least_squares else (-2, -1)
     start = operator.transpose(target) if least_squares else target
     scale = torch.linalg.vector_norm(start, dim=axes, keepdim=True)
+    tiny = torch.finfo(scale.dtype).tiny
     gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
-    result = KrylovResult(gamma, 0, 0, math.nan)
-    error = math.inf
-    while result.iterations < max_iterations:
-        residual = target - operator.apply(gamma)
-        rest = operator.transpose(residual) if least_squares else residual
-        norms = torch.linalg.vector_norm(rest, dim=axes, keepdim=True)
-        previous, error = error, float((norms / scale).max())
-        result.history.append(error)
+    rest, norms, error = start, scale, 1.0
+    result = KrylovResult(gamma, 0, 0, math.nan, [error])
+    while error > tolerance and result.iterations < max_iterations:
         if progress is not None:
             progress(result.iterations, error)
-        if error <= tolerance:
-            break
-        if error > 0.5 * previous:
-            if inner.dtype == operator.dtype:
-                break
-            inner = _inner_operator(operator, operator.dtype, whitening, store)
-        unit = norms.clamp_min(torch.finfo(norms.dtype).tiny)
+        unit = norms.clamp_min(tiny)
         step, count, extremes = _correct(
             inner,
             rest / unit,
@@ -99,11 +91,25 @@ def solve_krylov(
             tolerance=max(_round_tolerance(tolerance / error, inner.dtype), 0.3 * tolerance / error),
             max_iterations=max_iterations - result.iterations,
         )
-        gamma = gamma + step.to(gamma.dtype) * (unit if least_squares else unit.squeeze(-1))
         result.iterations += count
         result.rounds += 1
         if math.isnan(result.condition) or extremes > result.condition:
             result.condition = extremes
+        corrected = gamma + step.to(gamma.dtype) * (unit if least_squares else unit.squeeze(-1))
+        left = target - operator.apply(corrected)
+        left = operator.transpose(left) if least_squares else left
+        left_norms = torch.linalg.vector_norm(left, dim=axes, keepdim=True)
+        left_error = float((left_norms / scale.clamp_min(tiny)).max())
+        stalled = not left_error <= 0.5 * error  # also where the round broke down and is not a number
+        if left_error < error:  # a round that made things worse is dropped
+            gamma, rest, norms, error = corrected, left, left_norms, left_error
+        result.history.append(error)
+        if stalled:
+            if inner.dtype == operator.dtype:
+                break
+            inner = _inner_operator(operator, operator.dtype, whitening, store=False)
+    if progress is not None:
+        progress(result.iterations, error)
     result.gamma = gamma
     return result
 
@@ -223,14 +229,19 @@ class Whitening:
 def anisotropy(operator: KhatriRao) -> float:
     """How far the features are from isotropic: the factor in kappa that whitening would remove.
 
-    From a stride of the features, sixteen per row of each factor: enough to tell 1.3 from 3.
+    From a stride of the features, sixteen per row of each factor, against what an isotropic sample of that size
+    shows by chance: (1 + r) / (1 - r) with r^2 = width / sample. Isotropic features come out near one.
     """
     step = max(1, operator.n_features // (16 * max(operator.out, operator.inp)))
     total = 1.0
     left, right = operator.sample(step)
     for factor in (left, right):
         values = torch.linalg.eigvalsh(factor.mT @ factor)
-        total *= math.sqrt(float(values[-1] / values[0])) if float(values[0]) > 0.0 else math.inf
+        if not float(values[0]) > 0.0:
+            return math.inf
+        chance = math.sqrt(min(1.0, factor.shape[1] / factor.shape[0]))
+        spread = math.sqrt(float(values[-1] / values[0])) * (1.0 - chance) / (1.0 + chance)
+        total *= max(1.0, spread)
     return total
 
 

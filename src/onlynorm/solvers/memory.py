@@ -17,6 +17,7 @@ from onlynorm.errors import MemoryLimitError, ValueRangeError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_running: list[MemoryMeter] = []
 
 
 def readable(n_bytes: float) -> str:
@@ -35,7 +36,7 @@ def memory_limit(asked: float | None = None) -> int:
         return int(0.8 * free)
     if not asked > 0:
         raise ValueRangeError(
-            f"memory_limit needs a positive number of bytes; got {asked}. Leave it out to use 80 % of what is free."
+            f"memory needs a positive number of bytes; got {asked}. Leave it out to use 80 % of what is free."
         )
     return int(asked)
 
@@ -47,12 +48,17 @@ def need_memory(what: str, need: int, limit: int, cure: str) -> None:
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):
-    """Measures how far resident memory rises above its level at entry; `peak` holds the bytes after the block."""
+    """Measures how far resident memory rises above its level at entry; `peak` holds the bytes after the block.
+
+    Meters may stand inside each other: an inner one notes the peak of the outer ones before it resets it.
+    """
 
     peak: int = 0
 
     def __enter__(self) -> MemoryMeter:
         self._process = psutil.Process()
+        for meter in _running:
+            meter._note_peak()
         self._exact = _reset_peak()
         self._start = int(self._process.memory_info().rss)
         self._highest = self._start
@@ -60,17 +66,22 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._sample, daemon=True)
             self._thread.start()
+        _running.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._exact:
-            self._highest = max(self._highest, _peak_bytes())
-        else:
+        _running.remove(self)
+        self._note_peak()
+        if not self._exact:
             self._stop.set()
             self._thread.join()
         self.peak = max(0, self._highest - self._start)
+
+    def _note_peak(self) -> None:
+        if self._exact:
+            self._highest = max(self._highest, _peak_bytes())
 
     def _sample(self) -> None:
         while not self._stop.wait(0.005):

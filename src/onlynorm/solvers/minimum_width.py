@@ -43,7 +43,8 @@ class MinimumWidth:
         self.out, self.inp = features.out, features.inp
         self.dtype, self.device = features.dtype, features.device
         self.n_features = features.n_features + self.out - 1
-        rows = torch.linalg.vector_norm(target, dim=1)
+        largest = target.abs().amax(1)  # first out of the norm, where the squares of a tiny row would vanish
+        rows = largest * torch.linalg.vector_norm(target / largest[:, None], dim=1)
         mean_column = features.column_squares().double().mean().sqrt().to(self.dtype)
         self.sigma = mean_column / rows
         self.basis = _complement(self.sigma)

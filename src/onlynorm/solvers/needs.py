@@ -17,8 +17,8 @@ from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeErr
 from onlynorm.solvers.khatri_rao import KhatriRao, times_power
 
 DEFAULT_TOLERANCE = 1e-10
-EXTREME = 100
-"""Features whose largest entry lies within 2^+-100 are left as they are."""
+EXTREME = 20
+"""Features whose largest entry lies within 2^+-20 are left as they are: products of four still fit into float32."""
 
 
 def need_tolerance(tolerance: float | None) -> float:
@@ -42,7 +42,19 @@ def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None
             "It is a gamma to stay close to."
         )
     need_finite("target", target)
-    return target.to(operator.dtype)
+    if near is not None:
+        need_finite("near", torch.as_tensor(near))
+    return target.detach().to(operator.dtype)
+
+
+def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
+    """Raises where the minimum-width system, whose matrix holds the target itself, was asked for more than one."""
+    if target.ndim != 2 or near is not None:
+        got = f"a target of shape {tuple(target.shape)}" if target.ndim != 2 else "near"
+        raise ShapeError(
+            f"minimum_width needs one target (out, inp) and no near; got {got}. "
+            "Solve for one target at a time, or draw out * inp features and leave minimum_width out."
+        )
 
 
 def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
@@ -68,7 +80,7 @@ def need_finite(name: str, values: Tensor) -> None:
 
 def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int]:
     """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks."""
-    target_power = _power(float(target.abs().max()))
+    target, target_power = to_middle(target)
     powers = (0, 0)
     if operator.is_stored:
         left, right = operator.dense()
@@ -77,7 +89,13 @@ def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, in
             operator = operator.scaled(-powers[0], -powers[1])
         else:
             powers = (0, 0)
-    return operator, times_power(target, -target_power), target_power - powers[0] - powers[1]
+    return operator, target, target_power - powers[0] - powers[1]
+
+
+def to_middle(target: Tensor) -> tuple[Tensor, int]:
+    """The target scaled by a power of two to a largest entry in [1/2, 1), and that power."""
+    power = _power(float(target.abs().max()))
+    return times_power(target, -power), power
 
 
 def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]]:

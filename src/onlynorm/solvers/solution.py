@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.features import Features
-from onlynorm.solvers.choose import MAX_ITERATIONS, SMALL, Choice, choose, cure
+from onlynorm.solvers.choose import MAX_ITERATIONS, SMALL, Choice, choose, cure, krylov_memory
 from onlynorm.solvers.closed_form import solve_closed_form
 from onlynorm.solvers.direct import DirectResult, solve_cholesky, solve_lu, solve_svd
 from onlynorm.solvers.khatri_rao import KhatriRao, Operator, times_power
@@ -29,11 +29,14 @@ from onlynorm.solvers.needs import (
     live,
     need_enough,
     need_finite,
+    need_one_target,
     need_reached,
     need_target,
     need_tolerance,
+    to_middle,
 )
 
+TINY = torch.finfo(torch.float64).tiny
 ANISOTROPIC = 2.0
 """Whitening pays for itself where it shortens the iteration by about this factor."""
 
@@ -98,7 +101,7 @@ def solve(
 
     Theory: giannou2023:thm-1, burkholz2024:thm-2.2, burkholz2024:thm-2.3, random_features:thm-2.1
     """
-    operator = KhatriRao(left.double(), right.double())
+    operator = KhatriRao(left.detach().double(), right.detach().double())
     need_finite("left", left)
     need_finite("right", right)
     return solve_operator(
@@ -124,7 +127,12 @@ def solve_features(
     """
     if storage not in ("dense", "seed"):
         raise ValueRangeError(f"storage needs to be 'dense' or 'seed'; got {storage!r}. 'seed' saves memory.")
-    matrix = features.as_matrix(target).double()
+    if minimum_width and features.rows != features.shape[0]:
+        raise ValueRangeError(
+            f"minimum_width needs the kernel in the first layer, where a row of left is an output; got {features.rows} "
+            f"rows for {features.shape[0]} outputs. Draw the features with kernel='first'."
+        )
+    matrix = features.as_matrix(target.detach()).double()
     need_finite("target", matrix)
     if features.structure is not None:
         return _solve_structured(features, matrix, tolerance)
@@ -155,27 +163,34 @@ def solve_operator(
     limit = memory_limit(memory)
     target = need_target(operator, target, near)
     need_enough(operator, tolerance, minimum_width)
+    if minimum_width:
+        need_one_target(target, near)
     with MemoryMeter() as meter:
         outputs, inputs = live(operator)
         if tolerance is not None:
             need_reached(operator, target, outputs, inputs)
         system, scaled, power = in_range(operator, target)
-        if not bool(target.any()):
-            gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
-            solution = Solution(gamma, 0.0, "zero", 0, 1.0, 0.0, 0, "the target is zero", wanted)
-        elif minimum_width:
+        if minimum_width:
             solution = _solve_minimum_width(system, scaled, wanted, method, limit, progress)
         else:
-            if not bool(outputs.all() and inputs.all()):
-                system, scaled = system.restrict(outputs, inputs), scaled[..., outputs, :][..., inputs]
             offset = _offset(operator, near, target, power)
-            rest = scaled if offset is None else scaled - system.apply(offset)
-            solution = _climb(system, rest, wanted, method, precondition, limit, progress)
-            gamma = solution.gamma if offset is None else solution.gamma + offset
-            solution = replace(solution, gamma=gamma, residual=_residual(system, scaled, gamma))
+            gamma = target.new_zeros(*target.shape[:-2], operator.n_features) if offset is None else offset
+            rest = scaled - system.apply(gamma)
+            sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).clamp_min(TINY) for x in (scaled, rest)]
+            goal = wanted * min(1.0, float((sizes[0] / sizes[1]).min()))  # of what is left after the offset
+            if not bool(outputs.all() and inputs.all()):
+                rest = rest[..., outputs, :][..., inputs]
+            if bool(rest.any()):
+                alive = system if rest.shape == scaled.shape else system.restrict(outputs, inputs)
+                solution = _climb(alive, rest, max(goal, TINY), method, precondition, limit, progress)
+                gamma = gamma + solution.gamma
+            else:
+                solution = Solution(
+                    gamma, 0.0, "none", 0, 1.0, 0.0, 0, "no feature sees anything left to solve", wanted
+                )
+            residual = _residual(system, scaled, gamma)
+            solution = replace(solution, gamma=gamma, residual=residual, tolerance=wanted)
         solution = replace(solution, gamma=times_power(solution.gamma, power))
-        if not bool(outputs.all() and inputs.all()):
-            solution = replace(solution, residual=_residual(operator, target, solution.gamma))
     solution = replace(solution, seconds=time.perf_counter() - start, peak_memory=meter.peak)
     return _judge(operator, solution, tolerance)
 
@@ -190,24 +205,37 @@ def _climb(
     progress: Progress | None,
 ) -> Solution:
     """The chosen method, then more robust ones until the tolerance is met or none is left."""
-    choice = choose(operator.out, operator.inp, operator.n_features, tolerance=wanted, memory=limit, method=method)
-    solution = _run(operator, target, choice, wanted, precondition, progress)
+    block = operator.block if isinstance(operator, KhatriRao) and not operator.is_stored else None
+    choice = choose(
+        operator.out, operator.inp, operator.n_features, tolerance=wanted, memory=limit, method=method, block=block
+    )
+    solution = _run(operator, target, choice, wanted, precondition, limit, progress)
     if method != "auto":
         return solution or _failed(operator, target, choice, wanted)
     small = operator.equations <= SMALL and operator.n_features <= 4 * SMALL
+    svd_fits = small and 32 * operator.equations * operator.n_features <= limit
     double_lu = operator.n_features == operator.equations and 9 * operator.equations**2 <= limit
-    ladder = [("lu64", double_lu), ("krylov", True), ("svd", small)]
+    ladder = [("lu64", double_lu), ("krylov", True), ("svd", svd_fits)]
     for name, can in ladder:
-        enough = solution is not None and solution.residual <= wanted
-        if enough or not can or (solution is not None and solution.method == name):
+        left = math.inf if solution is None else _left_over(operator, target, solution.gamma)
+        singular = small and solution is not None and _is_singular(solution)
+        if not can or (left <= wanted and not singular) or (solution is not None and solution.method == name):
             continue
-        if solution is not None and operator.n_features < operator.equations and name != "svd":
+        other = _run(operator, target, replace(choice, method=name), wanted, precondition, limit, progress)
+        if other is None:
             continue
-        why = "was not positive definite" if solution is None else f"left {solution.residual:.1e}"
-        other = _run(operator, target, replace(choice, method=name), wanted, precondition, progress)
-        if other is not None and (solution is None or other.residual < 0.5 * solution.residual):
+        now = _left_over(operator, target, other.gamma)
+        if now < (1.0 if name == "svd" else 0.5) * left or (singular and now <= wanted):
+            why = "found a singular matrix" if singular else f"left {left:.1e}"
+            why = "was not positive definite" if solution is None else why
             solution = replace(other, reason=f"{choice.method} {why}, so {name} took over")
     return solution or _failed(operator, target, choice, wanted)
+
+
+def _is_singular(solution: Solution) -> bool:
+    """Whether LU met a matrix that is singular to its precision: its answer then need not be the one of least norm."""
+    limit = {"lu": torch.float32, "lu64": torch.float64}.get(solution.method)
+    return limit is not None and not solution.condition * torch.finfo(limit).eps < 1.0
 
 
 def _run(
@@ -216,12 +244,13 @@ def _run(
     choice: Choice,
     wanted: float,
     precondition: bool | None,
+    limit: int,
     progress: Progress | None,
 ) -> Solution | None:
     """One method on one system; None where it cannot work."""
     if choice.method == "krylov":
         whiten = precondition if precondition is not None else _is_anisotropic(operator)
-        store = choice.option.memory <= memory_limit()
+        store = krylov_memory(operator.out, operator.inp, operator.n_features) <= limit
         found = solve_krylov(
             operator, target, tolerance=wanted, max_iterations=MAX_ITERATIONS, whiten=whiten, store=store,
             progress=progress,
@@ -258,6 +287,10 @@ def _solve_minimum_width(
 ) -> Solution:
     """Gamma and one scale per output; zero rows of the target are switched off and leave the system."""
     on = target.abs().amax(-1) > 0
+    if not bool(on.any()):
+        gamma, output_gamma = target.new_zeros(operator.n_features), target.new_zeros(operator.out)
+        reason = "every output of the target is zero and switched off"
+        return Solution(gamma, 0.0, "none", 0, 1.0, 0.0, 0, reason, wanted, output_gamma=output_gamma)
     everything = torch.ones(operator.inp, dtype=torch.bool, device=operator.device)
     features = operator if bool(on.all()) else operator.restrict(on, everything)
     need_minimum_width(features)
@@ -268,6 +301,7 @@ def _solve_minimum_width(
     gamma = solution.gamma[: operator.n_features]
     made = output_gamma[:, None] * operator.apply(gamma)
     residual = float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
+    residual = math.inf if math.isnan(residual) else residual
     return replace(solution, gamma=gamma, output_gamma=output_gamma, residual=residual)
 
 
@@ -276,13 +310,20 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
     assert features.structure is not None
     structure = features.structure.to(torch.float64, matrix.device)
     with MemoryMeter() as meter:
-        gamma, output_gamma, residual = solve_closed_form(structure, matrix)
+        scaled, power = to_middle(matrix)
+        gamma, output_gamma, residual = solve_closed_form(structure, scaled)
+        if output_gamma is None:
+            gamma = times_power(gamma, power)
+        else:
+            output_gamma = times_power(output_gamma, power)
     solution = Solution(
         gamma, residual, "closed form", 0, 1.0, time.perf_counter() - start, meter.peak,
         f"{features.name} features have a known inverse", need_tolerance(tolerance), output_gamma=output_gamma,
     )  # fmt: skip
     if not solution.is_exact:
-        short = f"{features.equations - features.n_features} weights have no feature; density 1 reaches them all"
+        short = "what is left is rounding; a tolerance of 1e-14 is safe"
+        if features.density is not None:
+            short = f"{features.equations - features.n_features} weights have no feature; density 1 reaches them all"
         solution = replace(solution, shortfall=f"residual {residual:.1e}: {short}")
     if tolerance is not None and solution.shortfall:
         raise ToleranceError(f"{features.name} features need to reach {tolerance:.0e}; {solution.shortfall}.")
@@ -290,7 +331,8 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
 
 
 def _judge(operator: KhatriRao, solution: Solution, tolerance: float | None) -> Solution:
-    if not bool(torch.isfinite(solution.gamma).all()):
+    found = [solution.gamma] if solution.output_gamma is None else [solution.gamma, solution.output_gamma]
+    if not all(bool(torch.isfinite(values).all()) for values in found):
         raise ValueRangeError(
             "gamma needs to fit into float64; it overflows because the features are too small for the target. "
             "Rescale the features or the target."
@@ -318,8 +360,17 @@ def _residual(operator: Operator, target: Tensor, gamma: Tensor) -> float:
     """The worst relative residual in the batch, in float64."""
     rest = torch.linalg.vector_norm(operator.apply(gamma) - target, dim=(-2, -1))
     size = torch.linalg.vector_norm(target, dim=(-2, -1))
-    worst = torch.where(size > 0, rest / size.clamp_min(torch.finfo(size.dtype).tiny), rest)
+    worst = torch.where(size > 0, rest / size.clamp_min(TINY), rest)
     return float(worst.nan_to_num(nan=math.inf).max())
+
+
+def _left_over(operator: Operator, target: Tensor, gamma: Tensor) -> float:
+    """What a better method could still remove: the residual or, with too few features, the part that features see."""
+    if operator.n_features >= operator.equations:
+        return _residual(operator, target, gamma)
+    rest = torch.linalg.vector_norm(operator.transpose(operator.apply(gamma) - target), dim=-1)
+    size = torch.linalg.vector_norm(operator.transpose(target), dim=-1).clamp_min(TINY)
+    return float((rest / size).nan_to_num(nan=math.inf).max())
 
 
 def _is_anisotropic(operator: Operator) -> bool:

@@ -1,0 +1,49 @@
+# make demo and make test need nothing but Python (and this file): they create .venv and install into it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types docs bench clean
+
+help:
+	@echo "make demo    set up and rebuild one layer of a trained network by its norms only"
+	@echo "make test    set up and run every test (slow ones and the browser test included)"
+	@echo "make lint    ruff, format check"
+	@echo "make types   mypy"
+	@echo "make docs    build the documentation into site/"
+	@echo "make bench   the solver beside its competitors (about 20 minutes; QUICK=1 for 3)"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[dev,docs]"
+	@touch $@ $(VENV)/.run
+
+demo: $(VENV)/.run
+	$(BIN)/onlynorm demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: $(VENV)/.run
+	$(BIN)/onlynorm bench solve $(if $(QUICK),--quick)
+
+clean:
+	rm -rf $(VENV) site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,207 @@
+"""Features whose matrix M is never built, because its solution is known in closed form.
+
+| name | M | gamma for a target T |
+| --- | --- | --- |
+| id_cond | rows of the identity | read off: gamma_(ij) = T_ij |
+| id_cond_minimal | identity, but one column shares a feature | g2_i = T_is, gamma_(ij) = T_ij / T_is |
+| ortho_cond | U2 (x) U1, orthogonal | U2^T T U1^T |
+
+Every structure offers `apply(gamma)` = M gamma as a (rows, cols) matrix, `transpose(residual)` = M^T r and
+`solve(target)`; batch dimensions may stand in front. `left` and `right` produce blocks of the source weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
+from onlynorm.features.orthogonal import haar_matrix
+from onlynorm.features.streams import Stream
+
+
+@runtime_checkable
+class Structure(Protocol):
+    """What a closed form needs: sizes, the operator both ways, the solution, and blocks for checks."""
+
+    @property
+    def n_features(self) -> int: ...
+    def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]: ...
+    def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]: ...
+    def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Any: ...
+    def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]: ...
+    def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]: ...
+    def to(self, dtype: torch.dtype, device: torch.device) -> Structure: ...
+    def digest_bytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, eq=False)
+class IdCond:
+    """One feature per entry of the target: M = I, or the rows of I that a mask kept.
+
+    `kept` holds the row-major numbers of the entries that have a feature, ascending; None means all of them.
+    Theory: random_features:thm-3.1
+    """
+
+    rows: int
+    cols: int
+    kept: Int[Tensor, " feat"] | None = None
+
+    @classmethod
+    def draw(cls, rows: int, cols: int, *, seed: int, layer: str, density: float | None) -> IdCond:
+        """All entries, or each with probability `density` by the stream "mask"."""
+        if density is None:
+            return cls(rows, cols)
+        mask = torch.from_numpy(Stream(seed, layer, "mask").mask(density, 0, rows * cols))
+        kept = mask.nonzero().reshape(-1)
+        if not len(kept):
+            raise InsufficientFeaturesError(
+                f"id_cond needs at least one feature; got none of {rows * cols} with density {density}. "
+                "Raise the density or change the seed."
+            )
+        return cls(rows, cols, kept.int() if rows * cols < 2**31 else kept)
+
+    @property
+    def n_features(self) -> int:
+        return self.rows * self.cols if self.kept is None else len(self.kept)
+
+    def entry_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Row-major number in the target matrix of the entry that feature k makes; without k of all."""
+        if k is None:
+            return torch.arange(self.n_features) if self.kept is None else self.kept.long()
+        index = torch.as_tensor(k)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.n_features:
+            raise ValueRangeError(
+                f"feature numbers need to lie in [0, {self.n_features}); got {int(index.min())} to "
+                f"{int(index.max())}. Count from zero."
+            )
+        return index if self.kept is None else self.kept.to(index.device)[index].long()
+
+    def output_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Row of the target matrix that feature k feeds."""
+        return self.entry_of(k) // self.cols
+
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Column of the target matrix that feature k reads."""
+        return self.entry_of(k) % self.cols
+
+    def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """The matrix with gamma_k at the entry of feature k and zero where no feature is."""
+        check_gamma("id_cond", gamma, self.n_features)
+        if self.kept is not None:
+            flat = gamma.new_zeros(*gamma.shape[:-1], self.rows * self.cols)
+            gamma = flat.index_copy(-1, self.entry_of().to(gamma.device), gamma)
+        return gamma.reshape(*gamma.shape[:-1], self.rows, self.cols)
+
+    def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """The entries of `residual` that have a feature."""
+        check_matrix("id_cond", residual, self.rows, self.cols)
+        flat = residual.reshape(*residual.shape[:-2], self.rows * self.cols)
+        return flat if self.kept is None else flat[..., self.entry_of().to(flat.device)]
+
+    def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """Gamma by reading off; `apply` of it is the target's orthogonal projection on the features."""
+        return self.transpose(target)
+
+    def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
+        return one_hot(self.output_of(torch.arange(start, stop)), self.rows).T
+
+    def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
+        return one_hot(self.input_of(torch.arange(start, stop)), self.cols)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> IdCond:
+        return self if self.kept is None else IdCond(self.rows, self.cols, self.kept.to(device))
+
+    def digest_bytes(self) -> bytes:
+        """A line with name and sizes, then the kept entry numbers as 8-byte little-endian integers."""
+        kept = b"" if self.kept is None else self.kept.long().cpu().numpy().astype("<i8").tobytes()
+        return f"id_cond {self.rows}x{self.cols}\n".encode() + kept
+
+
+@dataclass(frozen=True, eq=False)
+class OrthoCond:
+    """Feature k, with (q, d) = divmod(k, cols), joins column q of U2 and row d of U1, so M is orthogonal.
+
+    `left_factor` is U2 (rows x rows), `right_factor` U1 (cols x cols). Theory: random_features:ortho-cond
+    """
+
+    left_factor: Float[Tensor, "rows rows"]
+    right_factor: Float[Tensor, "cols cols"]
+
+    @classmethod
+    def draw(cls, rows: int, cols: int, *, seed: int, layer: str) -> OrthoCond:
+        """Independent Haar matrices from the streams "left" and "right"."""
+        left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
+        right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
+        return cls(left, right.T.contiguous())
+
+    @property
+    def rows(self) -> int:
+        return len(self.left_factor)
+
+    @property
+    def cols(self) -> int:
+        return len(self.right_factor)
+
+    @property
+    def n_features(self) -> int:
+        return self.rows * self.cols
+
+    def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """M gamma = U2 G U1 with G the gammas as a (rows, cols) matrix."""
+        check_gamma("ortho_cond", gamma, self.n_features)
+        G = gamma.reshape(*gamma.shape[:-1], self.rows, self.cols)
+        return self.left_factor.to(G) @ G @ self.right_factor.to(G)
+
+    def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """M^T r = U2^T R U1^T."""
+        check_matrix("ortho_cond", residual, self.rows, self.cols)
+        return (self.left_factor.to(residual).mT @ residual @ self.right_factor.to(residual).mT).flatten(-2)
+
+    def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """Gamma with apply(gamma) = target: the transpose is the inverse."""
+        return self.transpose(target)
+
+    def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
+        return self.left_factor[:, torch.arange(start, stop, device=self.left_factor.device) // self.cols]
+
+    def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
+        return self.right_factor[torch.arange(start, stop, device=self.right_factor.device) % self.cols]
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> OrthoCond:
+        return OrthoCond(self.left_factor.to(device, dtype), self.right_factor.to(device, dtype))
+
+    def digest_bytes(self) -> bytes:
+        """A line with name and sizes, then U1 row by row and U2 column by column as little-endian float64."""
+        factors = (self.right_factor, self.left_factor.T)
+        return f"ortho_cond {self.rows}x{self.cols}\n".encode() + b"".join(
+            u.double().cpu().contiguous().numpy().astype("<f8").tobytes() for u in factors
+        )
+
+
+def one_hot(index: Int[Tensor, " block"], n: int) -> Float[Tensor, "block n"]:
+    """Rows of zeros with a one at `index`, in float64 on the CPU."""
+    hot = torch.zeros(len(index), n, dtype=torch.float64)
+    hot[torch.arange(len(index)), index.cpu()] = 1.0
+    return hot
+
+
+def check_gamma(name: str, gamma: Tensor, n: int) -> None:
+    """An error unless the last dimension is n."""
+    if gamma.ndim < 1 or gamma.shape[-1] != n:
+        raise ShapeError(
+            f"{name} needs a last dimension of {n}; got {tuple(gamma.shape)}. Put batch dimensions in front."
+        )
+
+
+def check_matrix(name: str, matrix: Tensor, rows: int, cols: int) -> None:
+    """An error unless the last two dimensions are (rows, cols)."""
+    if matrix.ndim < 2 or tuple(matrix.shape[-2:]) != (rows, cols):
+        raise ShapeError(
+            f"{name} needs a matrix (..., {rows}, {cols}); got shape {tuple(matrix.shape)}. "
+            "Turn a weight into that form with features.as_matrix(weight)."
+        )

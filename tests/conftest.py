@@ -1,0 +1,27 @@
+"""Shapes written in signatures are checked while the tests run; hypothesis has no deadline and CI no dice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+from hypothesis import settings
+
+# The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do.
+_ROOMS = ("features", "solvers", "reconstruction", "tuning", "rank", "identity")
+_CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook([f"onlynorm.{room}" for room in _ROOMS], _CHECKER)
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Shape checks off for one test: misuse meets our own errors, as it does for a user."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,191 @@
+"""Conjugate gradients: exact to float64 from float32 steps, honest where they cannot be, fast when whitened."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import onlynorm as on
+from onlynorm.solvers.khatri_rao import KhatriRao
+from onlynorm.solvers.krylov import Whitening, anisotropy, solve_krylov
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _system(out: int, inp: int, feat: int, *batch: int, seed: int = 0) -> tuple[KhatriRao, Tensor]:
+    return KhatriRao(_normal(out, feat, seed=seed), _normal(feat, inp, seed=seed + 1)), _normal(
+        *batch, out, inp, seed=seed + 2
+    )
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+def _mixed(out: int, inp: int, feat: int, spread: float) -> KhatriRao:
+    """Features whose rows were mixed by matrices of condition number `spread`."""
+
+    def mixing(n: int, seed: int) -> Tensor:
+        basis, _ = torch.linalg.qr(_normal(n, n, seed=seed))
+        return basis * torch.logspace(0, -math.log10(spread), n, dtype=torch.float64) @ basis.mT
+
+    return KhatriRao(mixing(out, 7) @ _normal(out, feat), _normal(feat, inp, seed=1) @ mixing(inp, 8))
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(1.5, 4.0), st.booleans())
+@settings(max_examples=50)
+def test_the_solution_is_the_one_of_least_norm(out: int, inp: int, seed: int, excess: float, whiten: bool) -> None:
+    operator, target = _system(out, inp, math.ceil(excess * out * inp) + 1, seed=seed)
+    matrix = operator.materialise()
+    kappa = float(torch.linalg.cond(matrix))
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=5000, whiten=whiten)
+    expected = torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution[:, 0]
+    assert found.history[-1] <= 1e-11
+    assert _relative(found.gamma, expected) <= 2e-11 * kappa
+    # least norm: nothing of gamma lies in the null space; the float32 steps leave their rounding of M^T there
+    seen = torch.linalg.pinv(matrix) @ (matrix @ found.gamma)
+    assert _relative(seen, found.gamma) <= kappa * 1e-10
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(0, 1000), st.floats(0.1, 0.7))
+@settings(max_examples=50)
+def test_too_few_features_give_the_least_squares_solution(out: int, inp: int, seed: int, excess: float) -> None:
+    operator, target = _system(out, inp, max(1, int(excess * out * inp)), seed=seed)
+    matrix = operator.materialise()
+    kappa = float(torch.linalg.cond(matrix))
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=5000)
+    expected = torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution[:, 0]
+    assert _relative(found.gamma, expected) <= 2e-11 * kappa**2
+
+
+def test_float32_rounds_reach_float64_accuracy_at_the_price_of_a_few_more_steps() -> None:
+    operator, target = _system(20, 20, 500)
+    single = solve_krylov(operator, target, tolerance=1e-12, max_iterations=2000)
+    double = solve_krylov(operator, target, tolerance=1e-12, max_iterations=2000, inner_dtype=torch.float64)
+    assert _relative(operator.apply(single.gamma), target) <= 1e-12
+    assert single.rounds > 1
+    assert single.iterations <= 1.25 * double.iterations
+    assert all(b < a for a, b in zip(single.history, single.history[1:], strict=False))
+
+
+@pytest.mark.parametrize("excess", [0.5, 1.5])
+def test_the_steps_reveal_the_condition_number(excess: float) -> None:
+    operator, target = _system(16, 16, int(excess * 256))
+    found = solve_krylov(operator, target, tolerance=1e-12, max_iterations=2000)
+    assert found.condition == pytest.approx(float(torch.linalg.cond(operator.materialise())), rel=0.05)
+
+
+@pytest.mark.parametrize("batch", [(1,), (3,), (2, 2)])
+@pytest.mark.parametrize("feat", [12, 60])
+def test_a_batch_is_solved_as_each_of_its_members(batch: tuple[int, ...], feat: int) -> None:
+    operator, target = _system(5, 6, feat, *batch)
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=1000)
+    assert found.gamma.shape == (*batch, feat)
+    for one, right in zip(found.gamma.reshape(-1, feat), target.reshape(-1, 5, 6), strict=True):
+        alone = solve_krylov(operator, right, tolerance=1e-11, max_iterations=1000)
+        assert _relative(one, alone.gamma) <= 1e-9
+
+
+def test_a_zero_member_of_a_batch_stays_zero() -> None:
+    operator, target = _system(5, 6, 60, 2)
+    target[0] = 0.0
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=1000)
+    assert torch.equal(found.gamma[0], torch.zeros(60, dtype=torch.float64))
+    assert _relative(operator.apply(found.gamma), target) <= 1e-11
+
+
+@pytest.mark.parametrize("spread", [10.0, 100.0])
+def test_whitening_cures_features_that_are_not_isotropic(spread: float) -> None:
+    operator = _mixed(12, 12, 216, spread)
+    target = _normal(12, 12, seed=5)
+    plain = solve_krylov(operator, target, tolerance=1e-9, max_iterations=20_000, inner_dtype=torch.float64)
+    white = solve_krylov(operator, target, tolerance=1e-9, max_iterations=20_000, whiten=True)
+    assert white.history[-1] <= 1e-9
+    assert 5 * white.iterations < plain.iterations
+    assert white.iterations <= 1.5 * on.spectrum.predicted_iterations(144, 216, tolerance=1e-9)
+    expected = torch.linalg.lstsq(operator.materialise(), target.flatten()[:, None], driver="gelsd").solution[:, 0]
+    assert _relative(white.gamma, expected) <= 2e-9 * spread**2 * 10
+
+
+def test_whitened_factors_are_orthonormal_and_undo_the_mixing() -> None:
+    operator = _mixed(6, 4, 100, 50.0)
+    whitening = Whitening.of(operator)
+    assert whitening is not None
+    left, right = whitening.features(operator, torch.float64).dense()
+    assert torch.allclose(left @ left.mT, torch.eye(6, dtype=torch.float64), atol=1e3 * EPS * 50**2)
+    assert torch.allclose(right.mT @ right, torch.eye(4, dtype=torch.float64), atol=1e3 * EPS * 50**2)
+    gamma = _normal(100)
+    white = whitening.features(operator, torch.float64).apply(gamma)
+    assert torch.allclose(whitening.forward(operator.apply(gamma)), white, atol=1e3 * EPS * 50**2)
+
+
+def test_features_of_deficient_row_rank_cannot_be_whitened_and_are_not() -> None:
+    left = _normal(4, 30)
+    left[3] = left[2]
+    operator = KhatriRao(left, _normal(30, 3, seed=1))
+    assert Whitening.of(operator) is None
+    target = operator.apply(torch.ones(30, dtype=torch.float64))
+    found = solve_krylov(operator, target, tolerance=1e-10, max_iterations=500, whiten=True)
+    assert _relative(operator.apply(found.gamma), target) <= 1e-10
+
+
+@pytest.mark.parametrize(("out", "inp", "feat"), [(8, 8, 80), (32, 32, 1280), (16, 64, 1300), (1, 30, 45), (30, 1, 45)])
+def test_isotropic_features_look_isotropic(out: int, inp: int, feat: int) -> None:
+    assert anisotropy(KhatriRao(_normal(out, feat), _normal(feat, inp, seed=1))) < 1.5
+    regenerated = on.draw("he_normal", (out, inp), n_features=feat)
+    assert anisotropy(KhatriRao.regenerating(regenerated)) < 1.5
+
+
+def test_mixed_features_look_anisotropic() -> None:
+    assert 300 < anisotropy(_mixed(12, 12, 216, 30.0)) < 3000  # 30 from each side
+    left = _normal(4, 30)
+    left[3] = 0.0
+    assert anisotropy(KhatriRao(left, _normal(30, 3))) == math.inf
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_regenerated_features_need_no_copy(whiten: bool) -> None:
+    features = on.draw("he_normal", (8, 8), excess=2.0)
+    operator = KhatriRao.regenerating(features, block=20)
+    target = _normal(8, 8)
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500, store=False, whiten=whiten)
+    stored = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500)
+    assert found.history[-1] <= 1e-11
+    assert _relative(found.gamma, stored.gamma) <= 1e-9
+
+
+def test_an_unreachable_target_ends_with_the_best_seen_and_not_with_a_worse_one() -> None:
+    left, right = _normal(6, 15), _normal(15, 5, seed=1)
+    operator = KhatriRao(torch.cat([left, left], 1), torch.cat([right, right]))
+    target = _normal(6, 5, seed=2)
+    found = solve_krylov(operator, target, tolerance=1e-10, max_iterations=2000)
+    assert bool(torch.isfinite(found.gamma).all())
+    assert _relative(operator.apply(found.gamma), target) <= 1.0
+    assert found.history[-1] == pytest.approx(_relative(operator.apply(found.gamma), target))
+
+
+def test_the_limit_on_iterations_is_kept() -> None:
+    operator, target = _system(16, 16, 282)
+    found = solve_krylov(operator, target, tolerance=1e-12, max_iterations=17)
+    assert found.iterations == 17
+    assert found.history[-1] > 1e-12
+
+
+def test_progress_hears_of_every_round() -> None:
+    operator, target = _system(8, 8, 128)
+    heard: list[tuple[int, float]] = []
+    found = solve_krylov(
+        operator, target, tolerance=1e-11, max_iterations=500, progress=lambda n, error: heard.append((n, error))
+    )
+    assert [error for _, error in heard] == found.history
+    assert heard[0] == (0, 1.0)
+    assert heard[-1][0] == found.iterations

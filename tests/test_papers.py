@@ -1,0 +1,491 @@
+"""The reproduction harness: artifacts from TOML, pieces that survive a kill, records, verdicts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRangeError
+from onlynorm.papers import Artifact, Expectation, Outcome, Progress, artifacts, load_artifacts, reproduce
+from onlynorm.papers import run as run_module
+from onlynorm.papers.artifact import _FUNCTIONS
+from onlynorm.papers.verdict import accepted_range, check, decide
+from onlynorm.report.records import Check, Verdict, read_record, read_records
+from onlynorm.report.sealed import digest, from_plain, read_sealed, to_plain, write_sealed
+
+TOML = """
+[paper]
+key = "toy"
+
+[[statement]]
+key = "toy:thm-1"
+
+[[artifact]]
+id = "toy:fig-1"
+title = "Squares"
+claim = "Squares grow."
+kind = "figure"
+seeds = [0, 1, 2]
+
+[artifact.sizes.quick]
+n = 2
+[artifact.sizes.paper]
+n = 3
+
+[[artifact.expect]]
+name = "sum"
+value = { quick = 5, paper = 14 }
+tolerance = 0.5
+source = "arithmetic"
+"""
+
+CODE = """
+from pathlib import Path
+from onlynorm.papers import Curve, Outcome, Table, artifact
+
+LOG = Path(__file__).with_suffix(".log")
+
+def square(*, k):
+    with LOG.open("a") as log:
+        log.write(f"{k}\\n")
+    return {"square": k * k}
+
+@artifact("toy:fig-1")
+def figure(run):
+    run.announce(run.sizes["n"])
+    ks = range(1, run.sizes["n"] + 1)
+    squares = [run.piece(f"k={k}", square, k=k)["square"] for k in ks]
+    return Outcome(
+        values={"sum": sum(squares)},
+        curves=[Curve("squares", list(ks), squares, kind="points")],
+        table=Table(["k", "square"], list(zip(ks, squares))),
+    )
+"""
+
+
+class Toy:
+    """One artifact in a folder of its own, whose module can be rewritten and whose calls are counted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, f"toy_{digest(str(folder))[:12]}"
+        self.path = folder / f"{self.name}.py"
+        self.out = folder / "out"
+        self.write()
+
+    def write(self, *, toml: str = TOML, code: str = CODE) -> None:
+        self.path.write_text(code)
+        self.path.with_suffix(".toml").write_text(toml)
+
+    def load(self) -> Artifact:
+        return load_artifacts(self.path.with_suffix(".toml"), self.module())["toy:fig-1"]
+
+    def module(self) -> ModuleType:
+        _FUNCTIONS.pop("toy:fig-1", None)
+        spec = importlib.util.spec_from_file_location(self.name, self.path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.name] = module
+        # A rewritten file within the same second would otherwise be taken from the bytecode cache.
+        exec(compile(self.path.read_text(), str(self.path), "exec"), module.__dict__)
+        return module
+
+    def run(self, **options: Any) -> Any:
+        return reproduce(self.load(), out=self.out, **options)[0]
+
+    def calls(self) -> list[str]:
+        log = self.path.with_suffix(".log")
+        lines = log.read_text().split() if log.exists() else []
+        log.unlink(missing_ok=True)
+        return lines
+
+    def pieces(self) -> list[Path]:
+        return sorted(self.out.rglob("pieces/*.json"))
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Any:
+    one = Toy(tmp_path)
+    yield one
+    _FUNCTIONS.pop("toy:fig-1", None)
+    sys.modules.pop(one.name, None)
+
+
+# ---------------------------------------------------------------------------------------------- verdicts
+
+
+def made(*, is_met: bool, is_soft: bool = False) -> Check:
+    return Check(name="a", ours=1.0, is_met=is_met, accepted="x", source="s", is_soft=is_soft)
+
+
+MET, OUT, SOFT_OUT = made(is_met=True), made(is_met=False), made(is_met=False, is_soft=True)
+
+
+@pytest.mark.parametrize(
+    ("checks", "scale", "caveats", "failure", "verdict"),
+    [
+        ([MET], "paper", [], "", Verdict.REPRODUCED),
+        ([MET], "quick", [], "", Verdict.CAVEAT),
+        ([MET], "paper", ["other weights"], "", Verdict.CAVEAT),
+        ([MET, SOFT_OUT], "paper", [], "", Verdict.CAVEAT),
+        ([MET, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
+        ([MET, OUT], "quick", ["other weights"], "", Verdict.NOT_REPRODUCED),
+        ([SOFT_OUT, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
+        ([MET], "paper", [], "The run stopped", Verdict.NOT_REPRODUCED),
+        ([], "paper", [], "", Verdict.NOT_REPRODUCED),
+    ],
+)
+def test_the_verdict_follows_from_checks_scale_and_caveats(
+    checks: list[Check], scale: Any, caveats: list[str], failure: str, verdict: Verdict
+) -> None:
+    decided, reasons = decide(checks, scale=scale, caveats=caveats, failure=failure)
+    assert decided is verdict
+    assert reasons
+    assert all(caveat in reasons for caveat in caveats)
+    assert not failure or reasons[0] == failure
+
+
+@pytest.mark.parametrize(
+    ("fields", "ours", "is_met"),
+    [
+        ({"value": 2.0, "tolerance": 0.1}, 2.1, True),
+        ({"value": 2.0, "tolerance": 0.1}, 2.11, False),
+        ({"value": 2.0, "tolerance": 0.1, "is_relative": True}, 2.19, True),
+        ({"value": -2.0, "tolerance": 0.1, "is_relative": True}, -2.21, False),
+        ({"minimum": 1.0}, 1.0, True),
+        ({"minimum": 1.0}, 0.999, False),
+        ({"maximum": 1.0}, 1.001, False),
+        ({"minimum": 0.0, "maximum": 1.0}, math.inf, False),
+        ({"value": 2.0, "tolerance": 1.0, "maximum": 2.5}, 2.6, False),
+        ({"maximum": 1.0}, math.nan, False),
+        ({"maximum": 1.0}, None, False),
+    ],
+)
+def test_a_value_is_met_inside_its_closed_interval_only(
+    fields: dict[str, Any], ours: float | None, is_met: bool
+) -> None:
+    expectation = Expectation(name="a", source="s", **fields)
+    low, high = accepted_range(expectation)
+    checked = check(expectation, {} if ours is None else {"a": ours})
+    assert checked.is_met is is_met
+    assert checked.is_met == (ours is not None and low <= ours <= high)
+
+
+# ---------------------------------------------------------------------------------------------- artifacts
+
+
+def test_every_artifact_of_the_package_loads_with_its_function() -> None:
+    known = artifacts()
+    assert "random_features:fig-3" in known
+    assert all(one.id == id and callable(one.function) for id, one in known.items())
+
+
+def test_a_toml_artifact_carries_sizes_seeds_and_expectations_per_scale(toy: Toy) -> None:
+    one = toy.load()
+    assert one.seeds == (0, 1, 2)
+    assert one.sizes["paper"]["n"] == 3
+    assert [item.value for item in one.expectations_at("quick")] == [5.0]
+    assert [item.value for item in one.expectations_at("paper")] == [14.0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('id = "toy:fig-1"', 'id = "Toy fig"', "needs an id like"),
+        ('kind = "figure"', 'kind = "song"', "needs kind in"),
+        ("seeds = [0, 1, 2]", "seeds = []", "at least one integer seed"),
+        ("[artifact.sizes.paper]\nn = 3", "", "needs sizes.quick and sizes.paper"),
+        ('title = "Squares"\n', "", "needs 'title' as text; got nothing"),
+        ('title = "Squares"', 'title = "Squares"\ncolour = "red"', "unknown field 'colour'"),
+        ("tolerance = 0.5", "", "nothing decides it"),
+        ("tolerance = 0.5", "tolerance = 0", "positive tolerance"),
+        ("tolerance = 0.5", "tolerance = true", "needs 'tolerance' as number"),
+        ("tolerance = 0.5", "tolerance = 0.5\nsoft = true", "an expectation that can fail"),
+        ('source = "arithmetic"', "", "needs 'source' as text"),
+        ("seeds = [0, 1, 2]", "seeds = [0,", "needs valid TOML"),
+    ],
+)
+def test_a_wrong_toml_table_says_what_it_needs(toy: Toy, old: str, new: str, message: str) -> None:
+    toy.write(toml=TOML.replace(old, new))
+    with pytest.raises(FormatError, match=message):
+        toy.load()
+
+
+def test_an_artifact_needs_both_halves(toy: Toy) -> None:
+    toy.write(toml=TOML.replace("toy:fig-1", "toy:fig-2"))
+    with pytest.raises(FormatError, match=r"toy:fig-2.*needs a function"):
+        toy.load()
+    toy.write(toml="")
+    with pytest.raises(FormatError, match=r"needs an \[\[artifact\]\] table"):
+        toy.load()
+
+
+def test_an_unknown_artifact_suggests_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'random_features:fig-3'"):
+        reproduce("random_features:fig3", out=tmp_path)
+
+
+def test_an_unknown_scale_is_refused(toy: Toy) -> None:
+    with pytest.raises(ValueRangeError, match="scale in"):
+        toy.run(scale="huge")
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+def test_a_run_writes_a_record_with_the_papers_number_beside_ours(toy: Toy) -> None:
+    record = toy.run(scale="paper")
+    assert record.verdict is Verdict.REPRODUCED
+    assert [(item.value, item.ours) for item in record.checks] == [(14.0, 14.0)]
+    folder = toy.out / "toy" / "fig-1" / "paper"
+    assert read_record(folder / "record.json") == record
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in (folder / "figure.svg").read_bytes()
+    assert set(record.versions) == {"onlynorm", "python", "torch", "numpy", "scipy"}
+    assert [piece.name for piece in record.pieces] == ["k=1", "k=2", "k=3"]
+
+
+def test_a_record_names_neither_the_machine_nor_its_folders(toy: Toy) -> None:
+    toy.run()
+    text = (toy.out / "toy/fig-1/quick/record.json").read_text()
+    assert os.uname().nodename not in text
+    assert str(toy.folder) not in text
+
+
+def test_a_second_run_computes_nothing(toy: Toy) -> None:
+    toy.run()
+    assert toy.calls() == ["1", "2"]
+    again = toy.run()
+    assert toy.calls() == []
+    assert all(piece.is_reloaded for piece in again.pieces)
+
+
+def test_a_larger_scale_keeps_the_pieces_it_shares(toy: Toy) -> None:
+    toy.run(scale="quick")
+    toy.calls()
+    toy.run(scale="paper")
+    assert toy.calls() == ["3"]
+
+
+def test_force_computes_everything_again(toy: Toy) -> None:
+    toy.run()
+    toy.calls()
+    toy.run(force=True)
+    assert toy.calls() == ["1", "2"]
+
+
+def test_a_changed_configuration_computes_only_what_changed(toy: Toy) -> None:
+    toy.run()
+    toy.calls()
+    toy.write(toml=TOML.replace("n = 2", "n = 4"))
+    toy.run()
+    assert toy.calls() == ["3", "4"]
+
+
+def test_pieces_of_one_name_and_different_configuration_are_different_pieces(toy: Toy) -> None:
+    toy.write(code=CODE.replace('f"k={k}"', '"the same name"'))
+    assert toy.run().values["sum"] == 5
+    assert toy.calls() == ["1", "2"]
+    assert toy.run().values["sum"] == 5
+    assert toy.calls() == []
+
+
+def test_changed_source_text_computes_again(toy: Toy) -> None:
+    toy.run()
+    toy.calls()
+    toy.write(code=CODE.replace("k * k", "k ** 2"))
+    toy.run()
+    assert toy.calls() == ["1", "2"]
+
+
+def test_another_version_of_onlynorm_computes_again(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.run()
+    toy.calls()
+    monkeypatch.setattr("onlynorm.__version__", "99.0")
+    toy.run()
+    assert toy.calls() == ["1", "2"]
+
+
+def test_a_piece_of_another_library_state_is_a_caveat(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.run(scale="paper")
+    monkeypatch.setattr(run_module, "library_digest", lambda: "another state")
+    stale = toy.run(scale="paper")
+    assert stale.verdict is Verdict.CAVEAT
+    assert any("another state of the library" in reason for reason in stale.reasons)
+    assert toy.run(scale="paper", force=True).verdict is Verdict.REPRODUCED
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "other kind", "newer"])
+def test_a_damaged_piece_is_computed_again(toy: Toy, damage: str) -> None:
+    toy.run()
+    toy.calls()
+    path = toy.pieces()[0]
+    sealed = json.loads(path.read_text())
+    if damage == "truncate":
+        path.write_bytes(path.read_bytes()[:-20])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "flip":
+        sealed["body"]["result"]["square"] += 1
+        path.write_text(json.dumps(sealed))
+    else:
+        path.write_text(json.dumps(sealed | ({"kind": "x"} if damage == "other kind" else {"format": 99})))
+    record = toy.run()
+    assert toy.calls() == ["1"]
+    assert record.values["sum"] == 5
+
+
+def test_a_piece_needs_a_plain_function_without_a_closure(toy: Toy) -> None:
+    code = CODE.replace("square, k=k", "lambda: {'square': k}")
+    toy.write(code=code)
+    record = toy.run()
+    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert "needs a plain function without a closure" in record.reasons[0]
+
+
+def test_an_artifact_that_raises_becomes_a_record_that_says_so(toy: Toy) -> None:
+    toy.write(code=CODE.replace("return {", "raise RuntimeError(f'no {LOG} here')\n    return {"))
+    record = toy.run()
+    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert record.reasons[0].startswith("The run stopped: RuntimeError: no …/toy_")
+    assert record.checks[0].ours is None
+
+
+def test_progress_counts_pieces_and_tells_reloaded_from_computed(toy: Toy) -> None:
+    seen: list[Progress] = []
+    toy.run(progress=seen.append)
+    toy.run(progress=seen.append)
+    states = [(event.state, event.done, event.total) for event in seen]
+    one = [("started", 0, 2), ("computed", 1, 2), ("started", 1, 2), ("computed", 2, 2), ("finished", 2, 2)]
+    two = [(state.replace("computed", "reloaded"), done, total) for state, done, total in one]
+    assert states == one + two
+
+
+def test_fresh_and_reloaded_results_are_the_same_objects_to_an_artifact(toy: Toy) -> None:
+    code = CODE.replace('{"square": k * k}', '{"square": k * k, "odd": (float("nan"), float("inf"))}')
+    toy.write(code=code)
+    fresh, kept = toy.run(), toy.run()
+    assert fresh.values == kept.values
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is a POSIX signal")
+def test_a_killed_run_goes_on_where_it_stopped(toy: Toy) -> None:
+    """A real process gets SIGKILL inside its third piece; the next one computes only what is missing."""
+    wait = 'if k == 3 and not LOG.with_suffix(".go").exists(): import time; time.sleep(600)\n    '
+    toy.write(code=CODE.replace('return {"square"', wait + 'return {"square"'), toml=TOML.replace("n = 2", "n = 4"))
+    script = textwrap.dedent(
+        f"""
+        import sys; sys.path.insert(0, {str(toy.folder)!r})
+        import {toy.name} as module
+        from onlynorm.papers import load_artifacts, reproduce
+        one = load_artifacts({str(toy.path.with_suffix(".toml"))!r}, module)["toy:fig-1"]
+        reproduce(one, out={str(toy.out)!r})
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        log = toy.path.with_suffix(".log")
+        deadline = time.monotonic() + 120
+        while not (log.exists() and "3" in log.read_text().split()):
+            assert process.poll() is None, "the process ended before it was killed"
+            assert time.monotonic() < deadline, "the third piece never started"
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert len(toy.pieces()) == 2
+    assert not list(toy.out.rglob("record.json"))
+    toy.calls()
+    toy.path.with_suffix(".go").touch()
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert toy.calls() == ["3", "4"]
+    (record,) = read_records(toy.out)
+    assert [piece.is_reloaded for piece in record.pieces] == [True, True, False, False]
+
+
+# ---------------------------------------------------------------------------------------------- files
+
+
+def test_an_unwritable_folder_is_a_clear_error(toy: Toy) -> None:
+    toy.out.write_text("a file where the folder should be")
+    with pytest.raises(StorageError, match="needs a writable folder"):
+        toy.run()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_a_full_disk_is_a_clear_error_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    write_sealed(path, {"n": 1}, kind="k")
+    full = open
+
+    def always_full(name: Any, mode: str) -> Any:
+        return full("/dev/full", mode)
+
+    monkeypatch.setattr("builtins.open", always_full)
+    with pytest.raises(StorageError, match="No space left on device"):
+        write_sealed(path, {"n": 2}, kind="k")
+    monkeypatch.undo()
+    assert read_sealed(path, kind="k") == {"n": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_sealed_file_returns_what_was_put_in(tmp_path: Path) -> None:
+    import numpy as np
+    import torch
+
+    body = {
+        "array": np.arange(3.0),
+        "tensor": torch.ones(2, 2),
+        "number": np.float64(0.1),
+        "odd": [math.inf, -math.inf],
+    }
+    write_sealed(tmp_path / "a.json", body, kind="k")
+    assert read_sealed(tmp_path / "a.json", kind="k") == {
+        "array": [0.0, 1.0, 2.0],
+        "tensor": [[1.0, 1.0], [1.0, 1.0]],
+        "number": 0.1,
+        "odd": [math.inf, -math.inf],
+    }
+    assert math.isnan(from_plain(to_plain(math.nan)))
+
+
+def test_a_result_that_is_not_plain_is_refused() -> None:
+    with pytest.raises(FormatError, match="got object"):
+        to_plain({"a": object()})
+    with pytest.raises(FormatError, match="string keys"):
+        to_plain({1: 2})
+
+
+def test_a_damaged_record_is_an_error_not_a_guess(toy: Toy) -> None:
+    toy.run()
+    path = toy.out / "toy/fig-1/quick/record.json"
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(FormatError, match="damaged or cut short"):
+        read_records(toy.out)
+    path.write_text(whole.replace("with a caveat", "reproduced", 1))
+    with pytest.raises(FormatError, match="altered or damaged"):
+        read_records(toy.out)
+
+
+def test_an_outcome_of_one_artifact_does_not_stop_the_others(toy: Toy, tmp_path: Path) -> None:
+    other = Artifact(**{**vars(toy.load()), "id": "toy:fig-2", "function": _fails})
+    records = reproduce([other, toy.load()], out=toy.out)
+    assert [record.verdict for record in records] == [Verdict.NOT_REPRODUCED, Verdict.CAVEAT]
+
+
+def _fails(run: Any) -> Outcome:
+    raise ArithmeticError("no")

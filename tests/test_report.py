@@ -1,0 +1,331 @@
+"""Records become one HTML file that fetches nothing and trusts nobody."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onlynorm.errors import FormatError, MissingDataError, ValueRangeError
+from onlynorm.report import (
+    Check,
+    Curve,
+    Panel,
+    PieceNote,
+    Record,
+    Table,
+    Verdict,
+    read_record,
+    read_records,
+    render_page,
+    write_report,
+)
+from onlynorm.report.figure import draw_figure, panels_of, write_figure
+from onlynorm.report.markup import TONES, anchor, number, script_json, seconds
+from onlynorm.report.plots import plot_panels
+from onlynorm.report.records import RECORD, write_record
+from onlynorm.report.sealed import digest, read_sealed, write_sealed
+from onlynorm.report.statements import TONES as STATEMENT_TONES
+from onlynorm.theorems import Finding, statements
+from onlynorm.theorems import Verdict as StatementVerdict
+
+HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&'"
+
+
+def make_record(**changes: Any) -> Record:
+    """A record with everything in it: two panels, every kind of curve, a table, one check of each sort."""
+    record = Record(
+        artifact="toy:fig-1",
+        title="Squares",
+        claim="Squares grow.",
+        kind="figure",
+        scale="quick",
+        verdict=Verdict.CAVEAT,
+        reasons=("Quick scale.",),
+        checks=(
+            Check("slope", 2.01, True, "2 ± 0.1", "Fig. 1", value=2.0, note="read off the figure"),
+            Check("edge", None, False, "at most 1", "law"),
+            Check("tail", math.nan, False, "at least 0", "law", is_soft=True),
+        ),
+        values={"slope": 2.01, "mass": 0.5},
+        sizes={"n": 4, "names": ["a", "b"]},
+        seeds=(0, 1),
+        curves=(
+            Curve("data", [0, 1, 2, 3], [1, 4, 9], kind="histogram", panel="left"),
+            Curve("law", [0.5, 1.5, 2.5], [1, 4, math.nan], panel="left", style="law"),
+            Curve("data", [1, 10, 100], [1, 2, 3], kind="line+points", panel="right"),
+            Curve("seeds", [1, 10, 100], [1.1, 2.1, 2.9], kind="points", panel="right"),
+        ),
+        panels=(Panel("left", "Left", "x", "density"), Panel("right", "Right", "n", "error", x_log=True)),
+        table=Table(["name", "value"], [["a", 1.5], ["b", math.inf]]),
+        pieces=(PieceNote("k=1", "ab" * 32, {"k": 1}, 0.25, is_reloaded=True, is_stale=True),),
+        versions={"torch": "2.0"},
+        platform={"system": "Linux"},
+        code="cd" * 32,
+        created="2024-01-02T03:04:05+00:00",
+        seconds=1.5,
+    )
+    return dataclasses.replace(record, **changes)
+
+
+class Outline(HTMLParser):
+    """What a browser would see: tags with attributes, and the text of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def all(self, name: str) -> list[dict[str, str | None]]:
+        return [attrs for tag, attrs in self.tags if tag == name]
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    record = make_record(checks=make_record().checks[:2], curves=make_record().curves[2:])
+    write_record(tmp_path / "record.json", record)
+    assert read_record(tmp_path / "record.json") == record
+
+
+def test_non_finite_numbers_survive_a_file(tmp_path: Path) -> None:
+    write_record(tmp_path / "record.json", make_record())
+    again = read_record(tmp_path / "record.json")
+    assert math.isnan(again.curves[1].y[-1])
+    assert math.isnan(again.checks[2].ours or 0.0)
+    assert again.table is not None
+    assert again.table.rows[1][1] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("verdict", "splendid"),
+        ("title", 3),
+        ("reasons", "one text"),
+        ("reasons", [1]),
+        ("checks", [{"name": "a"}]),
+        ("curves", [{"label": "a", "x": [1], "y": [1, 2], "kind": "line", "panel": "", "style": "data"}]),
+        ("curves", [{"label": "a", "x": ["b"], "y": ["c"], "kind": "line", "panel": "", "style": "data"}]),
+        ("curves", ["a"]),
+        ("values", {"a": "b"}),
+        ("values", []),
+        ("sizes", None),
+        ("seconds", True),
+        ("table", {"columns": ["a"], "rows": [[1, 2]]}),
+        ("panels", [{"name": "a"}]),
+        ("seeds", ["x"]),
+    ],
+)
+def test_a_record_with_a_wrong_field_is_refused(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, make_record())
+    body = read_sealed(path, kind=RECORD)
+    write_sealed(path, body | {field: value}, kind=RECORD)
+    with pytest.raises(FormatError, match="record"):
+        read_record(path)
+
+
+def test_a_record_without_a_field_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, make_record())
+    body = read_sealed(path, kind=RECORD)
+    del body["claim"]
+    write_sealed(path, body, kind=RECORD)
+    with pytest.raises(FormatError, match="needs all its fields"):
+        read_record(path)
+
+
+def test_a_folder_without_records_says_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match="onlynorm reproduce"):
+        read_records(tmp_path / "nowhere")
+    assert read_records(tmp_path) == ()
+
+
+def test_an_empty_report_says_so(tmp_path: Path) -> None:
+    assert "No records yet" in write_report(tmp_path, tmp_path / "report.html").read_text()
+
+
+def test_a_curve_counts_its_points() -> None:
+    with pytest.raises(ValueRangeError, match="needs 3 x for its 2 y; got 2"):
+        Curve("a", [0, 1], [1, 2], kind="histogram")
+    with pytest.raises(ValueRangeError, match="needs kind in"):
+        Curve("a", [0], [1], kind="pie")  # type: ignore[arg-type]
+    with pytest.raises(ValueRangeError, match="needs 2 cells; got 1"):
+        Table(["a", "b"], [[1]])
+
+
+def test_the_page_shows_claim_verdict_reasons_and_both_numbers() -> None:
+    page = render_page([make_record()])
+    for text in (
+        "Squares grow.",
+        "with a caveat",
+        "Quick scale.",
+        "2.01",
+        "2 ± 0.1",
+        "missing",
+        "torch 2.0",
+        "k=1",
+    ):
+        assert text in page
+    outline = Outline(page)
+    anchors = {attrs.get("id") for _, attrs in outline.tags}
+    links = [attrs["href"] or "" for attrs in outline.all("a")]
+    assert links
+    assert all(link.startswith("#") and link[1:] in anchors for link in links)
+
+
+def test_the_page_asks_for_nothing_outside_itself() -> None:
+    page = render_page([make_record()], statements=statements())
+    outline = Outline(page)
+    for tag, attrs in outline.tags:
+        for name in ("src", "href", "action", "srcset", "poster", "data"):
+            value = attrs.get(name) or ""
+            assert not re.match(r"(?i)\s*(https?:|//|file:|ftp:)", value), (tag, name, value)
+    assert not any(attrs.get("src") for attrs in outline.all("script"))
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    (policy,) = [attrs["content"] for attrs in outline.all("meta") if "http-equiv" in attrs]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+
+
+def test_plotly_is_there_once_however_many_plots() -> None:
+    one, two = render_page([make_record()]), render_page([make_record(), make_record(scale="paper")])
+    assert len(Outline(one).all("script")) == len(Outline(two).all("script")) == 3
+    assert len(two) - len(one) < 50_000
+
+
+def test_text_of_a_record_cannot_become_markup() -> None:
+    hostile = make_record(
+        artifact=f"toy:{HOSTILE}",
+        title=HOSTILE,
+        claim=HOSTILE,
+        kind=HOSTILE,
+        scale=HOSTILE,
+        reasons=(HOSTILE,),
+        caveats=(HOSTILE,),
+        checks=(Check(HOSTILE, 1.0, True, HOSTILE, HOSTILE, note=HOSTILE),),
+        values={HOSTILE: 1.0},
+        sizes={HOSTILE: HOSTILE},
+        curves=(Curve(HOSTILE, [0], [1], panel=HOSTILE),),
+        panels=(Panel(HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
+        table=Table([HOSTILE], [[HOSTILE]]),
+        pieces=(PieceNote(HOSTILE, HOSTILE, {}, 1.0, is_reloaded=False),),
+        versions={HOSTILE: HOSTILE},
+        platform={HOSTILE: HOSTILE},
+        code=HOSTILE,
+        created=HOSTILE,
+    )
+    first = statements()[0]
+    evil = dataclasses.replace(first, title=HOSTILE, says=HOSTILE, assumes=(HOSTILE,), slips=HOSTILE)
+    finding = Finding(first.key, StatementVerdict.HOLDS, HOSTILE, {HOSTILE: 1.0}, 0.1)
+    page = render_page([hostile], statements=[evil], findings=[finding])
+    assert "<script>document" not in page
+    assert "<img" not in page[: page.index('<script type="application/json"')]
+    outline = Outline(page)
+    assert len(outline.all("script")) == 3
+    assert not outline.all("img")
+    assert not any(name.startswith("on") for _, attrs in outline.tags for name in attrs)
+
+
+def test_json_in_a_script_cannot_end_the_script() -> None:
+    text = script_json({"a": HOSTILE})
+    assert "<" not in text
+    assert json.loads(text) == {"a": HOSTILE}
+
+
+def test_each_panel_becomes_a_plot_and_gaps_stay_gaps() -> None:
+    left, right = plot_panels(make_record())
+    assert [trace["mode"] for trace in right["data"]] == ["lines+markers", "markers"]
+    histogram, law = left["data"]
+    assert histogram["line"]["shape"] == "hv"
+    assert histogram["x"] == [0, 1, 2, 3]
+    assert histogram["y"] == [1, 4, 9, 9]
+    assert law["y"] == [1, 4, None]
+    assert law["line"]["color"] == "@ink"
+    assert right["layout"]["xaxis"]["type"] == "log"
+    assert histogram["line"]["color"] == right["data"][0]["line"]["color"]
+
+
+def test_plotly_accepts_our_plots() -> None:
+    graph_objects = pytest.importorskip("plotly.graph_objects")
+    for plot in plot_panels(make_record(curves=make_record().curves[2:])):
+        assert len(graph_objects.Figure(plot).data) == 2
+
+
+def test_the_same_record_gives_the_same_figure_files(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write_figure(make_record(title="$x$ costs $5"), tmp_path / folder)
+    for name in ("figure.png", "figure.svg"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert write_figure(make_record(curves=()), tmp_path / "none") == ()
+
+
+def test_a_figure_has_one_pair_of_axes_per_panel_that_is_used() -> None:
+    record = make_record(panels=(*make_record().panels, Panel("unused")))
+    assert [panel.name for panel in panels_of(record)] == ["left", "right"]
+    figure = draw_figure(record)
+    assert [axes.get_xscale() for axes in figure.axes] == ["linear", "log"]
+
+
+def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:
+    from matplotlib import pyplot, rcParams
+
+    before = dict(rcParams)
+    write_figure(make_record(), tmp_path)
+    assert pyplot.get_fignums() == []
+    assert dict(rcParams) == before
+
+
+def test_statements_carry_their_finding_and_filters() -> None:
+    one, two = statements()[:2]
+    verdict = StatementVerdict.CORRECTED
+    finding = Finding(one.key, verdict, "ratio 0.97 on ten seeds", {"ratio": 0.97}, 2.0)
+    page = render_page([], statements=[one, two], findings=[finding])
+    outline = Outline(page)
+    verdicts = [attrs["data-verdict"] for attrs in outline.all("details") if "data-verdict" in attrs]
+    assert verdicts == [StatementVerdict.CORRECTED.value, StatementVerdict.UNCHECKED.value]
+    assert [attrs["data-verdict"] for attrs in outline.all("button")] == ["", *verdicts]
+    assert "ratio 0.97 on ten seeds" in page
+
+
+def test_every_verdict_has_its_own_colour_and_sign() -> None:
+    assert set(TONES) == {verdict.value for verdict in Verdict}
+    assert set(STATEMENT_TONES) == {verdict.value for verdict in StatementVerdict}
+    for tones in (TONES, STATEMENT_TONES):
+        assert len(set(tones.values())) == len(tones)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"),
+        (0.0123456, "0.01235"),
+        (-2.5, "−2.5"),
+        (1e-12, "1e-12"),
+        (12000, "12,000"),
+        (math.inf, "∞"),
+    ],
+)
+def test_numbers_read_well(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_durations_and_anchors_read_well() -> None:
+    assert [seconds(value) for value in (0.25, 3.14, 600, 8000)] == ["250 ms", "3.1 s", "10 min", "2.2 h"]
+    assert anchor("random_features:fig-3", "quick") == "random-features-fig-3-quick"
+    assert anchor("<>") == "item"
+
+
+def test_equal_values_have_equal_digests_whatever_their_order() -> None:
+    assert digest({"a": 1, "b": (1, 2)}) == digest({"b": [1, 2], "a": 1})
+    assert digest({"a": 1}) != digest({"a": 2})

@@ -1,0 +1,262 @@
+"""The report in a real browser, opened from disk: it draws, switches, filters, and asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_report import HOSTILE, make_record
+
+from onlynorm.report import Curve, Verdict, write_report
+from onlynorm.report.records import write_record
+from onlynorm.theorems import Finding, statements
+from onlynorm.theorems import Verdict as StatementVerdict
+
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1280,1000",
+)
+
+
+def programs() -> tuple[str, str]:
+    """The browser and its driver; without them a skip that says why, and in CI a failure."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    driver = shutil.which("chromedriver")
+    if browser and driver:
+        return browser, driver
+    wanted = f"{' or '.join(BROWSERS)}, and chromedriver"
+    missing = f"needs {wanted}; on Debian: apt-get install chromium chromium-driver"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"the browser test {missing}. CI has to have them.")
+    pytest.skip(missing)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a report on disk: an ordinary record, a hostile one, every statement, three findings."""
+    folder = tmp_path_factory.mktemp("report")
+    hostile = make_record(
+        artifact="toy:fig-2",
+        title=HOSTILE,
+        claim=HOSTILE,
+        verdict=Verdict.NOT_REPRODUCED,
+        curves=(Curve(HOSTILE, [0, 1], [1, 2], panel=HOSTILE),),
+        panels=(),
+    )
+    for record in (make_record(), hostile):
+        write_record(folder / "records" / record.artifact.replace(":", "/") / "record.json", record)
+    keys = [statement.key for statement in statements()[:3]]
+    verdicts = (StatementVerdict.HOLDS, StatementVerdict.FAILS, StatementVerdict.HOLDS)
+    findings = [
+        Finding(key, verdict, "seen by a zebra", {"x": 1.0}, 0.1) for key, verdict in zip(keys, verdicts, strict=True)
+    ]
+    return write_report(folder / "records", folder / "report.html", findings=findings).as_uri()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium import webdriver
+
+    binary, driver = programs()
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    try:
+        yield started
+    finally:
+        started.quit()
+
+
+@pytest.fixture
+def browser(running: Any, page: str) -> Any:
+    """The browser with the page freshly opened, and nothing left of the test before."""
+    running.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    running.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    for log in ("browser", "performance"):
+        running.get_log(log)
+    running.get(page)
+    return running
+
+
+def wait_for(found: Callable[[], Any], what: str) -> Any:
+    """The first truthy answer of `found` within twenty seconds."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        answer = found()
+        if answer:
+            return answer
+        time.sleep(0.05)
+    return pytest.fail(f"{what} did not happen within twenty seconds")
+
+
+def show_every_plot(browser: Any) -> list[Any]:
+    """All plots, scrolled to, since only those near the screen are drawn."""
+    places = browser.find_elements("css selector", ".plot")
+    for place in places:
+        browser.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", place)
+        wait_for(lambda place=place: place.get_attribute("data-drawn"), "drawing")
+    return list(places)
+
+
+def requests_of(browser: Any) -> list[str]:
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    return [
+        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
+    ]
+
+
+def shown_statements(browser: Any) -> list[str]:
+    script = "return [...document.querySelectorAll('.statement')].filter(s => s.offsetParent).map(s => s.id)"
+    return list(browser.execute_script(script))
+
+
+def test_the_page_draws_every_curve_without_error_and_asks_for_nothing(browser: Any, page: str) -> None:
+    places = show_every_plot(browser)
+    script = "return arguments[0].querySelectorAll('.scatterlayer .trace').length"
+    assert [browser.execute_script(script, place) for place in places] == [2, 2, 1]
+    line = places[0].find_element("css selector", ".scatterlayer .trace path.js-line")
+    assert len(line.get_attribute("d")) > 10
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    asked = requests_of(browser)
+    after = asked[asked.index(page) + 1 :]  # the browser opens its own empty tab first
+    assert [url for url in after if not url.startswith(("data:", "blob:"))] == []
+
+
+def test_hostile_text_is_shown_and_does_not_run(browser: Any) -> None:
+    show_every_plot(browser)
+    assert browser.title == "onlynorm: reproduction report"
+    heading = browser.find_element("css selector", "#toy-fig-2-quick h3")
+    assert heading.text == HOSTILE
+    assert browser.find_elements("css selector", "img") == []
+
+
+def test_a_script_that_gets_in_cannot_run_or_call_home(browser: Any) -> None:
+    browser.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'document.title = \"owned\"';"
+        "document.body.append(s);"
+    )
+    assert browser.title != "owned"
+    answer = browser.execute_async_script(
+        "const done = arguments[0];fetch('https://example.invalid/').then(() => done('sent'), () => done('blocked'))"
+    )
+    assert answer == "blocked"
+    blocked = [entry["message"] for entry in browser.get_log("browser")]
+    assert any("Content Security Policy" in message for message in blocked)
+
+
+def test_the_switches_change_the_axes_of_their_article_only(browser: Any) -> None:
+    first, second, other = show_every_plot(browser)
+
+    def types(place: Any) -> list[str]:
+        script = "const l = arguments[0]._fullLayout; return [l.xaxis.type, l.yaxis.type]"
+        return list(browser.execute_script(script, place))
+
+    def ticks() -> list[str]:
+        return [tick.text for tick in first.find_elements("css selector", ".ytick text")]
+
+    assert [types(first), types(second)] == [["linear", "linear"], ["log", "linear"]]
+    before = ticks()
+    button = browser.find_element("css selector", "#toy-fig-1-quick button[data-axis=y]")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", button)
+    button.click()
+    wait_for(lambda: types(first)[1] == "log" and types(second)[1] == "log", "the log axis")
+    wait_for(lambda: ticks() != before, "new ticks")
+    assert button.get_attribute("aria-pressed") == "true"
+    assert types(other) == ["linear", "linear"]
+    button.click()
+    wait_for(lambda: types(first)[1] == "linear" and ticks() == before, "the linear axis")
+
+
+def test_hovering_over_a_curve_names_it(browser: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    place = show_every_plot(browser)[1]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", place)
+    point = place.find_element("css selector", ".scatterlayer .trace .point")
+    ActionChains(browser).move_to_element(point).perform()
+    wait_for(lambda: place.find_elements("css selector", ".hoverlayer .hovertext"), "the label under the pointer")
+
+
+def test_statements_are_filtered_by_words_and_by_verdict(browser: Any) -> None:
+    everything = shown_statements(browser)
+    assert len(everything) == len(statements())
+    box = browser.find_element("css selector", "#filter-text")
+    box.send_keys("ZEBRA")
+    wait_for(lambda: len(shown_statements(browser)) == 3, "the filter by words")
+    assert browser.find_element("css selector", "#filter-count").text == f"3 of {len(everything)} shown"
+
+    def press(verdict: str) -> None:
+        button = browser.find_element("css selector", f'button[data-verdict="{verdict}"]')
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", button)
+        button.click()
+        assert button.get_attribute("aria-pressed") == "true"
+
+    press(StatementVerdict.FAILS.value)
+    assert shown_statements(browser) == everything[1:2]
+    press("")
+    assert shown_statements(browser) == everything[:3]
+    box.clear()
+    box.send_keys("no such words anywhere")
+    wait_for(lambda: shown_statements(browser) == [], "the empty answer")
+    visible = "return [...document.querySelectorAll('.statements')].filter(s => s.offsetParent).length"
+    assert browser.execute_script(visible) == 0
+
+
+def test_the_page_follows_the_dark_theme_plots_included(browser: Any) -> None:
+    place = show_every_plot(browser)[0]
+
+    def colours() -> list[str]:
+        background = "getComputedStyle(document.body).backgroundColor"
+        return list(browser.execute_script(f"return [{background}, arguments[0]._fullData[1].line.color]", place))
+
+    def emulate(theme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    emulate("light")
+    light = wait_for(lambda: [c for c in [colours()] if c[1] == "#1f2328"], "the light theme")[0]
+    emulate("dark")
+    wait_for(lambda: colours()[1] == "#e6e4df", "the dark theme")
+    assert colours()[0] != light[0]
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_nothing_sticks_out_at_any_width(browser: Any, width: int) -> None:
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    show_every_plot(browser)
+    inner, outer = browser.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert inner <= outer <= width
+    words = "return [...document.querySelectorAll('td:first-child a, h3, .name')].map(e => e.offsetWidth)"
+    # A column squeezed to single letters fits any width and can be read at none.
+    assert min(filter(None, browser.execute_script(words))) > 40
+
+
+def test_without_a_browser_it_skips_at_home_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI has to have them"):
+        programs()
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception, match="apt-get install chromium"):
+        programs()
