@@ -84,6 +84,7 @@ def solve_krylov(
             progress(result.iterations, error)
         unit = norms.clamp_min(tiny)
         step, count, extremes = _correct(
+            operator,
             inner,
             rest / unit,
             least_squares=least_squares,
@@ -123,6 +124,7 @@ def _round_tolerance(wanted: float, dtype: torch.dtype) -> float:
 
 
 def _correct(
+    operator: Operator,
     inner: Operator,
     rest: Tensor,
     *,
@@ -131,7 +133,11 @@ def _correct(
     tolerance: float,
     max_iterations: int,
 ) -> tuple[Tensor, int, float]:
-    """One round: the correction of gamma for the normalised residual `rest`, the steps taken, the condition seen."""
+    """One round: the correction of gamma for the normalised residual `rest`, the steps taken, the condition seen.
+
+    The last product takes the features themselves, not their float32 copy: gamma = M^T y then has no part in the
+    null space of M beyond float64 rounding, which no later residual would show.
+    """
     if least_squares:
         rhs = rest.to(inner.dtype)
         return _conjugate_gradients(
@@ -141,7 +147,8 @@ def _correct(
     y, count, condition = _conjugate_gradients(
         inner.row_gram_apply, rhs, 2, tolerance=tolerance, max_iterations=max_iterations
     )
-    return inner.transpose(y), count, condition
+    y = y.to(operator.dtype)
+    return operator.transpose(whitening.backward(y) if whitening else y), count, condition
 
 
 def _conjugate_gradients(
@@ -215,6 +222,11 @@ class Whitening:
         """L2^-1 matrix L1^-T: the equations in whitened coordinates."""
         half = torch.linalg.solve_triangular(self.left, matrix, upper=False)
         return torch.linalg.solve_triangular(self.right, half.mT, upper=False).mT
+
+    def backward(self, matrix: Tensor) -> Tensor:
+        """L2^-T matrix L1^-1: the transpose of `forward`."""
+        half = torch.linalg.solve_triangular(self.left.mT, matrix, upper=True)
+        return torch.linalg.solve_triangular(self.right.mT, half.mT, upper=True).mT
 
     def features(self, operator: KhatriRao, dtype: torch.dtype) -> KhatriRao:
         """The whitened features, stored in `dtype`."""
