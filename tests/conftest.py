@@ -9,6 +9,9 @@ import jaxtyping
 import pytest
 from hypothesis import settings
 
+# Systems in tests are small: a second thread waits more than it works, and on a busy machine tenfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do.
 _ROOMS = ("features", "solvers", "reconstruction", "tuning", "rank", "identity")
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

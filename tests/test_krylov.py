@@ -42,7 +42,7 @@ def _mixed(out: int, inp: int, feat: int, spread: float) -> KhatriRao:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(1.5, 4.0), st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_the_solution_is_the_one_of_least_norm(out: int, inp: int, seed: int, excess: float, whiten: bool) -> None:
     operator, target = _system(out, inp, math.ceil(excess * out * inp) + 1, seed=seed)
     matrix = operator.materialise()
@@ -51,13 +51,12 @@ def test_the_solution_is_the_one_of_least_norm(out: int, inp: int, seed: int, ex
     expected = torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution[:, 0]
     assert found.history[-1] <= 1e-11
     assert _relative(found.gamma, expected) <= 2e-11 * kappa
-    # least norm: nothing of gamma lies in the null space; the float32 steps leave their rounding of M^T there
-    seen = torch.linalg.pinv(matrix) @ (matrix @ found.gamma)
-    assert _relative(seen, found.gamma) <= kappa * 1e-10
+    seen = torch.linalg.pinv(matrix) @ (matrix @ found.gamma)  # gamma without its part in the null space
+    assert _relative(seen, found.gamma) <= 8 * operator.n_features * EPS * kappa**2
 
 
 @given(st.integers(2, 6), st.integers(2, 6), st.integers(0, 1000), st.floats(0.1, 0.7))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_too_few_features_give_the_least_squares_solution(out: int, inp: int, seed: int, excess: float) -> None:
     operator, target = _system(out, inp, max(1, int(excess * out * inp)), seed=seed)
     matrix = operator.materialise()
@@ -154,9 +153,9 @@ def test_mixed_features_look_anisotropic() -> None:
 
 @pytest.mark.parametrize("whiten", [False, True])
 def test_regenerated_features_need_no_copy(whiten: bool) -> None:
-    features = on.draw("he_normal", (8, 8), excess=2.0)
-    operator = KhatriRao.regenerating(features, block=20)
-    target = _normal(8, 8)
+    features = on.draw("he_normal", (4, 5), excess=2.0)
+    operator = KhatriRao.regenerating(features, block=15)
+    target = _normal(4, 5)
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500, store=False, whiten=whiten)
     stored = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500)
     assert found.history[-1] <= 1e-11
@@ -171,6 +170,15 @@ def test_an_unreachable_target_ends_with_the_best_seen_and_not_with_a_worse_one(
     assert bool(torch.isfinite(found.gamma).all())
     assert _relative(operator.apply(found.gamma), target) <= 1.0
     assert found.history[-1] == pytest.approx(_relative(operator.apply(found.gamma), target))
+
+
+def test_asked_for_least_squares_an_unreachable_target_is_approached_as_far_as_possible() -> None:
+    left, right = _normal(6, 15), _normal(15, 5, seed=1)
+    operator = KhatriRao(torch.cat([left, left], 1), torch.cat([right, right]))
+    target = _normal(6, 5, seed=2)
+    found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=2000, least_squares=True)
+    expected = torch.linalg.pinv(operator.materialise(), rtol=1e-10) @ target.flatten()
+    assert _relative(found.gamma, expected) <= 1e-11 * found.condition**2
 
 
 def test_the_limit_on_iterations_is_kept() -> None:

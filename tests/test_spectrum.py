@@ -71,7 +71,7 @@ def _kolmogorov(values: torch.Tensor, n: int, c: int) -> float:
 @pytest.mark.parametrize("name", ["he_normal", "he_uniform", "orthogonal"])
 @pytest.mark.parametrize("excess", [0.5, 0.8, 1.0, 1.25, 2.0])
 def test_real_draws_follow_the_law(name: str, excess: float) -> None:
-    """Columns of M keep a random length of relative spread about 2 / side, which blurs law and edges by that much."""
+    """Columns of M keep a random length, Gaussian ones with a relative spread of 1 / sqrt(side): law and edges blur."""
     side = 28
     features = on.draw(name, (side, side), excess=excess, seed=5)
     values = spectrum.empirical_spectrum(features.left(), features.right())
@@ -79,7 +79,7 @@ def test_real_draws_follow_the_law(name: str, excess: float) -> None:
     low, high = spectrum.edges(n, c)
     assert len(values) == min(n, c)
     assert _kolmogorov(values, n, c) <= 1.5 / side
-    assert float(values[0]) == pytest.approx(high, rel=4.0 / side)
+    assert float(values[0]) == pytest.approx(high, rel=(6.0 if name == "he_normal" else 3.0) / side)
     assert float(values[-1]) == pytest.approx(low, abs=2.0 / side)
 
 

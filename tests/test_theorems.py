@@ -206,9 +206,7 @@ def test_registering_twice_or_for_unknown_keys_is_an_error() -> None:
         return Evidence(Verdict.HOLDS, "0")
 
     theorems.check("giannou2023:thm-1")(some)
-    with pytest.raises(
-        FormatError, match=r"no check yet; got 'giannou2023:thm-1', checked at .*test_theorems:\d+"
-    ):
+    with pytest.raises(FormatError, match=r"no check yet; got 'giannou2023:thm-1', checked at .*test_theorems:\d+"):
         theorems.check("giannou2023:thm-2", "giannou2023:thm-1")(some)
     assert not theorems.has_check("giannou2023:thm-2"), "a refused registration leaves nothing behind"
     with pytest.raises(UnknownNameError, match=r"Did you mean 'giannou2023:prop-1'"):
@@ -259,9 +257,7 @@ def test_restating_nothing_or_a_restatement_is_an_error(target: str, monkeypatch
         return found, (wrong, *entries[1:])
 
     monkeypatch.setattr(theorems, "_read", with_wrong_target)
-    with pytest.raises(
-        FormatError, match=f"restates needs a statement that restates no other; got '{target}'"
-    ):
+    with pytest.raises(FormatError, match=f"restates needs a statement that restates no other; got '{target}'"):
         theorems._registry.__wrapped__()
 
 
@@ -277,9 +273,7 @@ def test_every_theory_mention_in_the_source_is_in_the_registry() -> None:
 
 
 def test_theory_mentions_are_recognised_in_all_their_forms() -> None:
-    text = (
-        "Theory: giannou2023:thm-1,\n    # hardt_ma2017:lemma-B.1, random_features:conclusion. And prose: x"
-    )
+    text = "Theory: giannou2023:thm-1,\n    # hardt_ma2017:lemma-B.1, random_features:conclusion. And prose: x"
     mention = MENTION.search(text)
     assert mention is not None
     assert re.findall(KEY, mention[1]) == [

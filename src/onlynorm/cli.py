@@ -6,7 +6,9 @@ output, so that both can be piped.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,11 +19,11 @@ import onlynorm
 from onlynorm import theorems as registry
 from onlynorm.bench import bench_solve
 from onlynorm.demo import run_demo
-from onlynorm.errors import OnlynormError, ShapeError, ToleranceError, UnknownNameError
+from onlynorm.errors import OnlynormError, ShapeError, StorageError, ToleranceError, UnknownNameError
 from onlynorm.features import draw
 from onlynorm.papers import reproduce
 from onlynorm.report import Verdict as Outcome
-from onlynorm.report import write_report
+from onlynorm.report import read_records, write_report
 from onlynorm.screen import (
     bar,
     bench_markdown,
@@ -40,17 +42,18 @@ from onlynorm.screen import (
 )
 from onlynorm.solvers import choose
 from onlynorm.solvers.memory import memory_limit, readable
-from onlynorm.theorems import Finding, Verdict
+from onlynorm.solvers.needs import need_tolerance
+from onlynorm.theorems import Finding, Statement, Verdict
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Build, tune and explain neural networks through **only their normalization layers**.",
     epilog="Start with `onlynorm demo`. Each command has its own --help with examples.",
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Excess = Annotated[float | None, typer.Option(max=1e6, help="Features per equation (1.25 if left out).")]
 RECORDS = Path("onlynorm-out/records")
 
 
@@ -66,14 +69,14 @@ def options(
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    pass
+    """Build, tune and explain neural networks through **only their normalization layers**."""
 
 
 @app.command(epilog="Example: `onlynorm demo --features ortho_cond`")
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the data split, the training and the frozen weights.")] = 0,
     features: Annotated[str, typer.Option(help="Distribution of the frozen weights.")] = "he_normal",
-    excess: Annotated[float | None, typer.Option(help="Features per equation (1.25 if left out).")] = None,
+    excess: Excess = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild one layer of a trained network from random weights, by its norms only, and compare."""
@@ -83,7 +86,7 @@ def demo(
     facts = {
         "data": result.data,
         "features": str(result.features),
-        "plan": str(result.choice),
+        "plan": str(result.choice or s.reason),
         "method": s.method,
         "relative residual of the layer": s.residual,
         "seconds": s.seconds,
@@ -111,11 +114,12 @@ def demo(
 def plan(
     shape: Annotated[str, typer.Argument(help="Shape of the target weight, as in 64,64,3,3 or 512x512.")],
     features: Annotated[str, typer.Option(help="Distribution of the frozen weights.")] = "he_normal",
-    excess: Annotated[float | None, typer.Option(help="Features per equation (1.25 if left out).")] = None,
+    excess: Excess = None,
     tolerance: Annotated[float, typer.Option(help="Relative residual to reach.")] = 1e-10,
     as_json: AsJson = False,
 ) -> None:
     """Width, memory, conditioning and time of one layer, before anything is computed."""
+    need_tolerance(tolerance)
     drawn = draw(features, _parse_shape(shape), excess=excess)
     numbers = drawn.n_features * (drawn.rows + drawn.cols)
     facts: dict[str, Any] = {
@@ -161,21 +165,18 @@ def theorems(
     as_json: AsJson = False,
 ) -> None:
     """Every numbered statement of the papers: list them, show one, or run their checks."""
-    chosen = [registry.statement(key)] if key else list(registry.statements(paper))
-    found: dict[str, Finding] = {}
-    if check:
-        with bar("checks", len(chosen), hidden=as_json) as advance:
-            keys = [s.key for s in chosen]
-            for finding in registry.run_checks(keys, seed=seed, progress=lambda f: advance(f.key)):
-                found[finding.key] = finding
+    of_paper = registry.statements(paper)
+    chosen = [s for s in of_paper if key in (None, s.key)]
+    if key is not None and not chosen:
+        raise UnknownNameError(f"statement of {paper}" if paper else "statement", key, (s.key for s in of_paper))
+    found = {f.key: f for f in _run_checks(chosen, seed, hidden=as_json)} if check else {}
     if as_json:
         print_json([statement_facts(s, found.get(s.key)) for s in chosen])
-    elif key:
+    elif key is not None:
         print_facts(f"{key}: {chosen[0].title}", statement_facts(chosen[0], found.get(key)))
     else:
         print_statements(chosen, found)
-    if any(f.verdict is Verdict.FAILS for f in found.values()):
-        raise typer.Exit(1)
+    _exit_if_one_fails(found.values())
 
 
 @app.command(
@@ -191,6 +192,7 @@ def reproduce_command(
     """Redraw figures and tables of the papers with the paper's number beside ours; resumes after a kill."""
     if scale not in ("quick", "paper"):
         raise UnknownNameError("scale", scale, ("quick", "paper"))
+    _need_folder(out)
     with stages(hidden=as_json) as show:
         records = reproduce(ids or None, scale=scale, out=out, force=force, progress=show)  # type: ignore[arg-type]
     if as_json:
@@ -211,17 +213,19 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Join records and verdicts into one self-contained HTML page."""
-    findings: tuple[Finding, ...] = ()
-    if check:
-        with bar("checks", len(registry.statements()), hidden=as_json) as advance:
-            findings = registry.run_checks(progress=lambda f: advance(f.key))
+    if out.is_dir():
+        raise StorageError(f"a report needs the name of a file; {out} is a folder. Try {out / 'report.html'}.")
+    findings = _run_checks(registry.statements(), 0, hidden=as_json) if check else ()
     path = write_report(records, out, findings=findings)
+    size, n_records = path.stat().st_size, len(read_records(records))
+    if not n_records:
+        errors.print(f"{escape(str(records))} has no records yet; `onlynorm reproduce` makes them.", highlight=False)
     if as_json:
-        print_json({"page": str(path), "bytes": path.stat().st_size, "checked": len(findings)})
+        print_json({"page": str(path), "bytes": size, "records": n_records, "checked": len(findings)})
     else:
-        screen.print(
-            f"{escape(str(path))} ({readable(path.stat().st_size)}): open it in a browser, it needs no network."
-        )
+        words = f"{readable(size)}, {n_records} record{'s' * (n_records != 1)}"
+        screen.print(f"{escape(str(path))} ({words}): open it in a browser, it needs no network.")
+    _exit_if_one_fails(findings)
 
 
 @app.command(epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench solve --markdown`")
@@ -260,10 +264,30 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _run_checks(chosen: Sequence[Statement], seed: int, *, hidden: bool) -> tuple[Finding, ...]:
+    with bar("checks", len(chosen), hidden=hidden) as advance:
+        return registry.run_checks([s.key for s in chosen], seed=seed, progress=lambda f: advance(f.key))
+
+
+def _exit_if_one_fails(findings: Iterable[Finding]) -> None:
+    if any(f.verdict is Verdict.FAILS for f in findings):
+        raise typer.Exit(1)
+
+
+def _need_folder(out: Path) -> None:
+    """Raises where records cannot be written, before hours of computing are lost to it; creates nothing."""
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise StorageError(f"records need a writable folder; got {out}, but {there} is none. Choose another --out.")
+
+
 def _parse_shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.replace("x", ",").split(","))
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
         raise ShapeError(
             f"a shape needs whole numbers as in 64,64,3,3; got {text!r}. Separate them by commas."
         ) from None
+    if max(shape) >= 2**31:
+        raise ShapeError(f"a shape needs sizes below 2^31; got {text!r}. No layer is larger.")
+    return shape

@@ -13,22 +13,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from onlynorm.data import Split, digits
+from onlynorm.data import Split, digits, seeded
+from onlynorm.errors import MemoryLimitError
 from onlynorm.features import Features, draw
 from onlynorm.models import mlp
 from onlynorm.solvers import Choice, Solution, choose, solve_features
-from onlynorm.solvers.memory import memory_limit
+from onlynorm.solvers.memory import memory_limit, readable
 
 Step = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo did and what came out."""
+    """What the demo did and what came out; `choice` is None for structured features, which have a closed form."""
 
     data: str
     features: Features
-    choice: Choice
+    choice: Choice | None
     solution: Solution
     target_accuracy: float
     network_accuracy: float
@@ -47,15 +48,25 @@ def run_demo(
 ) -> Demo:
     """Trains on the digits, rebuilds the first layer, and compares both networks on the test images in float64."""
     say = step or (lambda _: None)
-    say("training a 64-32-10 network on the digits")
-    data = digits(seed=seed)
-    target = train(mlp((64, 32, 10), seed=seed), data, seed=seed).double().eval()
+    say("planning: features, conditioning, method")  # first, so that a misspelt name does not wait for the training
+    target = mlp((64, 32, 10), seed=seed)
     first = target[0]
     assert isinstance(first, nn.Linear)
-
-    say("planning: features, conditioning, method")
     drawn = draw(features, tuple(first.weight.shape), excess=excess, seed=seed, layer="0")
-    choice = choose(drawn.rows, drawn.cols, drawn.n_features, memory=memory_limit())
+    limit = memory_limit()
+    need = 16 * drawn.n_features * (drawn.rows + drawn.cols)
+    if need > limit:
+        raise MemoryLimitError(
+            f"the frozen weights of the system and of the network need {readable(need)}; the limit is "
+            f"{readable(limit)}. Take a smaller excess."
+        )
+    choice = None
+    if not drawn.is_structured:
+        choice = choose(drawn.rows, drawn.cols, drawn.n_features, memory=limit)
+
+    say("training a 64-32-10 network on the digits")
+    data = digits(seed=seed)
+    train(target, data, seed=seed).double().eval()
 
     say("solving for gamma")
     solution = solve_features(drawn, first.weight.detach())
@@ -82,7 +93,7 @@ def run_demo(
 
 def train(network: nn.Sequential, data: Split, *, seed: int, epochs: int = 40, batch: int = 128) -> nn.Sequential:
     """The network after a short Adam run on the training part."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     for _ in range(epochs):
         for chunk in torch.randperm(len(data.train_inputs), generator=generator).split(batch):

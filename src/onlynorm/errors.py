@@ -27,12 +27,16 @@ class UnknownNameError(OnlynormError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
+        self._asked = (kind, name, known)
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         cure = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else f"Known: {', '.join(known)}."
         super().__init__(f"{kind} needs a known name; got {name!r}. {cure}")
 
     def __str__(self) -> str:  # KeyError shows the repr of its argument, quotes included
         return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
+        return type(self), self._asked  # a worker sends its error home by pickle, which would call __init__ with args
 
 
 class InsufficientFeaturesError(OnlynormError, ValueError):
@@ -45,6 +49,10 @@ class MemoryLimitError(OnlynormError, MemoryError):
 
 class ToleranceError(OnlynormError, ArithmeticError):
     """The caller asked for a tolerance and it was not reached; the message holds the size and the cure."""
+
+
+class ConversionError(OnlynormError, TypeError):
+    """A network, or a part of it, that cannot be turned into norm-only blocks."""
 
 
 class FormatError(OnlynormError, ValueError):

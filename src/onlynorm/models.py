@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from onlynorm.data import seeded
 from onlynorm.errors import ShapeError
 
 
@@ -17,7 +18,7 @@ def mlp(widths: Sequence[int], *, activation: Callable[[], nn.Module] = nn.ReLU,
         raise ShapeError(f"mlp needs at least two widths, all positive; got {tuple(widths)}. Try (64, 32, 10).")
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach the generators of GPUs too
         for n_in, n_out in itertools.pairwise(widths):
             layers += [nn.Linear(n_in, n_out), activation()]
     return nn.Sequential(*layers[:-1])

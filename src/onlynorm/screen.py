@@ -35,6 +35,7 @@ CHIPS = {
 
 
 def statement_facts(s: registry.Statement, finding: Finding | None) -> dict[str, Any]:
+    """What is known of a statement, with the finding of its check if there is one."""
     facts: dict[str, Any] = {
         "key": s.key, "kind": s.kind, "title": s.title, "says": s.says, "assumes": list(s.assumes), "slips": s.slips,
         "restates": s.restates, "check": registry.where(s.key),
@@ -46,6 +47,7 @@ def statement_facts(s: registry.Statement, finding: Finding | None) -> dict[str,
 
 
 def record_facts(record: Record) -> dict[str, Any]:
+    """What a record says, without its curves."""
     return {
         "artifact": record.artifact, "scale": record.scale, "verdict": str(record.verdict.value),
         "reasons": list(record.reasons), "values": dict(record.values), "seconds": record.seconds,
@@ -53,15 +55,18 @@ def record_facts(record: Record) -> dict[str, Any]:
 
 
 def print_statements(chosen: list[registry.Statement], found: dict[str, Finding]) -> None:
+    """A table of statements, with verdicts where checks were run."""
     grid = make_table("key", "what we call it", "verdict" if found else "check", "evidence" if found else "slips")
+    grid.columns[0].no_wrap = True  # a key is there to be copied
     for s in chosen:
+        title = escape(s.title)
         finding = found.get(s.key)
         if finding is None:
             where = registry.where(s.key)
-            grid.add_row(s.key, s.title, where or "-", "yes" if s.slips else "")
+            grid.add_row(s.key, title, where or "-", "yes" if s.slips else "")
         else:
             chip = f"[{CHIPS[finding.verdict]}]{finding.verdict}[/]"
-            grid.add_row(s.key, s.title, chip, escape(finding.evidence) if finding.verdict != Verdict.UNCHECKED else "")
+            grid.add_row(s.key, title, chip, escape(finding.evidence) if finding.verdict != Verdict.UNCHECKED else "")
     screen.print(grid)
     counts = {v: sum(f.verdict is v for f in found.values()) for v in Verdict}
     words = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
@@ -69,21 +74,21 @@ def print_statements(chosen: list[registry.Statement], found: dict[str, Finding]
 
 
 def print_record(record: Record) -> None:
+    """A record's verdict and its reasons."""
     screen.print(f"\n[bold]{escape(record.artifact)}[/] {escape(record.title)}: [bold]{record.verdict.value}[/]")
     for reason in record.reasons:
         screen.print(f"  {escape(reason)}", highlight=False)
 
 
 def print_bench(result: Bench) -> None:
-    grid = make_table(
-        "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note"
-    )
+    """A table of the rows and one of the goals."""
+    grid = make_table(*BENCH_COLUMNS)
     for row in result.rows:
-        grid.add_row(*_bench_cells(row))
+        grid.add_row(*map(escape, _bench_cells(row)))
     screen.print(grid)
     goals = make_table("goal", "measured", "met")
     for goal in result.goals:
-        goals.add_row(goal.aim, goal.measured, "[green]yes[/]" if goal.is_met else "[red]no[/]")
+        goals.add_row(escape(goal.aim), escape(goal.measured), "[green]yes[/]" if goal.is_met else "[red]no[/]")
     screen.print(goals)
 
 
@@ -98,6 +103,7 @@ def _bench_cells(row: Row) -> tuple[str, ...]:
 
 
 def bench_markdown(result: Bench) -> str:
+    """The same two tables as text for a README."""
     lines = ["| " + " | ".join(BENCH_COLUMNS) + " |", "|" + " --- |" * len(BENCH_COLUMNS)]
     lines += ["| " + " | ".join(_bench_cells(row)) + " |" for row in result.rows]
     lines += ["", "| goal | measured | met |", "| --- | --- | --- |"]
@@ -106,7 +112,10 @@ def bench_markdown(result: Bench) -> str:
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
-    grid = Table(title=title, show_header=False, title_justify="left", title_style="bold", box=None, padding=(0, 2))
+    """A title and one line per fact that is not empty."""
+    grid = Table(
+        title=escape(title), show_header=False, title_justify="left", title_style="bold", box=None, padding=(0, 2)
+    )
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     for name, value in facts.items():
@@ -130,6 +139,7 @@ def _readable_value(value: object) -> str:
 
 
 def make_table(*columns: str) -> Table:
+    """An empty table whose cells fold instead of being cut."""
     grid = Table(header_style="bold", box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in columns:
         grid.add_column(column, overflow="fold")
@@ -151,6 +161,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows what is being done, on standard error."""
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, disable=hidden,
         transient=True,
@@ -161,6 +172,7 @@ def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that counts one more thing as done, on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
         disable=hidden, transient=True,

@@ -5,3 +5,7 @@ from onlynorm.solvers.khatri_rao import KhatriRao
 from onlynorm.solvers.solution import Solution, solve, solve_features, solve_operator
 
 __all__ = ["Choice", "KhatriRao", "Solution", "choose", "solve", "solve_features", "solve_operator"]
+
+from onlynorm.solvers import checks as _checks  # noqa: F401
+from onlynorm.solvers import checks_spectrum as _checks_spectrum  # noqa: F401
+from onlynorm.solvers import checks_width as _checks_width  # noqa: F401

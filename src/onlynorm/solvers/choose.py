@@ -97,7 +97,8 @@ def choose(
             raise MemoryLimitError(
                 f"solving {equations} equations with {n_features} features needs at least "
                 f"{readable(least.memory)} ({least.method}); the limit is {readable(memory)}. "
-                "Raise memory, or cut the layer into groups of outputs and solve them one after the other."
+                "Raise memory, or take the features from their seed, in smaller blocks if they are: "
+                "KhatriRao.regenerating(features, block=...)."
             )
         return Choice("krylov", f"no method is sure to reach {tolerance:.0e}; this one fits", kappa, options)
     best = min(able, key=lambda o: o.seconds)

@@ -33,6 +33,10 @@ CACHE_BYTES = 8 * 2**20
 """A block of features of about this size stays in the processor's cache between the two products of a sweep."""
 
 
+PANEL = 384
+"""Features per product where a block is cut into panels for the cache of one core."""
+
+
 @runtime_checkable
 class FeatureSource(Protocol):
     """Anything that can hand out a block of features on request, such as `onlynorm.Features`."""
@@ -57,7 +61,8 @@ class Operator(Protocol):
     def equations(self) -> int: ...
     def apply(self, gamma: Tensor) -> Tensor: ...
     def transpose(self, residual: Tensor) -> Tensor: ...
-    def row_gram_apply(self, residual: Tensor) -> Tensor: ...
+    def row_gram_apply(self, residual: Tensor, *, work: Tensor | None = None) -> Tensor: ...
+    def scratch(self) -> Tensor: ...
     def gram(self) -> Tensor: ...
     def row_gram(self) -> Tensor: ...
     def one_norm(self) -> float: ...
@@ -186,17 +191,27 @@ class KhatriRao:
             gamma[..., where] = ((broad @ matrix) * narrow).sum(-1)
         return gamma
 
-    def row_gram_apply(self, residual: Float[Tensor, "*batch out inp"]) -> Float[Tensor, "*batch out inp"]:
-        """M M^T R in one sweep: each block of features is read once for both products."""
+    def row_gram_apply(
+        self, residual: Float[Tensor, "*batch out inp"], *, work: Tensor | None = None
+    ) -> Float[Tensor, "*batch out inp"]:
+        """M M^T R in one sweep: each block of features is read once for both products.
+
+        An iteration passes `work = scratch()` again and again, since fresh memory costs as much as the arithmetic of
+        a small block.
+        """
         self._need_matrix("row_gram_apply", residual)
-        matrix = self._to_thin(residual).mT
-        total = torch.zeros_like(matrix, memory_format=torch.contiguous_format)
+        matrix = self._to_thin(residual).mT.contiguous()
+        total = torch.zeros_like(matrix)
         for _, narrow, broad in self._thin_blocks():
-            product = broad @ matrix
+            product = _product(broad, matrix, None if work is None or matrix.ndim > 2 else work[: len(narrow)])
             product *= narrow
             weight = product.sum(-1, keepdim=True)
             _accumulate(total, broad, torch.mul(narrow, weight, out=product))
         return self._to_thin(total.mT)
+
+    def scratch(self) -> Tensor:
+        """A buffer for the intermediate of one block in `row_gram_apply`."""
+        return torch.empty(self.block, min(self.out, self.inp), dtype=self.dtype, device=self.device)
 
     def _need_matrix(self, name: str, residual: Tensor) -> None:
         if residual.shape[-2:] != (self.out, self.inp):
@@ -295,6 +310,21 @@ class KhatriRao:
             f"KhatriRao({self.out} x {self.inp} = {self.equations} equations, {self.n_features} features, "
             f"excess {self.excess:.3g}, {self.dtype}, {kind} in blocks of {self.block})"
         )
+
+
+def _product(broad: Tensor, matrix: Tensor, out: Tensor | None) -> Tensor:
+    """broad @ matrix for a thin matrix; on a CPU as many small products, each in the cache of one core."""
+    if out is None:
+        return broad @ matrix
+    rows = len(broad) // PANEL * PANEL if broad.device.type == "cpu" else 0
+    if rows >= 4 * PANEL:
+        panels = broad[:rows].view(rows // PANEL, PANEL, -1)
+        torch.bmm(panels, matrix.expand(len(panels), *matrix.shape), out=out[:rows].view(len(panels), PANEL, -1))
+    else:
+        rows = 0
+    if rows < len(broad):
+        torch.mm(broad[rows:], matrix, out=out[rows:])
+    return out
 
 
 def _accumulate(total: Tensor, broad: Tensor, scaled: Tensor) -> None:

@@ -37,6 +37,8 @@ Progress = Callable[[int, float], None]
 
 DIGITS_PER_ROUND = 1e-5
 """What one float32 round is asked for; far enough above float32's rounding for condition numbers up to about 100."""
+DIVERGED = 1e6
+"""A residual grown by this factor: it may grow by kappa on the way, so the system is singular and has no solution."""
 
 
 @dataclass
@@ -59,15 +61,17 @@ def solve_krylov(
     inner_dtype: torch.dtype = torch.float32,
     whiten: bool = False,
     store: bool = True,
+    least_squares: bool = False,
     progress: Progress | None = None,
 ) -> KrylovResult:
     """The minimum-norm or least-squares gamma by refined conjugate gradients.
 
     `store=False` keeps no float32 copy of features that are regenerated: slow, but with constant memory.
+    `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact.
     Stops at the relative residual `tolerance` (of the normal equations when there are too few features), at
     `max_iterations`, or when a float32 round no longer helps and float64 rounds do not either.
     """
-    least_squares = operator.n_features < operator.equations
+    least_squares = least_squares or operator.n_features < operator.equations
     whitening = None
     if whiten and store and not least_squares and isinstance(operator, KhatriRao):  # whitened features are stored
         whitening = Whitening.of(operator)
@@ -144,8 +148,9 @@ def _correct(
             lambda g: inner.transpose(inner.apply(g)), rhs, 1, tolerance=tolerance, max_iterations=max_iterations
         )
     rhs = (whitening.forward(rest) if whitening else rest).to(inner.dtype)
+    work = inner.scratch()
     y, count, condition = _conjugate_gradients(
-        inner.row_gram_apply, rhs, 2, tolerance=tolerance, max_iterations=max_iterations
+        lambda p: inner.row_gram_apply(p, work=work), rhs, 2, tolerance=tolerance, max_iterations=max_iterations
     )
     y = y.to(operator.dtype)
     return operator.transpose(whitening.backward(y) if whitening else y), count, condition
@@ -164,10 +169,10 @@ def _conjugate_gradients(
     r = rhs.clone()
     p = rhs.clone()
     rr = r.square().sum(axes, keepdim=True)
-    stop = rr * tolerance**2
+    stop, broken = rr * tolerance**2, rr * DIVERGED**2
     steps: list[tuple[float, float]] = []
     tiny = torch.finfo(rhs.dtype).tiny
-    while len(steps) < max_iterations and bool((rr > stop).any()):
+    while len(steps) < max_iterations and bool(((rr > stop) & (rr <= broken)).any()):
         q = gram(p)
         alpha = rr / (p * q).sum(axes, keepdim=True).clamp_min(tiny)
         x += alpha * p

@@ -69,11 +69,17 @@ class MinimumWidth:
         seen = (residual * self.target).sum(-1) * self.sigma
         return torch.cat([self.features.transpose(residual), -(seen @ self.basis)], dim=-1)
 
-    def row_gram_apply(self, residual: Float[Tensor, "*batch out inp"]) -> Float[Tensor, "*batch out inp"]:
+    def scratch(self) -> Tensor:
+        """The features' own buffer."""
+        return self.features.scratch()
+
+    def row_gram_apply(
+        self, residual: Float[Tensor, "*batch out inp"], *, work: Tensor | None = None
+    ) -> Float[Tensor, "*batch out inp"]:
         """apply(transpose(residual)) in one sweep over the features."""
         seen = (residual * self.target).sum(-1) * self.sigma
         u = self.sigma * ((seen @ self.basis) @ self.basis.mT)
-        return self.features.row_gram_apply(residual) + u[..., None] * self.target
+        return self.features.row_gram_apply(residual, work=work) + u[..., None] * self.target
 
     def _added(self) -> Float[Tensor, "eq added"]:
         """The added columns, dense."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,11 +18,11 @@ from torch import Tensor
 
 from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.features import Features
-from onlynorm.solvers.choose import MAX_ITERATIONS, SMALL, Choice, choose, cure, krylov_memory
+from onlynorm.solvers.choose import cure
 from onlynorm.solvers.closed_form import solve_closed_form
-from onlynorm.solvers.direct import DirectResult, solve_cholesky, solve_lu, solve_svd
-from onlynorm.solvers.khatri_rao import KhatriRao, Operator, times_power
-from onlynorm.solvers.krylov import Progress, anisotropy, solve_krylov
+from onlynorm.solvers.khatri_rao import KhatriRao, times_power
+from onlynorm.solvers.krylov import Progress
+from onlynorm.solvers.ladder import TINY, Attempt, climb, relative_residual
 from onlynorm.solvers.memory import MemoryMeter, memory_limit, readable
 from onlynorm.solvers.minimum_width import MinimumWidth, need_minimum_width
 from onlynorm.solvers.needs import (
@@ -35,10 +36,6 @@ from onlynorm.solvers.needs import (
     need_tolerance,
     to_middle,
 )
-
-TINY = torch.finfo(torch.float64).tiny
-ANISOTROPIC = 2.0
-"""Whitening pays for itself where it shortens the iteration by about this factor."""
 
 
 @dataclass(frozen=True)
@@ -165,127 +162,59 @@ def solve_operator(
     need_enough(operator, tolerance, minimum_width)
     if minimum_width:
         need_one_target(target, near)
+    climbing: dict[str, Any] = {
+        "tolerance": wanted, "limit": limit, "method": method, "precondition": precondition, "progress": progress
+    }  # fmt: skip
     with MemoryMeter() as meter:
         outputs, inputs = live(operator)
         if tolerance is not None:
             need_reached(operator, target, outputs, inputs)
         system, scaled, power = in_range(operator, target)
         if minimum_width:
-            solution = _solve_minimum_width(system, scaled, wanted, method, limit, progress)
+            solution = _solve_minimum_width(system, scaled, climbing)
         else:
-            offset = _offset(operator, near, target, power)
-            gamma = target.new_zeros(*target.shape[:-2], operator.n_features) if offset is None else offset
-            rest = scaled - system.apply(gamma)
-            sizes = [torch.linalg.vector_norm(x, dim=(-2, -1)).clamp_min(TINY) for x in (scaled, rest)]
-            goal = wanted * min(1.0, float((sizes[0] / sizes[1]).min()))  # of what is left after the offset
-            if not bool(outputs.all() and inputs.all()):
-                rest = rest[..., outputs, :][..., inputs]
-            if bool(rest.any()):
-                alive = system if rest.shape == scaled.shape else system.restrict(outputs, inputs)
-                solution = _climb(alive, rest, max(goal, TINY), method, precondition, limit, progress)
-                gamma = gamma + solution.gamma
-            else:
-                solution = Solution(
-                    gamma, 0.0, "none", 0, 1.0, 0.0, 0, "no feature sees anything left to solve", wanted
-                )
-            residual = _residual(system, scaled, gamma)
-            solution = replace(solution, gamma=gamma, residual=residual, tolerance=wanted)
+            attempt = _attempt(system, scaled, (outputs, inputs), _offset(operator, near, target, power), climbing)
+            residual = relative_residual(system, scaled, attempt.gamma)
+            solution = _as_solution(attempt, residual, wanted)
         solution = replace(solution, gamma=times_power(solution.gamma, power))
     solution = replace(solution, seconds=time.perf_counter() - start, peak_memory=meter.peak)
     return _judge(operator, solution, tolerance)
 
 
-def _climb(
-    operator: Operator,
+def _attempt(
+    system: KhatriRao,
     target: Tensor,
-    wanted: float,
-    method: str,
-    precondition: bool | None,
-    limit: int,
-    progress: Progress | None,
-) -> Solution:
-    """The chosen method, then more robust ones until the tolerance is met or none is left."""
-    block = operator.block if isinstance(operator, KhatriRao) and not operator.is_stored else None
-    choice = choose(
-        operator.out, operator.inp, operator.n_features, tolerance=wanted, memory=limit, method=method, block=block
-    )
-    solution = _run(operator, target, choice, wanted, precondition, limit, progress)
-    if method != "auto":
-        return solution or _failed(operator, target, choice, wanted)
-    small = operator.equations <= SMALL and operator.n_features <= 4 * SMALL
-    svd_fits = small and 32 * operator.equations * operator.n_features <= limit
-    double_lu = operator.n_features == operator.equations and 9 * operator.equations**2 <= limit
-    ladder = [("lu64", double_lu), ("krylov", True), ("svd", svd_fits)]
-    for name, can in ladder:
-        left = math.inf if solution is None else _left_over(operator, target, solution.gamma)
-        singular = small and solution is not None and _is_singular(solution)
-        if not can or (left <= wanted and not singular) or (solution is not None and solution.method == name):
-            continue
-        other = _run(operator, target, replace(choice, method=name), wanted, precondition, limit, progress)
-        if other is None:
-            continue
-        now = _left_over(operator, target, other.gamma)
-        if now < (1.0 if name == "svd" else 0.5) * left or (singular and now <= wanted):
-            why = "found a singular matrix" if singular else f"left {left:.1e}"
-            why = "was not positive definite" if solution is None else why
-            solution = replace(other, reason=f"{choice.method} {why}, so {name} took over")
-    return solution or _failed(operator, target, choice, wanted)
-
-
-def _is_singular(solution: Solution) -> bool:
-    """Whether LU met a matrix that is singular to its precision: its answer then need not be the one of least norm."""
-    limit = {"lu": torch.float32, "lu64": torch.float64}.get(solution.method)
-    return limit is not None and not solution.condition * torch.finfo(limit).eps < 1.0
-
-
-def _run(
-    operator: Operator,
-    target: Tensor,
-    choice: Choice,
-    wanted: float,
-    precondition: bool | None,
-    limit: int,
-    progress: Progress | None,
-) -> Solution | None:
-    """One method on one system; None where it cannot work."""
-    if choice.method == "krylov":
-        whiten = precondition if precondition is not None else _is_anisotropic(operator)
-        store = krylov_memory(operator.out, operator.inp, operator.n_features) <= limit
-        found = solve_krylov(
-            operator, target, tolerance=wanted, max_iterations=MAX_ITERATIONS, whiten=whiten, store=store,
-            progress=progress,
-        )  # fmt: skip
-        return _measured(operator, target, choice, wanted, found.gamma, found.iterations, found.condition)
-    direct: DirectResult | None
-    if choice.method == "cholesky":
-        direct = solve_cholesky(operator, target, tolerance=wanted)
-    elif choice.method == "svd":
-        direct = solve_svd(operator, target)
+    live: tuple[Tensor, Tensor],
+    offset: Tensor | None,
+    climbing: dict[str, Any],
+) -> Attempt:
+    """The best attempt on what the offset leaves, at the outputs and inputs that features reach."""
+    outputs, inputs = live
+    rest, tolerance = target, climbing["tolerance"]
+    if offset is not None:
+        rest = target - system.apply(offset)
+        size, left = (torch.linalg.vector_norm(x, dim=(-2, -1)) for x in (target, rest))
+        share = torch.where(size > 0, size, 1.0) / left.clamp_min(TINY)
+        tolerance = max(TINY, tolerance * min(1.0, float(share.min())))
+    if not bool(outputs.all() and inputs.all()):
+        rest = rest[..., outputs, :][..., inputs]
+    if not bool(rest.any()):  # also where no output or no input is left, and no system could be made
+        gamma = target.new_zeros(*target.shape[:-2], system.n_features)
+        attempt = Attempt(gamma, "none", 0, 1.0, "no feature sees anything left to solve", 0.0)
     else:
-        dtype = torch.float64 if choice.method == "lu64" else torch.float32
-        direct = solve_lu(operator, target, tolerance=wanted, dtype=dtype)
-    if direct is None:
-        return None
-    return _measured(operator, target, choice, wanted, direct.gamma, direct.iterations, direct.condition)
+        system = system if rest.shape == target.shape else system.restrict(outputs, inputs)
+        attempt = climb(system, rest, **{**climbing, "tolerance": tolerance})
+    return attempt if offset is None else replace(attempt, gamma=attempt.gamma + offset)
 
 
-def _measured(
-    operator: Operator,
-    target: Tensor,
-    choice: Choice,
-    wanted: float,
-    gamma: Tensor,
-    iterations: int,
-    condition: float,
-) -> Solution:
-    residual = _residual(operator, target, gamma)
-    return Solution(gamma, residual, choice.method, iterations, condition, 0.0, 0, choice.reason, wanted)
+def _as_solution(attempt: Attempt, residual: float, tolerance: float) -> Solution:
+    a = attempt
+    return Solution(a.gamma, residual, a.method, a.iterations, a.condition, 0.0, 0, a.reason, tolerance)
 
 
-def _solve_minimum_width(
-    operator: KhatriRao, target: Tensor, wanted: float, method: str, limit: int, progress: Progress | None
-) -> Solution:
+def _solve_minimum_width(operator: KhatriRao, target: Tensor, climbing: dict[str, Any]) -> Solution:
     """Gamma and one scale per output; zero rows of the target are switched off and leave the system."""
+    wanted = climbing["tolerance"]
     on = target.abs().amax(-1) > 0
     if not bool(on.any()):
         gamma, output_gamma = target.new_zeros(operator.n_features), target.new_zeros(operator.out)
@@ -295,14 +224,14 @@ def _solve_minimum_width(
     features = operator if bool(on.all()) else operator.restrict(on, everything)
     need_minimum_width(features)
     system = MinimumWidth(features, target[on])
-    solution = _climb(system, target[on], wanted, method, None, limit, progress)
+    attempt = climb(system, target[on], **climbing)
     output_gamma = torch.zeros(operator.out, dtype=target.dtype, device=target.device)
-    output_gamma[on] = 1.0 / system.row_factors(solution.gamma)
-    gamma = solution.gamma[: operator.n_features]
+    output_gamma[on] = 1.0 / system.row_factors(attempt.gamma)
+    gamma = attempt.gamma[: operator.n_features]
     made = output_gamma[:, None] * operator.apply(gamma)
     residual = float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
     residual = math.inf if math.isnan(residual) else residual
-    return replace(solution, gamma=gamma, output_gamma=output_gamma, residual=residual)
+    return replace(_as_solution(attempt, residual, wanted), gamma=gamma, output_gamma=output_gamma)
 
 
 def _solve_structured(features: Features, matrix: Tensor, tolerance: float | None) -> Solution:
@@ -348,35 +277,6 @@ def _judge(operator: KhatriRao, solution: Solution, tolerance: float | None) -> 
             "tolerance out to take the best there is."
         )
     return solution
-
-
-def _failed(operator: Operator, target: Tensor, choice: Choice, wanted: float) -> Solution:
-    gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
-    reason = f"{choice.method} cannot factor this system"
-    return Solution(gamma, 1.0, choice.method, 0, math.inf, 0.0, 0, reason, wanted)
-
-
-def _residual(operator: Operator, target: Tensor, gamma: Tensor) -> float:
-    """The worst relative residual in the batch, in float64."""
-    rest = torch.linalg.vector_norm(operator.apply(gamma) - target, dim=(-2, -1))
-    size = torch.linalg.vector_norm(target, dim=(-2, -1))
-    worst = torch.where(size > 0, rest / size.clamp_min(TINY), rest)
-    return float(worst.nan_to_num(nan=math.inf).max())
-
-
-def _left_over(operator: Operator, target: Tensor, gamma: Tensor) -> float:
-    """What a better method could still remove: the residual or, with too few features, the part that features see."""
-    if operator.n_features >= operator.equations:
-        return _residual(operator, target, gamma)
-    rest = torch.linalg.vector_norm(operator.transpose(operator.apply(gamma) - target), dim=-1)
-    size = torch.linalg.vector_norm(operator.transpose(target), dim=-1).clamp_min(TINY)
-    return float((rest / size).nan_to_num(nan=math.inf).max())
-
-
-def _is_anisotropic(operator: Operator) -> bool:
-    if not isinstance(operator, KhatriRao) or operator.n_features < operator.equations:
-        return False
-    return anisotropy(operator) > ANISOTROPIC
 
 
 def _offset(operator: KhatriRao, near: Tensor | float | None, target: Tensor, power: int) -> Tensor | None:

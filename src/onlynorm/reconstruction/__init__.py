@@ -1,0 +1,1 @@
+"""A target network -> a frozen random network of the same function, by choosing norm parameters only."""

@@ -1,0 +1,217 @@
+"""`linearize`: where an activation is a line, and how the norm before it puts a feature there.
+
+A feature x in [low, high] with half-width r passes a norm and an activation phi. The window is chosen such that
+
+    |phi(s x + b) - (m (s x + b) + c)| <= error   for all x in [low, high],   s > 0,   m != 0
+
+so phi(s x + b) = gain x + constant up to `error`, with gain = m s and constant = m b + c; undone by the layers
+behind, it costs the feature error / (|m| s). With z the centre and h the half-width of the window seen by phi,
+s = h / r, and the cost is r times error / (|m| h): the best windows of an activation are the same for all ranges.
+
+- Exact pieces, known by type: the side or the piece where phi is a line (ReLU, LeakyReLU, PReLU, ELU, CELU, SELU,
+  Hardtanh, ReLU6, Hardsigmoid, Hardswish), or its tail from where on the rest is proven to lie below the rounding
+  (GELU, SiLU, Mish, Softplus, LogSigmoid).
+- tanh and sigmoid: at 0, by |tanh t - t| <= |t|^3 / 3 and |sigmoid t - 1/2 - t/4| <= |t|^3 / 48, proven for all t.
+- Everything else: windows of all sizes and places are sampled; `activations.chart` says what this assumes.
+
+The line is the tangent at the centre of the window, not the best line over it: its worst error is up to four times
+larger, but that sits at the ends of the range, and near the centre, where data crowd, it is far smaller.
+
+Theory: burkholz2024:thm-2.4, burkholz2024:activations
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.reconstruction.activations import Activation, Cubic, Ray, Segment, chart, known, leak
+
+STEEP = 1e-3
+"""A side of a leaky activation flatter than this is not used: its norm would need a scale above a thousand."""
+LARGEST = 1e200
+"""Ranges beyond it would leave the floating range once scaled; half-widths below its inverse count as constant."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Per feature: where the norm puts it and what that costs; `str` sums it up.
+
+    `error` is the certified bound in the units of phi's output. `rounding`, in the units of x, is a model of what
+    floating-point numbers add on the way through s x + b, phi and back, for a phi accurate to a few units in the last
+    place: eps (max |x| + (|b| + 4 (2 max |t| + (|c| + error) / |m|)) / s) with t = s x + b. `is_exact` says that phi is
+    a line on the windows, to within rounding.
+    """
+
+    scale: Float[Tensor, "*feat"]
+    shift: Float[Tensor, "*feat"]
+    slope: Float[Tensor, "*feat"]
+    offset: Float[Tensor, "*feat"]
+    error: Float[Tensor, "*feat"]
+    rounding: Float[Tensor, "*feat"]
+    tolerance: Float[Tensor, "*feat"]
+    is_exact: bool
+
+    @property
+    def gain(self) -> Float[Tensor, "*feat"]:
+        """What the window multiplies x by: slope * scale; its sign is the same for all features."""
+        return self.slope * self.scale
+
+    @property
+    def constant(self) -> Float[Tensor, "*feat"]:
+        """What the window adds to gain * x: slope * shift + offset."""
+        return self.slope * self.shift + self.offset
+
+    @property
+    def error_in_input(self) -> Float[Tensor, "*feat"]:
+        """The certified error in the units of x: error / |gain|."""
+        return self.error / self.gain.abs()
+
+    @property
+    def bound(self) -> Float[Tensor, "*feat"]:
+        """Certified error plus rounding, in the units of x."""
+        return self.error_in_input + self.rounding
+
+    @property
+    def is_met(self) -> bool:
+        """Whether every feature is within its tolerance, rounding included."""
+        return bool((self.bound <= self.tolerance).all())
+
+    def __str__(self) -> str:
+        lines = [
+            f"window of {self.scale.numel()} features: {'exact' if self.is_exact else 'approximate'}, "
+            f"error at most {float(self.error_in_input.max()):.1e} + {float(self.rounding.max()):.1e} rounding, "
+            f"|gain| {float(self.gain.abs().min()):.3g} to {float(self.gain.abs().max()):.3g}, "
+            f"shifts up to {float(self.shift.abs().max()):.3g}"
+        ]
+        if not self.is_met:
+            excess = self.bound / self.tolerance
+            lines.append(
+                f"short: {int((excess > 1).sum())} features above their tolerance, by a factor of up to "
+                f"{float(excess.max()):.3g}. Narrow the ranges, allow more, or use an activation "
+                "with an exact piece such as ReLU."
+            )
+        return "\n".join(lines)
+
+
+def linearize(
+    activation: Activation | None,
+    low: Float[Tensor, "*feat"] | float,
+    high: Float[Tensor, "*feat"] | float,
+    *,
+    tolerance: Float[Tensor, "*feat"] | float,
+    shared: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Window:
+    """The window of every feature, from the range [low, high] of its pre-activation.
+
+    Exact pieces are taken where they exist; otherwise the largest window whose error and rounding stay within the
+    `tolerance` in x, or, where none does, the one of the smallest sum (`is_met` is then false). `shared` gives all
+    features one gain, fit for the widest range and the smallest tolerance: a frozen dense layer behind them needs it,
+    because its norm has one number per output and can undo only what all features share. `dtype` is the precision the
+    network will run in; it sets `rounding`. The window itself is float64.
+    """
+    low, high, allowed = _checked(low, high, tolerance)
+    eps = torch.finfo(dtype).eps
+    size = torch.maximum(low.abs(), high.abs())
+    # Next to larger numbers a range counts as no narrower than this, so that rounding stays well inside the window.
+    half = torch.maximum((high - low) / 2, 4096 * eps * size)
+    half = torch.where(half < 1 / LARGEST, 1.0, half)
+    spread = half.max() if shared else half
+    budget = ((allowed.min() - 2 * eps * size.max()) if shared else (allowed - 2 * eps * size)) / spread
+
+    found = known(activation)
+    is_exact = isinstance(found, Ray | Segment)
+    if isinstance(found, Ray):
+        line = _on_ray(found, low, high, spread)
+        if (slopes := leak(activation)) is not None:
+            line = _nearer(line, _on_ray(Ray(0.0, -1, _per_feature(slopes, low)), low, high, spread))
+    else:
+        if isinstance(found, Segment):
+            centre, reach, slope, offset = (_like(value, spread) for value in found)
+            error = torch.zeros_like(half)
+        elif isinstance(found, Cubic):
+            centre, slope, offset = (_like(value, spread) for value in (0.0, found.slope, found.offset))
+            reach = found.reach(budget, eps)
+            error = found.factor * (reach * half / spread) ** 3
+        else:
+            assert activation is not None
+            windows, is_exact = chart(activation, low.device).choose(budget, eps)
+            centre, reach, slope, offset, error = windows
+        scale = reach / spread
+        line = _Line(scale, centre - scale * (low / 2 + high / 2), slope, offset, error)
+
+    scale, shift, slope, offset, error = (value.expand(half.shape).clone() for value in line)
+    seen = torch.maximum((scale * low + shift).abs(), (scale * high + shift).abs())
+    behind = 2 * seen + (offset.abs() + error) / slope.abs()
+    rounding = eps * (size + (shift.abs() + 4 * behind) / scale)
+    return Window(scale, shift, slope, offset, error, rounding, allowed, is_exact)
+
+
+class _Line(NamedTuple):
+    """phi(scale x + shift) is slope * (scale x + shift) + offset up to error; each broadcasts to the features."""
+
+    scale: Tensor
+    shift: Tensor
+    slope: Tensor
+    offset: Tensor
+    error: Tensor
+
+
+def _on_ray(ray: Ray, low: Tensor, high: Tensor, spread: Tensor) -> _Line:
+    """The line with the smallest shift onto the ray; none where the range already lies on it.
+
+    |gain| is one, so that features may take different rays, except for a far edge: scaled up to |edge| / r, the range
+    is not smaller than the shift it needs.
+    """
+    slope = _like(ray.slope, low)
+    gain = (abs(ray.edge) / spread).clamp(min=1.0) if math.isfinite(ray.edge) else torch.ones_like(spread)
+    scale = gain / slope
+    missing = ray.side * (ray.edge - scale * (low if ray.side > 0 else high))
+    return _Line(scale, ray.side * missing.clamp(min=0.0), slope, torch.zeros_like(low), _like(ray.error, low))
+
+
+def _nearer(line: _Line, other: _Line) -> _Line:
+    """Per feature the line that shifts x less, among those steep enough."""
+    better = (other.slope >= STEEP) & (other.shift.abs() / other.scale < line.shift.abs() / line.scale)
+    return _Line(*(torch.where(better, new, old) for old, new in zip(line, other, strict=True)))
+
+
+def _per_feature(slopes: Tensor, low: Tensor) -> Tensor:
+    if slopes.ndim and slopes.shape != low.shape:
+        raise ShapeError(
+            f"linearize needs one PReLU slope for all features or one for each; got {slopes.numel()} slopes for ranges "
+            f"of shape {tuple(low.shape)}. Pass the ranges of all channels of the layer at once."
+        )
+    return slopes.to(low)
+
+
+def _checked(low: Tensor | float, high: Tensor | float, tolerance: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    low, high, tolerance = (torch.as_tensor(value, dtype=torch.float64) for value in (low, high, tolerance))
+    high, tolerance = high.to(low.device), tolerance.to(low.device)
+    if not low.numel() or low.shape != high.shape or tolerance.shape not in (low.shape, ()):
+        raise ShapeError(
+            "linearize needs low and high of one shape, not empty, and a tolerance of that shape or a number; got "
+            f"{tuple(low.shape)}, {tuple(high.shape)} and {tuple(tolerance.shape)}. Pass one of each per feature."
+        )
+    bad = ~((low <= high) & (low > -LARGEST) & (high < LARGEST))
+    if bool(bad.any()):
+        raise ValueRangeError(
+            f"linearize needs ranges with low <= high, finite and below {LARGEST:.0e}; got {int(bad.sum())} others, "
+            f"the first [{float(low[bad][0])}, {float(high[bad][0])}]. Look for swapped bounds or a NaN in the inputs."
+        )
+    if not bool((tolerance > 0).all()):
+        raise ValueRangeError(
+            f"linearize needs tolerances above 0; got {float(tolerance.min())}. Rounding is never 0: try 1e-10."
+        )
+    return low, high, tolerance.expand(low.shape).clone()
+
+
+def _like(value: float | Tensor, other: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=other.dtype, device=other.device).expand(other.shape)

@@ -1,0 +1,641 @@
+"""The command line: exit codes, one JSON document, results and messages on their own streams, errors in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import onlynorm
+from onlynorm import cli
+from onlynorm import theorems as registry
+from onlynorm.bench import Bench, Goal, Row
+from onlynorm.demo import Demo
+from onlynorm.errors import ShapeError, ToleranceError
+from onlynorm.features import draw
+from onlynorm.papers import Artifact, Curve, Expectation, Outcome, Run
+from onlynorm.papers import run as run_module
+from onlynorm.screen import screen
+from onlynorm.solvers import solve_features
+from onlynorm.theorems import Evidence, Verdict
+
+NAN = float("nan")
+FIGURE = "random_features:fig-3"
+CHECKED, UNCHECKED = "giannou2023:lemma-2", "giannou2023:lemma-3"
+COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run of the command line left: its exit code and both streams, folded lines joined."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def out(self) -> str:
+        return " ".join(self.stdout.split())
+
+    @property
+    def err(self) -> str:
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
+
+    def json(self) -> Any:
+        """The whole of standard output as one JSON document; NaN and Infinity are none."""
+
+        def refuse(word: str) -> None:
+            raise AssertionError(f"{word} is no JSON")
+
+        return json.loads(self.stdout, parse_constant=refuse)
+
+
+RunCli = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
+    """Runs `main` in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "width", 300)  # wide enough that no cell is folded
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
+
+    def call(*args: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["onlynorm", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        seen = capsys.readouterr()
+        assert "Traceback" not in seen.out + seen.err
+        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
+
+    return call
+
+
+# ------------------------------------------------------------------------------- stand-ins for what takes long
+
+
+def a_demo(**changes: Any) -> Demo:
+    features = draw("he_normal", (2, 3), excess=1.5)
+    solution = solve_features(features, torch.ones(2, 3, dtype=torch.float64))
+    made = Demo("toy data", features, None, solution, 0.96, 0.96, 1.0, 1e-12, features.weights_digest())
+    return dataclasses.replace(made, **changes)
+
+
+def a_bench(*, is_met: bool) -> Bench:
+    return Bench(
+        [
+            Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 1000, 1e-12, 7),
+            Row("linear 4x4", 16, 1.25, "dense float64 LU", NAN, NAN, 2000, NAN, 0, "not run"),
+        ],
+        [Goal("an aim", "a measurement", is_met)],
+    )
+
+
+def square(*, k: int) -> dict[str, float]:
+    return {"square": float(k * k)}
+
+
+def tiny_figure(run: Run) -> Outcome:
+    run.announce(2)
+    squares = [run.piece(f"k={k}", square, k=k)["square"] for k in (1, 2)]
+    return Outcome({"sum": sum(squares), "nothing": NAN}, [Curve("squares", [1.0, 2.0], squares, kind="points")])
+
+
+def failing_figure(run: Run) -> Outcome:
+    raise RuntimeError("a figure that cannot be drawn")
+
+
+def killed_figure(run: Run) -> Outcome:
+    run.piece("k=1", square, k=1)
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def figure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces every artifact of the papers by one small one."""
+
+    def replace(function: Callable[[Run], Outcome] = tiny_figure, *, total: float = 5.0) -> None:
+        sizes: dict[str, dict[str, int]] = {"quick": {}, "paper": {}}
+        expected = Expectation("sum", "arithmetic", value=total, tolerance=0.5)
+        one = Artifact(FIGURE, "Squares", "Squares grow.", "figure", (0,), sizes, (expected,), (), function, "digest")
+        monkeypatch.setattr(run_module, "artifacts", lambda: {FIGURE: one})
+
+    replace()
+    return replace
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict], None]:
+    """Replaces every registered check by one, for one statement, with the verdict asked for."""
+
+    def replace(verdict: Verdict) -> None:
+        def measure(seed: int) -> Evidence:
+            return Evidence(verdict, f"measured at seed {seed}", {"gap": NAN, "seed": float(seed)})
+
+        monkeypatch.setattr(registry, "_checks", {CHECKED: measure})
+
+    replace(Verdict.HOLDS)
+    return replace
+
+
+# ------------------------------------------------------------------------------- help and version
+
+
+def test_every_command_of_the_module_is_known_here() -> None:
+    assert set(COMMANDS) == {"demo", "plan", "theorems", "reproduce", "report", "bench"}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_every_command(flag: str) -> None:
+    result = CliRunner().invoke(cli.app, [flag])
+    assert result.exit_code == 0
+    assert "only their normalization" in result.stdout
+    assert all(name in result.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_shows_an_example(name: str) -> None:
+    result = CliRunner().invoke(cli.app, [name, "--help"])
+    assert result.exit_code == 0
+    assert re.search(rf"Examples?: onlynorm {name}", " ".join(result.stdout.split()))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_the_help_is_a_line_the_command_understands(name: str) -> None:
+    examples = re.findall(r"`onlynorm ([^`]+)`", COMMANDS[name].epilog)
+    assert examples
+    for example in examples:
+        command, *args = shlex.split(example)
+        assert command == name
+        COMMANDS[name].make_context(name, args)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_can_print_json(name: str) -> None:
+    assert any("--json" in parameter.opts for parameter in COMMANDS[name].params)
+
+
+def test_version_is_that_of_the_package(run: RunCli) -> None:
+    assert run("--version") == Ran(0, f"onlynorm {onlynorm.__version__}\n", "")
+
+
+def test_without_a_command_the_help_is_shown(run: RunCli) -> None:
+    ran = run()
+    assert ran.code == 2
+    assert "Usage:" in ran.out + ran.err
+
+
+# ------------------------------------------------------------------------------- wrong use
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("nope", "No such command 'nope'"),
+        ("plan 4,4 --nope", "No such option: --nope"),
+        ("plan", "Missing argument 'shape'"),
+        ("plan abc", "a shape needs whole numbers as in 64,64,3,3; got 'abc'. Separate them by commas."),
+        ("plan ''", "a shape needs whole numbers"),
+        ("plan 4,,4", "a shape needs whole numbers"),
+        ("plan 4.5,4", "a shape needs whole numbers"),
+        ("plan 64", "shape needs 2 to 5 positive whole numbers"),
+        ("plan 0,4", "shape needs 2 to 5 positive whole numbers"),
+        ("plan -- -3,4", "shape needs 2 to 5 positive whole numbers"),
+        ("plan 2,2,2,2,2,2", "shape needs 2 to 5 positive whole numbers"),
+        ("plan 4,4 --features he_norml", "features needs a known name; got 'he_norml'. Did you mean 'he_normal'"),
+        ("plan 4,4 --excess 0", "excess needs a positive finite number"),
+        ("plan 4,4 --excess -1", "excess needs a positive finite number"),
+        ("plan 4,4 --excess nan", "Invalid value for '--excess'"),
+        ("plan 4,4 --excess inf", "Invalid value for '--excess'"),
+        ("plan 4,4 --excess much", "Invalid value for '--excess'"),
+        ("plan 4,4 --features id_cond --excess 2", "id_cond needs exactly its own 16 features"),
+        ("plan 4,4 --tolerance 0", "tolerance needs to lie in (0, 1); got 0.0"),
+        ("plan 4,4 --tolerance nan", "tolerance needs to lie in (0, 1); got nan"),
+        ("plan 4,4 --features id_cond --tolerance 2", "tolerance needs to lie in (0, 1); got 2.0"),
+        ("plan 4,4 --excess 1e308", "Invalid value for '--excess'"),
+        ("plan 99999999,99999999", "needs at least"),
+        (f"plan 4,{10**400}", "a shape needs sizes below 2^31"),
+        (f"plan 4,{'9' * 5000}", "a shape needs whole numbers"),
+        ("demo --features ortho_con", "Did you mean 'ortho_cond'"),
+        ("demo --excess 0", "excess needs a positive finite number"),
+        ("demo --excess 1e6", "the frozen weights of the system and of the network need 3.15e+03 GB"),
+        ("demo --excess -0.5", "excess needs a positive finite number"),
+        ("demo --seed -1", "seed needs a whole number in [0, 2^64); got -1"),
+        ("demo --seed 99999999999999999999", "seed needs a whole number in [0, 2^64)"),
+        ("demo --seed half", "Invalid value for '--seed'"),
+        ("theorems nope", "statement needs a known name; got 'nope'"),
+        ("theorems ''", "statement needs a known name; got ''"),
+        ("theorems giannou2023:thm-111", "Did you mean 'giannou2023:thm-11'"),
+        ("theorems --paper gianou2023", "paper needs a known name; got 'gianou2023'. Did you mean 'giannou2023'"),
+        ("theorems giannou2023:thm-1 --paper hardt_ma2017", "statement of hardt_ma2017 needs a known name"),
+        ("reproduce random_features:fig-33", f"Did you mean '{FIGURE}'?"),
+        ("reproduce nope", "reproduce needs a known name; got 'nope'"),
+        ("reproduce --scale big", "scale needs a known name; got 'big'. Known: paper, quick."),
+        ("bench sole", "benchmark needs a known name; got 'sole'. Did you mean 'solve'?"),
+        ("bench --repeats 0", "Invalid value for '--repeats'"),
+        ("report --records nowhere", "a report needs a folder of records; there is none at nowhere"),
+    ],
+    ids=lambda text: text[:40],
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_wrong_use_exits_with_2_and_says_what_was_needed(run: RunCli, args: str, message: str, as_json: bool) -> None:
+    parts = shlex.split(args)
+    ran = run(parts[0], *(["--json"] if as_json and parts[0] in COMMANDS else []), *parts[1:])
+    assert ran.code == 2
+    assert ran.stdout == ""
+    assert message in ran.err
+
+
+@pytest.mark.parametrize("out", ["file", "file/deeper", "file/deeper/still"])
+def test_records_that_cannot_be_written_are_refused_before_anything_is_computed(
+    run: RunCli, figure: Callable[..., None], tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    figure(lambda run: pytest.fail("computed in vain"))
+    ran = run("reproduce", FIGURE, "--out", tmp_path / out)
+    assert ran.code == 2
+    assert ran.stdout == ""
+    assert ran.err.startswith("error: records need a writable folder; got ")
+
+
+@pytest.mark.usefixtures("figure")
+def test_a_disk_that_fails_during_the_run_is_an_error_in_one_line(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(cli, "_need_folder", lambda out: None)
+    ran = run("reproduce", FIGURE, "--out", tmp_path / "file")
+    assert ran.code == 2
+    assert "saving results needs a writable folder with space" in ran.err
+
+
+@pytest.mark.parametrize("out", [".", "folder", "file/report.html"])
+def test_a_report_that_cannot_be_written_is_refused(run: RunCli, tmp_path: Path, out: str) -> None:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("in the way")
+    ran = run("report", "--records", "records", "--out", out)
+    assert ran.code == 2
+    assert ran.stdout == ""
+    assert re.search("a report needs the name of a file|saving results needs a writable folder", ran.err)
+
+
+def test_a_damaged_record_is_refused_with_its_cure(run: RunCli, tmp_path: Path) -> None:
+    folder = tmp_path / "records" / "toy" / "fig-1" / "quick"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text("{")
+    ran = run("report", "--records", "records", "--out", "page.html")
+    assert ran.code == 2
+    assert "damaged or cut short. Delete the file" in ran.err
+    assert not (tmp_path / "page.html").exists()
+
+
+# ------------------------------------------------------------------------------- demo
+
+
+@pytest.mark.parametrize(("agreement", "code", "word"), [(1.0, 0, "computes the same"), (0.9, 1, "does NOT compute")])
+def test_demo_exits_with_1_when_the_functions_differ(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch, agreement: float, code: int, word: str
+) -> None:
+    monkeypatch.setattr(cli, "run_demo", lambda **_: a_demo(agreement=agreement))
+    told, plain = run("demo"), run("demo", "--json")
+    assert (told.code, plain.code) == (code, code)
+    assert word in told.out
+    assert plain.json()["same function"] is (code == 0)
+    assert plain.stderr == ""
+
+
+def test_demo_hands_its_options_on_and_shows_its_steps_on_standard_error(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_options: dict[str, Any] = {}
+
+    def remember(**options: Any) -> Demo:
+        given_options.update(options)
+        options["step"]("a step")
+        return a_demo()
+
+    monkeypatch.setattr(cli, "run_demo", remember)
+    ran = run("demo", "--seed", 3, "--features", "orthogonal", "--excess", 1.5)
+    assert {name: given_options[name] for name in ("seed", "features", "excess")} == {
+        "seed": 3,
+        "features": "orthogonal",
+        "excess": 1.5,
+    }
+    assert "a step" not in ran.out
+
+
+def test_demo_counts_what_it_keeps(run: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "run_demo", lambda **_: a_demo())
+    facts = run("demo", "--json").json()
+    assert facts["frozen numbers, kept as one seed"] == 9 * (2 + 3)
+    assert facts["norm parameters, kept"] == 2 * 9 + 2 * 2
+    assert facts["plan"]
+    assert re.fullmatch("[0-9a-f]{64}", facts["SHA-256 of the frozen weights"])
+
+
+def test_a_missed_tolerance_exits_with_1_and_its_message(run: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def miss(**_: Any) -> Demo:
+        raise ToleranceError("needs 1e-10; got [1e-3]. Draw more features.")
+
+    monkeypatch.setattr(cli, "run_demo", miss)
+    ran = run("demo")
+    assert (ran.code, ran.stdout) == (1, "")
+    assert ran.err == "failed: needs 1e-10; got [1e-3]. Draw more features."
+
+
+# ------------------------------------------------------------------------------- plan
+
+
+def test_plan_weighs_every_method_and_names_one(run: RunCli) -> None:
+    facts = run("plan", "64,64,3,3", "--excess", 1.1, "--json").json()
+    assert facts["equations"] == 36864
+    assert facts["number of features"] == 40551
+    assert facts["norm parameters"] == facts["number of features"]
+    assert {option["method"] for option in facts["options"]} == {"lu", "cholesky", "krylov"}
+    assert facts["method"] in {option["method"] for option in facts["options"]}
+    assert not next(option for option in facts["options"] if option["method"] == facts["method"])["obstacle"]
+
+
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond"])
+def test_plan_knows_the_closed_form_of_structured_features(run: RunCli, features: str) -> None:
+    facts = run("plan", "4x5", "--features", features, "--json").json()
+    assert facts["method"] == "closed form"
+    assert facts["options"] == []
+    assert facts["number of features"] == (17 if features == "id_cond_minimal" else 20)
+
+
+def test_plan_is_a_table_for_people(run: RunCli) -> None:
+    ran = run("plan", "64,64")
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.out.startswith("Plan for a layer of shape (64, 64) features he_normal equations 4,096")
+    assert "predicted seconds" in ran.out
+
+
+@given(st.lists(st.integers(-99, 10**6), min_size=1, max_size=6), st.sampled_from([",", "x"]))
+def test_a_shape_is_read_as_it_is_written(shape: list[int], separator: str) -> None:
+    assert cli._parse_shape(separator.join(map(str, shape))) == tuple(shape)
+
+
+@given(st.text().filter(lambda text: not re.search(r"\d", text)))
+def test_text_without_numbers_is_no_shape(text: str) -> None:
+    with pytest.raises(ShapeError, match="a shape needs whole numbers"):
+        cli._parse_shape(text)
+
+
+# ------------------------------------------------------------------------------- theorems
+
+
+def test_theorems_lists_every_statement(run: RunCli) -> None:
+    listed = run("theorems", "--json").json()
+    assert [entry["key"] for entry in listed] == [s.key for s in registry.statements()]
+    assert not any("verdict" in entry for entry in listed)
+    table = run("theorems")
+    assert all(s.key in table.out for s in registry.statements())
+
+
+def test_theorems_lists_those_of_one_paper(run: RunCli) -> None:
+    listed = run("theorems", "--paper", "hardt_ma2017", "--json").json()
+    assert [entry["key"] for entry in listed] == [s.key for s in registry.statements("hardt_ma2017")]
+
+
+@pytest.mark.parametrize("paper", [(), ("--paper", "giannou2023")])
+def test_theorems_shows_one_statement_whole(run: RunCli, paper: tuple[str, ...]) -> None:
+    statement = registry.statement("giannou2023:thm-1")
+    (facts,) = run("theorems", statement.key, *paper, "--json").json()
+    assert (facts["key"], facts["says"], facts["assumes"]) == (statement.key, statement.says, list(statement.assumes))
+    shown = run("theorems", statement.key, *paper)
+    assert shown.out.startswith(f"{statement.key}: {statement.title}")
+    assert " ".join(statement.says.split()) in shown.out
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [(Verdict.HOLDS, 0), (Verdict.CORRECTED, 0), (Verdict.FAILS, 1)],
+)
+@pytest.mark.parametrize("args", [(), (CHECKED,), ("--paper", "giannou2023")], ids=["all", "one", "paper"])
+def test_a_failing_check_exits_with_1(
+    run: RunCli, check: Callable[[Verdict], None], verdict: Verdict, code: int, args: tuple[str, ...]
+) -> None:
+    check(verdict)
+    plain, told = run("theorems", *args, "--check", "--seed", 5, "--json"), run("theorems", *args, "--check")
+    assert (plain.code, told.code) == (code, code)
+    assert plain.stderr == ""
+    facts = {entry["key"]: entry for entry in plain.json()}
+    assert facts[CHECKED]["verdict"] == str(verdict)
+    assert facts[CHECKED]["measured"] == {"gap": None, "seed": 5.0}
+    assert facts[CHECKED]["evidence"] == "measured at seed 5"
+    assert "measured at seed 0" in told.out
+    assert "checks" not in told.out.split()
+
+
+@pytest.mark.usefixtures("check")
+def test_a_statement_without_a_check_is_no_failure(run: RunCli) -> None:
+    ran = run("theorems", UNCHECKED, "--check", "--json")
+    assert ran.code == 0
+    assert [entry["verdict"] for entry in ran.json()] == ["not yet checked"]
+
+
+@pytest.mark.usefixtures("check")
+def test_a_check_that_breaks_is_not_taken_for_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_down(seed: int) -> Evidence:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(registry, "_checks", {CHECKED: break_down})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["onlynorm", "theorems", CHECKED, "--check"])
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        cli.main()
+
+
+# ------------------------------------------------------------------------------- reproduce
+
+
+@pytest.mark.parametrize("ids", [(FIGURE,), ("random_features",), ()], ids=["artifact", "paper", "everything"])
+@pytest.mark.usefixtures("figure")
+def test_reproduce_prints_the_verdict_and_writes_the_record(run: RunCli, tmp_path: Path, ids: tuple[str, ...]) -> None:
+    ran = run("reproduce", *ids, "--out", tmp_path / "out")
+    assert ran.code == 0
+    assert f"{FIGURE} Squares: " in ran.out
+    assert "2/2" in ran.err
+    assert "2/2" not in ran.out
+    assert (tmp_path / "out" / "random_features" / "fig-3" / "quick" / "record.json").exists()
+
+
+@pytest.mark.usefixtures("figure")
+def test_reproduce_prints_one_json_document(run: RunCli, tmp_path: Path) -> None:
+    ran = run("reproduce", FIGURE, "--scale", "paper", "--json")
+    assert (ran.code, ran.stderr) == (0, "")
+    (facts,) = ran.json()
+    assert (facts["artifact"], facts["scale"]) == (FIGURE, "paper")
+    assert facts["values"] == {"sum": 5.0, "nothing": None}
+    assert (tmp_path / "onlynorm-out" / "records").is_dir()
+
+
+@pytest.mark.parametrize("function", [tiny_figure, failing_figure])
+def test_what_is_not_reproduced_exits_with_1(
+    run: RunCli, figure: Callable[..., None], function: Callable[[Run], Outcome]
+) -> None:
+    figure(function, total=50.0)
+    told, plain = run("reproduce", FIGURE), run("reproduce", FIGURE, "--json")
+    assert (told.code, plain.code) == (1, 1)
+    assert plain.json()[0]["verdict"] == "not reproduced"
+    assert "not reproduced" in told.out
+
+
+def test_a_killed_run_keeps_its_pieces_and_goes_on(run: RunCli, figure: Callable[..., None], tmp_path: Path) -> None:
+    figure(killed_figure)
+    killed = run("reproduce", FIGURE)
+    assert killed.code == 130
+    assert killed.stdout == ""
+    (first,) = (tmp_path / "onlynorm-out").rglob("pieces/*.json")
+    written = first.stat().st_mtime_ns
+
+    empty = run("report", "--json")
+    assert empty.json()["records"] == 0
+    assert "onlynorm-out/records has no records yet; `onlynorm reproduce` makes them" in empty.err
+
+    figure(tiny_figure)
+    assert run("reproduce", FIGURE).code == 0
+    assert first.stat().st_mtime_ns == written
+    assert run("report", "--json").json()["records"] == 1
+    run("reproduce", FIGURE, "--force")
+    assert first.stat().st_mtime_ns > written
+
+
+# ------------------------------------------------------------------------------- report
+
+
+@pytest.mark.usefixtures("figure", "check")
+def test_report_writes_one_page_of_records_and_verdicts(run: RunCli, tmp_path: Path) -> None:
+    run("reproduce", FIGURE)
+    told = run("report", "--check")
+    assert told.code == 0
+    page = tmp_path / "onlynorm-out" / "report.html"
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "Squares" in text
+    assert "measured at seed 0" in text
+    assert re.match(r"onlynorm-out/report.html \(\S+ MB, 1 record\): open it in a browser", told.out)
+
+    plain = run("report", "--out", "other.html", "--json")
+    assert plain.stderr == ""
+    size = (tmp_path / "other.html").stat().st_size
+    assert plain.json() == {"page": "other.html", "bytes": size, "records": 1, "checked": 0}
+
+
+@pytest.mark.usefixtures("figure")
+def test_report_of_an_empty_folder_is_a_page_that_says_so(run: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    ran = run("report", "--records", "records", "--out", "page.html")
+    assert ran.code == 0
+    assert "0 records" in ran.out
+    assert "records has no records yet" in ran.err
+    assert "No records yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_report_with_a_failing_check_is_written_and_exits_with_1(
+    run: RunCli, check: Callable[[Verdict], None], tmp_path: Path
+) -> None:
+    check(Verdict.FAILS)
+    (tmp_path / "records").mkdir()
+    ran = run("report", "--records", "records", "--out", "page.html", "--check", "--json")
+    assert ran.code == 1
+    assert ran.json()["checked"] == len(registry.statements())
+    assert (tmp_path / "page.html").exists()
+
+
+# ------------------------------------------------------------------------------- bench
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+@pytest.mark.parametrize("args", [(), ("--markdown",), ("--json",)], ids=["table", "markdown", "json"])
+def test_bench_exits_with_1_when_a_goal_is_missed(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch, is_met: bool, args: tuple[str, ...]
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(*, quick: bool, repeats: int, progress: Callable[[str], None]) -> Bench:
+        asked.update(quick=quick, repeats=repeats)
+        progress("a system")
+        return a_bench(is_met=is_met)
+
+    monkeypatch.setattr(cli, "bench_solve", measure)
+    ran = run("bench", "solve", "--quick", "--repeats", 2, *args)
+    assert ran.code == (0 if is_met else 1)
+    assert asked == {"quick": True, "repeats": 2}
+    assert "a system" not in ran.out
+    if "--json" in args:
+        assert [row["seconds"] for row in ran.json()["rows"]] == [0.5, None]
+        assert ran.json()["goals"] == [{"aim": "an aim", "measured": "a measurement", "is_met": is_met}]
+    if "--markdown" in args:
+        assert ran.stdout.startswith("| system | excess | method |")
+        assert "| an aim | a measurement |" in ran.stdout
+
+
+# ------------------------------------------------------------------------------- real processes
+
+
+A_FAILING_CHECK = f"""
+import sys
+from onlynorm import cli, theorems
+fails = theorems.Evidence(theorems.Verdict.FAILS, "measured")
+theorems._checks = {{"{CHECKED}": lambda seed: fails}}
+theorems.where = lambda key: ""  # no file, no line
+sys.argv = ["onlynorm", "theorems", "{CHECKED}", "--check", "--json"]
+cli.main()
+"""
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # they run side by side
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env)
+
+
+def test_the_process_exits_with_0_1_and_2_and_never_with_a_traceback(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("onlynorm")
+    module = (sys.executable, "-m", "onlynorm")
+    assert script.exists()
+    (entry,) = importlib.metadata.entry_points(group="console_scripts", name="onlynorm")
+    assert entry.load() is cli.main
+
+    started = {
+        0: start(*module, "plan", "64,64", "--json", cwd=tmp_path),
+        1: start(sys.executable, "-c", A_FAILING_CHECK, cwd=tmp_path),
+        2: start(str(script), "plan", "64,64", "--features", "he_norml", cwd=tmp_path),
+    }
+    ran = {code: (*process.communicate(timeout=300), process.returncode) for code, process in started.items()}
+    assert {code: returned for code, (_, _, returned) in ran.items()} == {0: 0, 1: 1, 2: 2}
+    assert not any("Traceback" in out + err for out, err, _ in ran.values())
+    assert json.loads(ran[0][0])["equations"] == 4096
+    assert ran[0][1] == ""
+    assert json.loads(ran[1][0])[0]["verdict"] == "fails"
+    assert ran[2][0] == ""
+    assert "Did you mean 'he_normal'" in ran[2][1]
+
+
+def test_a_reader_who_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
+    process = start(sys.executable, "-m", "onlynorm", "theorems", "--json", cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    process.stderr.close()
+    process.wait(timeout=300)

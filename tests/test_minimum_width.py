@@ -1,0 +1,181 @@
+"""The minimum-width system: an operator like any other, and a target from out - 1 fewer features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import onlynorm as on
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
+from onlynorm.solvers.khatri_rao import KhatriRao, Operator
+from onlynorm.solvers.minimum_width import MinimumWidth, minimum_features
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def _normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _features(out: int, inp: int, feat: int, seed: int = 0) -> KhatriRao:
+    return KhatriRao(_normal(out, feat, seed=seed), _normal(feat, inp, seed=seed + 1))
+
+
+def _made(solution: on.Solution, operator: KhatriRao) -> Tensor:
+    assert solution.output_gamma is not None
+    return solution.output_gamma[:, None] * operator.apply(solution.gamma)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.integers(0, 999), st.sampled_from([(), (2,)]))
+@settings(max_examples=60)
+def test_the_operator_keeps_the_contract(out: int, inp: int, feat: int, seed: int, batch: tuple[int, ...]) -> None:
+    features = _features(out, inp, feat, seed)
+    system = MinimumWidth(features, _normal(out, inp, seed=seed + 2))
+    matrix = system.materialise()
+    assert isinstance(system, Operator)
+    assert matrix.shape == (system.equations, system.n_features) == (out * inp, feat + out - 1)
+    gamma, residual = _normal(*batch, system.n_features), _normal(*batch, out, inp, seed=3)
+    near = 100 * sum(matrix.shape) * EPS * float(matrix.norm())
+    assert torch.allclose(system.apply(gamma).flatten(-2), gamma @ matrix.mT, atol=near * 10)
+    assert torch.allclose(system.transpose(residual), residual.flatten(-2) @ matrix, atol=near * 10)
+    rows = residual.flatten(-2) @ (matrix @ matrix.mT)
+    assert torch.allclose(system.row_gram_apply(residual).flatten(-2), rows, atol=near * float(matrix.norm()) * 10)
+    assert torch.allclose(system.gram(), matrix.mT @ matrix, atol=near * float(matrix.norm()))
+    assert torch.allclose(system.row_gram(), matrix @ matrix.mT, atol=near * float(matrix.norm()))
+    assert system.one_norm() == pytest.approx(float(matrix.abs().sum(0).max()))
+    single = system.to(torch.float32)
+    assert torch.equal(single.materialise(), system.materialise(dtype=torch.float32)) or torch.allclose(
+        single.materialise().double(), matrix, atol=8 * torch.finfo(torch.float32).eps * float(matrix.abs().max())
+    )
+    assert system.to(torch.float64) is system
+
+
+def test_the_added_columns_scale_rows_and_keep_the_mean() -> None:
+    target = _normal(5, 4, seed=9)
+    system = MinimumWidth(_features(5, 4, 16), target)
+    unknowns = _normal(system.n_features)
+    factors = system.row_factors(unknowns)
+    assert float(factors.mean()) == pytest.approx(1.0, abs=100 * EPS * float(factors.abs().max()))
+    without = system.features.apply(unknowns[:16])
+    expected = without - (factors - 1.0)[:, None] * target
+    assert torch.allclose(system.apply(unknowns), expected, atol=1e3 * EPS * float(expected.abs().max()))
+    added = system.materialise()[:, 16:].norm(dim=0)
+    assert float(added.max() / system.features.column_squares().mean().sqrt()) < 2, "columns of the features' size"
+
+
+@pytest.mark.parametrize(("out", "inp"), [(1, 1), (1, 6), (6, 1), (2, 2), (5, 8), (8, 5), (24, 20)])
+@pytest.mark.parametrize("extra", [0, 3])
+def test_the_minimum_number_of_features_reaches_any_target(out: int, inp: int, extra: int) -> None:
+    need = minimum_features(out, inp)
+    operator = _features(out, inp, need + extra, seed=4)
+    target = _normal(out, inp, seed=6)
+    solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
+    assert need == out * inp - out + 1
+    assert _relative(_made(solution, operator), target) <= 1e-10
+    assert solution.gamma.shape == (need + extra,)
+
+
+@pytest.mark.parametrize("method", ["lu", "krylov", "svd"])
+def test_every_method_solves_it(method: str) -> None:
+    operator = _features(4, 3, 9 if method == "lu" else 14)
+    target = _normal(4, 3, seed=5)
+    solution = on.solve(*operator.dense(), target, minimum_width=True, method=method, tolerance=1e-9)
+    assert solution.method == method
+    assert _relative(_made(solution, operator), target) <= 1e-9
+
+
+def test_the_solution_is_that_of_the_pivoted_null_vector() -> None:
+    """The paper's way: one pivot per row, a null vector of the pivoted system; equal up to one common factor."""
+    out, inp = 4, 3
+    operator = _features(out, inp, minimum_features(out, inp))
+    target = _normal(out, inp, seed=5)
+    solution = on.solve(*operator.dense(), target, minimum_width=True)
+    matrix = operator.materialise().unflatten(0, (out, inp))
+    pivot = target.abs().argmax(1)
+    rows = []
+    for i in range(out):
+        ratio = target[i] / target[i, pivot[i]]
+        others = [j for j in range(inp) if j != pivot[i]]
+        rows.append(matrix[i, others] - ratio[others, None] * matrix[i, pivot[i]])
+    null = torch.linalg.svd(torch.cat(rows))[2][-1]
+    cosine = float(torch.dot(null, solution.gamma).abs() / solution.gamma.norm())
+    assert cosine == pytest.approx(1.0, abs=1e-10)
+
+
+def test_zero_rows_are_switched_off_and_need_no_features() -> None:
+    target = _normal(6, 4, seed=5)
+    target[[1, 4]] = 0.0
+    operator = _features(6, 4, minimum_features(4, 4))
+    solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
+    assert solution.output_gamma is not None
+    assert torch.equal(solution.output_gamma == 0, target.abs().amax(1) == 0)
+    assert _relative(_made(solution, operator), target) <= 1e-10
+
+
+def test_zero_rows_may_be_zero_in_the_features_too() -> None:
+    left, right = _features(6, 4, 22).dense()
+    left = left.clone()
+    left[2] = 0.0
+    target = _normal(6, 4, seed=5)
+    target[2] = 0.0
+    solution = on.solve(left, right, target, minimum_width=True, tolerance=1e-10)
+    assert _relative(_made(solution, KhatriRao(left, right)), target) <= 1e-10
+
+
+def test_a_zero_target_switches_everything_off() -> None:
+    solution = on.solve(*_features(3, 3, 8).dense(), torch.zeros(3, 3), minimum_width=True)
+    assert solution.output_gamma is not None
+    assert not bool(solution.output_gamma.any())
+    assert solution.residual == 0.0
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
+def test_extreme_targets_are_reached(scale: float) -> None:
+    operator = _features(5, 4, 17)
+    target = _normal(5, 4, seed=5) * scale
+    solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
+    assert _relative(_made(solution, operator) / scale, target / scale) <= 1e-10
+
+
+def test_rows_of_very_different_size_are_reached() -> None:
+    operator = _features(5, 4, 17)
+    target = _normal(5, 4, seed=5)
+    target[3] *= 1e-170
+    solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
+    assert _relative(_made(solution, operator), target) <= 1e-10
+
+
+def test_fewer_features_than_the_minimum_are_refused() -> None:
+    operator = _features(4, 5, 16)
+    message = r"minimum width needs 17 features for 4 nonzero outputs of 5 weights; got 16\. Draw 1 more"
+    with pytest.raises(InsufficientFeaturesError, match=message):
+        on.solve(*operator.dense(), _normal(4, 5), minimum_width=True)
+
+
+def test_what_the_system_cannot_take_is_refused() -> None:
+    left, right = _features(3, 3, 9).dense()
+    with pytest.raises(
+        ShapeError, match=r"one target \(out, inp\) and no near; got a target of shape \(2, 3, 3\)\. Solve"
+    ):
+        on.solve(left, right, _normal(2, 3, 3), minimum_width=True)
+    with pytest.raises(ShapeError, match=r"no near; got near\. .*leave minimum_width out"):
+        on.solve(left, right, _normal(3, 3), minimum_width=True, near=1.0)
+    features = on.draw("he_normal", (3, 2, 3), kernel="second")
+    message = r"kernel in the first layer.*got 9 rows for 3 outputs\. Draw the features with kernel='first'"
+    with pytest.raises(ValueRangeError, match=message):
+        on.solve_features(features, _normal(3, 2, 3), minimum_width=True)
+
+
+def test_a_convolution_is_solved_with_its_kernel_in_the_first_layer() -> None:
+    features = on.draw("he_normal", (4, 2, 3), n_features=minimum_features(4, 6))
+    target = _normal(4, 2, 3)
+    solution = on.solve_features(features, target, minimum_width=True, tolerance=1e-10)
+    made = features.as_weight(_made(solution, KhatriRao(features.left(), features.right())))
+    assert _relative(made, target) <= 1e-10

@@ -1,0 +1,174 @@
+"""The package as a whole: what importing it costs, what it ships, and that the house keeps its own rules."""
+
+from __future__ import annotations
+
+import ast
+import importlib.resources
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import onlynorm
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SOURCE = Path(onlynorm.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+PYPROJECT = SOURCE.parent.parent / "pyproject.toml"
+
+# A room imports only rooms above it in this list; rooms of one line do not import each other. "onlynorm" is the
+# package's own front door, which opens onto everything above it.
+ROOMS = [
+    ("errors",),
+    ("theorems",),
+    ("data",),
+    ("models",),
+    ("cluster",),
+    ("features",),
+    ("solvers",),
+    ("reconstruction",),
+    ("tuning",),
+    ("rank",),
+    ("identity",),
+    ("onlynorm",),
+    ("report",),
+    ("papers",),
+    ("bench", "demo"),
+    ("screen",),
+    ("cli",),
+    ("__main__",),
+]
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+HEAVY = ("matplotlib", "plotly", "sklearn", "pandas", "typer", "rich", "joblib", "lightning", "torchvision")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room_of(path: Path) -> str:
+    name = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "onlynorm" if name == "__init__" else name
+
+
+def imported_rooms(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The rooms a file imports, wherever in the file, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written out"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "onlynorm":
+                room = rest.partition(".")[0]
+                yield (room if (SOURCE / room).is_dir() or (SOURCE / f"{room}.py").exists() else ""), node.lineno
+
+
+def named(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+# ------------------------------------------------------------------------------- what users get
+
+
+def test_importing_prints_nothing_and_loads_nothing_that_only_commands_need() -> None:
+    code = f"import sys, onlynorm; print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.stdout == ""
+    assert ran.stderr == "[]\n"
+
+
+def test_every_public_name_exists_once() -> None:
+    assert len(set(onlynorm.__all__)) == len(onlynorm.__all__)
+    for name in onlynorm.__all__:
+        assert getattr(onlynorm, name) is not None
+
+
+def test_every_name_a_room_exports_exists() -> None:
+    for path in FILES:
+        if path.name != "__init__.py":
+            continue
+        module = importlib.import_module(".".join(("onlynorm", *path.parent.relative_to(SOURCE).parts)))
+        assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []
+
+
+def test_the_types_are_shipped() -> None:
+    assert importlib.resources.files("onlynorm").joinpath("py.typed").is_file()
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["src/onlynorm"]
+
+
+def test_the_version_is_the_one_the_build_reads() -> None:
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    read = PYPROJECT.parent / project["tool"]["hatch"]["version"]["path"]
+    written = re.findall(r'^__version__ = "(\d+\.\d+\.\d+\S*)"$', read.read_text(encoding="utf-8"), re.MULTILINE)
+    assert written == [onlynorm.__version__]
+
+
+# ------------------------------------------------------------------------------- the house rules
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_a_room_imports_only_rooms_above_it(path: Path) -> None:
+    room = room_of(path)
+    assert room in FLOOR, f"{named(path)} is in no room of the house"
+    for other, line in imported_rooms(parse(path)):
+        other = other or "onlynorm"
+        if other != room:
+            assert FLOOR[other] < FLOOR[room], f"{named(path)}:{line} imports {other}, which is not above {room}"
+
+
+def test_the_rule_of_the_rooms_would_notice_a_breach() -> None:
+    tree = ast.parse(
+        "from onlynorm import theorems\nimport onlynorm as on\n\ndef f():\n    from onlynorm.cli import app"
+    )
+    assert list(imported_rooms(tree)) == [("theorems", 1), ("", 2), ("cli", 5)]
+    assert FLOOR["cli"] > FLOOR["solvers"] > FLOOR["features"] > FLOOR["errors"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_no_file_is_longer_than_400_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+
+
+def test_no_module_is_a_drawer_for_leftovers() -> None:
+    names = {part.removesuffix(".py") for path in FILES for part in path.relative_to(SOURCE).parts}
+    assert names.isdisjoint({"utils", "util", "misc", "common", "helpers", "helper"})
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) -> None:
+    tree = parse(path)
+    silent = [] if ast.get_docstring(tree) else ["the module"]
+    for node in tree.body:
+        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_named and not node.name.startswith("_") and not ast.get_docstring(node) and not speaks(node):
+            silent.append(node.name)
+    assert silent == []
+
+
+def speaks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether something else says it: the statement behind a check, the message of a `need_...` that refuses."""
+    calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
+    is_check = any(isinstance(call, ast.Name) and call.id == "check" for call in calls)
+    return is_check or node.name.startswith("need_")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name not in ("cli.py", "screen.py")], ids=named)
+def test_only_the_command_line_prints(path: Path) -> None:
+    calls = (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call))
+    assert [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"] == []

@@ -1,0 +1,55 @@
+"""The baseline of the papers: it works, it never makes things worse, and it stays far from our tolerance."""
+
+from __future__ import annotations
+
+import torch
+
+import onlynorm as on
+from onlynorm.solvers.polish import polish_lbfgs, solve_as_papers
+
+
+def _system(excess: float, *, seed: int = 0) -> tuple[on.KhatriRao, torch.Tensor]:
+    features = on.draw("he_normal", (12, 10), excess=excess, seed=seed)
+    target = torch.randn(12, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return on.KhatriRao(features.left(), features.right()), target
+
+
+def _residual(operator: on.KhatriRao, target: torch.Tensor, gamma: torch.Tensor) -> float:
+    return float((operator.apply(gamma.double()) - target).norm() / target.norm())
+
+
+def test_polishing_lowers_the_error_and_leaves_its_start_alone() -> None:
+    operator, target = _system(1.5)
+    start = torch.zeros(operator.n_features, dtype=torch.float64)
+    gamma, evaluations = polish_lbfgs(operator, target, start, max_iterations=100)
+    assert _residual(operator, target, gamma) < 1e-2
+    assert evaluations > 1
+    assert not bool(start.any())
+    assert not gamma.requires_grad
+
+
+def test_polishing_a_solution_does_not_spoil_it() -> None:
+    operator, target = _system(1.5)
+    exact = on.solve(*operator.dense(), target, method="svd").gamma
+    gamma, _ = polish_lbfgs(operator, target, exact, max_iterations=20)
+    assert _residual(operator, target, gamma) <= _residual(operator, target, exact)
+
+
+def test_the_papers_solve_stops_where_float32_stops() -> None:
+    operator, target = _system(1.0)
+    gamma, evaluations = solve_as_papers(operator, target, max_iterations=50)
+    reached = _residual(operator, target, gamma)
+    ours = on.solve(*operator.dense(), target).residual
+    eps32 = torch.finfo(torch.float32).eps
+    assert gamma.dtype == torch.float32
+    assert evaluations >= 1
+    assert eps32 / 10 < reached < 1e-2
+    assert ours < 1e-4 * reached
+
+
+def test_other_shapes_start_from_zero() -> None:
+    for excess in (0.5, 1.5):
+        operator, target = _system(excess)
+        gamma, _ = solve_as_papers(operator, target)
+        best = on.solve(*operator.dense(), target).residual
+        assert best - 1e-6 <= _residual(operator, target, gamma) <= best + 0.05

@@ -1,0 +1,232 @@
+"""What a terminal and a machine get to see: tables, facts, JSON without NaN, progress on standard error only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onlynorm import theorems as registry
+from onlynorm.bench import Bench, Goal, Row
+from onlynorm.papers import Progress as Stage
+from onlynorm.papers import Record, Verdict
+from onlynorm.screen import (
+    BENCH_COLUMNS,
+    bar,
+    bench_markdown,
+    print_bench,
+    print_facts,
+    print_json,
+    print_record,
+    print_statements,
+    record_facts,
+    screen,
+    spinner,
+    stages,
+    statement_facts,
+)
+from onlynorm.theorems import Finding
+
+Output = pytest.CaptureFixture[str]
+HOSTILE = "a [b]bold[/b] [/] [red] word"  # rich would swallow or refuse it as markup
+NAN = math.nan
+BENCH = Bench(
+    [
+        Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, HOSTILE),
+        Row("linear 4x4", 16, 1.25, "dense", NAN, NAN, 10_900_000_000, NAN, 0, "not run"),
+    ],
+    [Goal(HOSTILE, "N^2.00", True), Goal("aim", HOSTILE, False)],
+)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which nothing is folded."""
+    monkeypatch.setattr(screen, "width", 300)
+
+
+def flat(text: str) -> str:
+    """Text as it reads, whatever the width of the terminal folded it to."""
+    return " ".join(text.split())
+
+
+def refuse(word: str) -> None:
+    raise AssertionError(f"{word} is no JSON")
+
+
+def record() -> Record:
+    return Record(
+        artifact="toy:fig-1", title=HOSTILE, claim="c", kind="figure", scale="quick", verdict=Verdict.CAVEAT,
+        reasons=(HOSTILE,), checks=(), values={"a": NAN}, sizes={}, seeds=(0,),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+DOCUMENTS = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+def expected(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: expected(item) for name, item in value.items()}
+    return [expected(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@given(value=DOCUMENTS)
+def test_any_plain_value_prints_as_one_json_document_without_nan(value: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", printed.append)
+        print_json(value)
+    assert len(printed) == 1
+    assert json.loads(printed[0], parse_constant=refuse) == expected(value)
+
+
+def test_facts_of_records_and_statements_are_plain_data(capsys: Output) -> None:
+    finding = Finding("giannou2023:thm-1", registry.Verdict.CORRECTED, "seen", {"gap": NAN}, 0.5)
+    statement = registry.statement("giannou2023:thm-1")
+    print_json([record_facts(record()), statement_facts(statement, finding), statement_facts(statement, None)])
+    kept, checked, listed = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert kept["artifact"] == "toy:fig-1"
+    assert kept["verdict"] == Verdict.CAVEAT.value
+    assert kept["values"] == {"a": None}
+    assert checked["verdict"] == "holds with a corrected constant"
+    assert checked["measured"] == {"gap": None}
+    assert "verdict" not in listed
+    assert listed["says"] == statement.says
+
+
+# ---------------------------------------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (True, "yes"),
+        (False, "no"),
+        (0, "0"),
+        (1234567, "1,234,567"),
+        (0.5, "0.5"),
+        (1.23456e-11, "1.235e-11"),
+        (["a", "b"], "a b"),
+        ({"gap": 0.25, "n": 1000}, "gap: 0.25 n: 1,000"),
+        (HOSTILE, HOSTILE),
+        ([HOSTILE], HOSTILE),
+        ({HOSTILE: HOSTILE}, f"{HOSTILE}: {HOSTILE}"),
+    ],
+)
+def test_a_fact_is_shown_as_people_read_it(capsys: Output, value: object, shown: str) -> None:
+    print_facts("title", {"": value})
+    assert flat(capsys.readouterr().out) == f"title {shown}"
+
+
+def test_empty_facts_are_left_out_and_zeros_are_not(capsys: Output) -> None:
+    print_facts("title", {"none": "", "nothing": [], "no": {}, "zero": 0, "false": False, "small": 0.0})
+    assert flat(capsys.readouterr().out) == "title zero 0 false no small 0"
+
+
+def test_a_title_is_text_not_markup(capsys: Output) -> None:
+    print_facts(HOSTILE, {"a fact": "as wide as its title at the least"})
+    assert flat(capsys.readouterr().out).startswith(HOSTILE)
+
+
+def test_a_record_is_shown_with_its_verdict_and_reasons(capsys: Output) -> None:
+    print_record(record())
+    assert flat(capsys.readouterr().out) == f"toy:fig-1 {HOSTILE}: {Verdict.CAVEAT.value} {HOSTILE}"
+
+
+def test_statements_without_checks_show_where_theirs_stand(capsys: Output) -> None:
+    chosen = list(registry.statements("hardt_ma2017"))
+    print_statements(chosen, {})
+    words = flat(capsys.readouterr().out)
+    assert all(s.key in words for s in chosen)
+    assert words.startswith("key what we call it ")
+    assert words.endswith(f"{len(chosen)} statements; `onlynorm theorems KEY` shows one")
+
+
+def test_statements_with_findings_show_verdicts_and_a_count_of_each(capsys: Output) -> None:
+    chosen = list(registry.statements("hardt_ma2017"))[: len(registry.Verdict)]
+    found = {
+        s.key: Finding(s.key, verdict, f"{HOSTILE} of {verdict.name}", {}, 0.0)
+        for s, verdict in zip(chosen, registry.Verdict, strict=True)
+    }
+    print_statements(chosen, found)
+    words = flat(capsys.readouterr().out)
+    assert "4 statements: 1 holds, 1 holds with a corrected constant, 1 fails, 1 not yet checked" in words
+    assert "of FAILS" in words
+    assert "of UNCHECKED" not in words
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_bench_table_shows_every_cell_and_dashes_for_what_was_not_run(capsys: Output) -> None:
+    print_bench(BENCH)
+    words = flat(capsys.readouterr().out)
+    assert "nan" not in words
+    rows, _, goals = words.partition(" goal measured met ")
+    ours = f"linear 4x4 1.25 onlynorm 0.5 1 2 kB 3.0e-12 7 {HOSTILE}"
+    assert rows == f"{' '.join(BENCH_COLUMNS)} {ours} linear 4x4 1.25 dense - - 10.9 GB - - not run"
+    assert goals == f"{HOSTILE} N^2.00 yes aim {HOSTILE} no"
+
+
+def test_the_bench_markdown_has_as_many_cells_in_every_row_as_in_its_head() -> None:
+    rows, goals = (part.splitlines() for part in bench_markdown(BENCH).split("\n\n"))
+    assert rows[0] == "| " + " | ".join(BENCH_COLUMNS) + " |"
+    assert {line.count("|") for line in rows} == {len(BENCH_COLUMNS) + 1}
+    assert {line.count("|") for line in goals} == {4}
+    assert rows[2] == f"| linear 4x4 | 1.25 | onlynorm | 0.5 | 1 | 2 kB | 3.0e-12 | 7 | {HOSTILE} |"
+    assert rows[3] == "| linear 4x4 | 1.25 | dense | - | - | 10.9 GB | - | - | not run |"
+    assert [line.rsplit("| ", 1)[1] for line in goals[2:]] == ["yes |", "no |"]
+
+
+# ---------------------------------------------------------------------------------------------- progress
+
+
+def show_stages(show: Callable[[Stage], None]) -> None:
+    show(Stage("toy:fig-1", "k=1", "started", 0, None))
+    show(Stage("toy:fig-1", "k=1", "computed", 1, 2))
+    show(Stage("toy:fig-2", "k=1", "reloaded", 1, 1))
+    show(Stage("toy:fig-1", "", "finished", 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (lambda hidden: spinner("work", hidden=hidden), lambda say: say("first step")),
+        (lambda hidden: bar("work", 2, hidden=hidden), lambda say: say("first step")),
+        (lambda hidden: stages(hidden=hidden), show_stages),
+    ],
+    ids=["spinner", "bar", "stages"],
+)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_progress_never_reaches_standard_output(
+    capsys: Output,
+    make: Callable[[bool], AbstractContextManager[Callable[[Any], None]]],
+    use: Callable[[Callable[[Any], None]], None],
+    hidden: bool,
+) -> None:
+    with make(hidden) as show:
+        use(show)
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert bool(seen.err) != hidden
+
+
+def test_stages_keep_a_line_per_artifact_with_its_count(capsys: Output) -> None:
+    with stages(hidden=False) as show:
+        show_stages(show)
+    words = flat(capsys.readouterr().err)
+    assert words.count("toy:fig-1") == words.count("toy:fig-2") == 1
+    assert words.count("1/1") == 2
