@@ -11,7 +11,7 @@ import pytest
 
 from onlynorm.errors import MemoryLimitError, ValueRangeError
 from onlynorm.solvers import memory
-from onlynorm.solvers.memory import MemoryMeter, memory_limit, need_memory, readable
+from onlynorm.solvers.memory import MemoryMeter, memory_limit, need_memory, readable, release_free_memory
 
 BLOCK = 64 * 2**20
 SLACK = 8 * 2**20  # the interpreter's own comings and goings
@@ -91,3 +91,16 @@ def test_too_little_memory_names_need_limit_and_cure() -> None:
     need_memory("a matrix", 10, 10, "")
     with pytest.raises(MemoryLimitError, match=r"a matrix needs 2 kB; the limit is 1 kB\. Take less"):
         need_memory("a matrix", 2000, 1000, "Take less.")
+
+
+def test_memory_that_was_freed_is_seen_again_after_its_release() -> None:
+    piece, count = 2**16, 1024  # small enough to be kept for reuse when freed
+
+    def fill() -> int:
+        return len([np.ones(piece, dtype=np.uint8) for _ in range(count)])
+
+    fill()
+    release_free_memory()
+    with MemoryMeter() as meter:
+        assert fill() == count
+    assert meter.peak >= piece * count - SLACK

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao, solve
-from onlynorm.solvers.memory import MemoryMeter, readable
+from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.solvers.polish import solve_as_papers
 
 OURS = "onlynorm"
@@ -165,6 +165,7 @@ def _take_turns(solvers: dict[str, Solver], system: tuple[Tensor, Tensor, Tensor
             best = times[name]
             if (turn >= 2 and best.seconds > 5.0) or (turn >= 1 and best.seconds > 20.0):
                 continue
+            release_free_memory()
             with MemoryMeter() as meter:
                 start = time.perf_counter()
                 gamma, iterations = solver(*system)

@@ -6,6 +6,9 @@ free. Elsewhere a thread samples.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import sys
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -45,6 +48,13 @@ def need_memory(what: str, need: int, limit: int, cure: str) -> None:
     """Raises MemoryLimitError if `need` bytes are more than `limit`."""
     if need > limit:
         raise MemoryLimitError(f"{what} needs {readable(need)}; the limit is {readable(limit)}. {cure}")
+
+
+def release_free_memory() -> None:
+    """Hands memory that was freed but kept for reuse back to the system, so that a meter sees the next use of it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # a C library without malloc_trim keeps what it has
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 class MemoryMeter(AbstractContextManager["MemoryMeter"]):

@@ -22,6 +22,7 @@ EXTREME = 20
 
 
 def need_tolerance(tolerance: float | None) -> float:
+    """The tolerance to aim at, or an error for one that is none."""
     if tolerance is None:
         return DEFAULT_TOLERANCE
     if not 0.0 < tolerance < 1.0:
@@ -30,6 +31,7 @@ def need_tolerance(tolerance: float | None) -> float:
 
 
 def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None) -> Tensor:
+    """The target in the operator's precision, or an error where its shape or numbers do not fit."""
     if target.ndim < 2 or target.shape[-2:] != (operator.out, operator.inp) or target.numel() == 0:
         raise ShapeError(
             f"solve needs a target (..., {operator.out}, {operator.inp}) for left ({operator.out}, "
@@ -58,6 +60,7 @@ def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
 
 
 def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
+    """Raises where exactness was asked for with fewer features than equations."""
     if tolerance is None or minimum_width or operator.n_features >= operator.equations:
         return
     missing = operator.equations - operator.n_features
@@ -69,6 +72,7 @@ def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: boo
 
 
 def need_finite(name: str, values: Tensor) -> None:
+    """Raises at the first NaN or infinity."""
     # A finite sum has finite terms, and costs a fraction of looking at each; only overflow needs the second look.
     if not math.isfinite(float(values.detach().sum())) and not bool(torch.isfinite(values).all()):
         bad = int((~torch.isfinite(values)).sum())
