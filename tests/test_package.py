@@ -162,10 +162,9 @@ def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) 
 
 
 def speaks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether something else says it: the statement behind a check, the message of a `need_...` that refuses."""
+    """Whether the statement behind a check says it."""
     calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
-    is_check = any(isinstance(call, ast.Name) and call.id == "check" for call in calls)
-    return is_check or node.name.startswith("need_")
+    return any(isinstance(call, ast.Name) and call.id == "check" for call in calls)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name not in ("cli.py", "screen.py")], ids=named)
