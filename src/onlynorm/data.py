@@ -1,15 +1,25 @@
-"""Data sets: the digits that come with scikit-learn, so that everything runs on a machine with nothing else."""
+"""Data sets: the digits that come with scikit-learn, and CIFAR-10 in its standard binary format from a data folder.
+
+The folder is `ONLYNORM_DATA`, else `shared/data` beside the checkout. Nothing is downloaded and nothing unpickled.
+"""
 
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from onlynorm.errors import ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ValueRangeError
+
+CIFAR_RECORD = 1 + 3 * 32 * 32
+CIFAR_MEAN, CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""What the pretrained CIFAR networks were trained with."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,47 @@ def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
     cut = min(max(round(len(inputs) * (1.0 - test_share)), 1), len(inputs) - 1)
     train, test = order[:cut], order[cut:]
     return Split("digits", inputs[train], labels[train], inputs[test], labels[test])
+
+
+def cifar10() -> Split:
+    """CIFAR-10 images (3, 32, 32), normalised by `CIFAR_MEAN` and `CIFAR_STD`, from however many batches are there."""
+    folder = find_data("cifar-10-batches-bin")
+    train = sorted(folder.glob("data_batch_*.bin"))
+    if not train:
+        raise MissingDataError(f"CIFAR-10 needs data_batch_1.bin and so on in {folder.name}; got none. Copy one there.")
+    parts = [_read_cifar(path) for path in train]
+    test_inputs, test_labels = _read_cifar(folder / "test_batch.bin")
+    train_inputs, train_labels = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Split("cifar10", train_inputs, train_labels, test_inputs, test_labels)
+
+
+def find_data(name: str) -> Path:
+    """The file or folder of that name in the data folder, or an error that says where it was looked for."""
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    folder = Path(os.environ["ONLYNORM_DATA"]) if "ONLYNORM_DATA" in os.environ else beside
+    if not (folder / name).exists():
+        raise MissingDataError(
+            f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "
+            "format, or set ONLYNORM_DATA to the folder that holds it."
+        )
+    return folder / name
+
+
+def _read_cifar(path: Path) -> tuple[Tensor, Tensor]:
+    """Images and labels of one binary batch: records of a label byte and 3,072 pixel bytes."""
+    if not path.exists():
+        raise MissingDataError(f"CIFAR-10 needs {path.name} in {path.parent.name}; it is not there. Copy it there.")
+    raw = np.fromfile(path, dtype=np.uint8)
+    if not raw.size or raw.size % CIFAR_RECORD:
+        raise FormatError(
+            f"{path.name} needs whole records of {CIFAR_RECORD} bytes; got {raw.size} bytes. Copy the file again."
+        )
+    records = torch.from_numpy(raw).reshape(-1, CIFAR_RECORD)
+    if int(records[:, 0].max()) > 9:
+        raise FormatError(f"{path.name} needs labels from 0 to 9; got {int(records[:, 0].max())}. Is it CIFAR-10?")
+    images = records[:, 1:].reshape(-1, 3, 32, 32).float() / 255.0
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
+    return (images - mean) / std, records[:, 0].long()
 
 
 def seeded(seed: int) -> torch.Generator:
