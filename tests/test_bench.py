@@ -217,10 +217,22 @@ DENSE_ROW = {"seconds": 10.0, "memory": 20_000_000, "residual": 1e-11}
     ],
 )
 def test_the_goal_against_dense_lu(ours: dict[str, float], is_met: bool) -> None:
-    bench = Bench([row(CONV32, 1.25, OURS, **ours), row(CONV32, 1.25, DENSE, **DENSE_ROW), row(CONV32, 1.25, FIRST)])
+    bench = Bench(
+        [row(CONV32, 1.25, OURS, **ours), row(CONV32, 1.25, DENSE, **DENSE_ROW), row(CONV32, 1.25, FIRST, **DENSE_ROW)]
+    )
     (goal,) = bench_module._solve_goals(bench)
     assert goal.is_met is is_met
     assert "10 times faster" in goal.aim
+
+
+@pytest.mark.parametrize("slow", [DENSE, FIRST])
+def test_the_goal_is_judged_by_the_faster_dense_method(slow: str) -> None:
+    seconds = {DENSE: 7.0, FIRST: 7.0, slow: 30.0}
+    rivals = [row(CONV32, 1.25, m, seconds=seconds[m], memory=20_000_000, residual=1e-11) for m in (DENSE, FIRST)]
+    (goal,) = bench_module._solve_goals(
+        Bench([row(CONV32, 1.25, OURS, seconds=1.0, memory=1, residual=1e-11), *rivals])
+    )
+    assert not goal.is_met
 
 
 @pytest.mark.parametrize(
@@ -258,7 +270,9 @@ def test_the_goals_of_square_systems(name: str, ours: dict[str, float], is_met: 
 
 @pytest.mark.parametrize("excess", [1.0, 1.25])
 def test_a_dense_run_without_measurable_memory_divides_nothing_by_zero(excess: float) -> None:
-    bench = Bench([row(CONV32, excess, OURS), row(CONV32, excess, DENSE, memory=0), row(CONV32, excess, FIRST)])
+    bench = Bench(
+        [row(CONV32, excess, OURS), row(CONV32, excess, DENSE, memory=0), row(CONV32, excess, FIRST, memory=0)]
+    )
     assert [goal.is_met for goal in bench_module._solve_goals(bench)] == [False]
 
 

@@ -223,12 +223,15 @@ def _solve_goals(bench: Bench) -> Iterable[Goal]:
     """What the solver must reach on each system, as far as this run measured it."""
     ours, dense, first = (bench.find("conv 3x3, 32 ch", 1.25, method) for method in (OURS, DENSE, FIRST))
     if ours and dense and first:
-        share = ours.memory / max(dense.memory, 1)
+        # Judged by the faster of the two dense methods and by the smaller memory: whichever a user would rather take.
+        rival, memory = min(dense.seconds, first.seconds), min(dense.memory, first.memory)
+        share = ours.memory / max(memory, 1)
         yield Goal(
             "32 channels, excess 1.25: 10 times faster than dense LU, 1/20 of its memory, residual 1e-10",
-            f"{dense.seconds / ours.seconds:.1f} times faster ({first.seconds / ours.seconds:.1f} where LU ignores the "
-            f"excess), 1/{1 / max(share, 1e-9):.0f} of the memory, residual {ours.residual:.1e}",
-            dense.seconds >= 10 * ours.seconds and share <= 1 / 20 and ours.residual <= TOLERANCE,
+            f"{first.seconds / ours.seconds:.1f} times faster than LU of the first N features, "
+            f"{dense.seconds / ours.seconds:.1f} than LU of the same system; 1/{1 / max(share, 1e-9):.0f} of the "
+            f"memory, residual {ours.residual:.1e}",
+            rival >= 10 * ours.seconds and share <= 1 / 20 and ours.residual <= TOLERANCE,
         )
     for channels, excess, limit in ((64, 1.25, 1e9), (64, 1.1, 1e9), (100, 1.25, 3e9)):
         ours = bench.find(f"conv 3x3, {channels} ch", excess, OURS)
