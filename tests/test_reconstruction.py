@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.models import mlp
 from onlynorm.reconstruction import Reconstruction, collapse, find_layers, reconstruct, verify
-from onlynorm.reconstruction.blocks import NormOnlyBlock, affine, set_affine
+from onlynorm.reconstruction.blocks import NormOnlyBlock
+from onlynorm.reconstruction.norms import affine, set_affine
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""

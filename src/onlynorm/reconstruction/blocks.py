@@ -1,49 +1,89 @@
-"""The block that takes a layer's place: frozen layer, norm, activation, frozen layer, norm.
+"""The blocks that take a layer's place.
 
     y = norm2( left . phi( norm1( right . x ) ) )
 
-`right` and `left` are random and frozen, known by their seed; the two norms are real BatchNorm layers and hold all
-that was chosen. The forward pass streams over the features in chunks: hidden activations of one chunk at a time, added
-up at once, so that peak memory does not grow with the number of features. Chunks are kept (`storage="dense"`) or made
-from the seed on each pass (`"seed"`).
+`right` and `left` are random and frozen, known by their seed; the two norms hold all that was chosen. The forward pass
+streams over the features in chunks: hidden activations of one chunk at a time, added up at once, so that peak memory
+does not grow with the number of features. Chunks are kept (`storage="dense"`) or made from the seed on each pass
+(`"seed"`).
 
 The kernel of a convolution sits in the first frozen layer by default: padding and stride are then the target's own, and
 what the shift of norm1 adds is the same at every output position, borders included. With the kernel in the second layer
 the *input* is padded, not the hidden layer, for the same reason.
 
-Theory: giannou2023:thm-1, burkholz2024:thm-2.4, giannou2023:prop-1
+Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.features import Features
+from onlynorm.features import Features, draw
+from onlynorm.reconstruction.norms import affine, make_norm, normalise
+from onlynorm.reconstruction.target import CONVOLUTIONS
 
 CHUNK_BYTES = 64 * 2**20
 """Hidden activations alive at one time."""
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-_NORMS: dict[int, type[nn.modules.batchnorm._BatchNorm]] = {
-    0: nn.BatchNorm1d,
-    1: nn.BatchNorm1d,
-    2: nn.BatchNorm2d,
-    3: nn.BatchNorm3d,
-}
 
 
-class NormOnlyBlock(nn.Module):
+class Watch(Protocol):
+    """Told of every chunk of a forward pass: hidden values (samples, channels, *positions) and their range."""
+
+    def __call__(self, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None: ...
+
+
+class Block(nn.Module):
+    """What all blocks share: called like the Linear or Conv they replace, with norms as their only parameters.
+
+    `settings` holds all that is needed to make the block again except the numbers in its norms and buffers.
+    """
+
+    kind: ClassVar[str]
+    watch: Watch | None = None
+
+    @property
+    @abstractmethod
+    def n_features(self) -> int:
+        """Frozen features, over all layers and groups."""
+
+    @abstractmethod
+    def sources(self) -> list[Features]:
+        """Where every frozen weight of the block comes from."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """What `from_settings` needs, in plain JSON types."""
+
+    @classmethod
+    @abstractmethod
+    def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> Block:
+        """The block with these settings; its norms are filled from a state dict afterwards."""
+
+    @abstractmethod
+    def is_reproducible(self) -> bool:
+        """Whether the stored frozen weights equal, bit for bit, what the seed gives; nothing stored is always true."""
+
+    @abstractmethod
+    def to_plain(self) -> nn.Module:
+        """An ordinary layer that computes what the block computes inside its range."""
+
+
+class NormOnlyBlock(Block):
     """A layer rebuilt from frozen random features: called like the Linear or Conv it replaces.
 
     Its parameters are those of `first_norm` (one pair per feature) and `second_norm` (one pair per output). `low` and
     `high` bound what each feature may see before its norm; inside, the activation is slope * z + offset.
     """
 
+    kind = "wide"
     low: Tensor
     high: Tensor
     slope: Tensor
@@ -53,10 +93,11 @@ class NormOnlyBlock(nn.Module):
 
     def __init__(
         self,
-        layer: nn.Module,
+        options: dict[str, Any],
         features: list[Features],
         *,
         activation: nn.Module | None = None,
+        norms: str = "batch",
         storage: str = "dense",
         dtype: torch.dtype = torch.float64,
     ) -> None:
@@ -65,12 +106,12 @@ class NormOnlyBlock(nn.Module):
         self.activation = activation or nn.Identity()
         self.storage = storage
         self.axes = len(features[0].shape) - 2
-        self.options = layer_options(layer)
-        self.padding = _explicit_padding(self.options) if self.axes else ()
+        self.options = options
+        self.padding = explicit_padding(options) if self.axes else ()
+        self.norms = norms
         n_features = sum(f.n_features for f in features)
-        norm = _NORMS[self.axes]
-        self.first_norm = identity_norm(norm(n_features, dtype=dtype))
-        self.second_norm = identity_norm(norm(sum(f.shape[0] for f in features), dtype=dtype))
+        self.first_norm = make_norm(norms, n_features, axes=self.axes, dtype=dtype)
+        self.second_norm = make_norm(norms, sum(f.shape[0] for f in features), axes=self.axes, dtype=dtype)
         self.register_buffer("low", torch.full((n_features,), -torch.inf, dtype=dtype))
         self.register_buffer("high", torch.full((n_features,), torch.inf, dtype=dtype))
         self.register_buffer("slope", torch.ones(n_features, dtype=dtype))
@@ -86,6 +127,23 @@ class NormOnlyBlock(nn.Module):
             f"seed={first.seed}, layer={first.layer!r}, storage={self.storage!r}"
         )
 
+    @property
+    def n_features(self) -> int:
+        return self.first_norm.num_features
+
+    def sources(self) -> list[Features]:
+        return self.features
+
+    def settings(self) -> dict[str, Any]:
+        features = [source_settings(one) for one in self.features]
+        return {"options": self.options, "features": features, "norms": self.norms}
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> NormOnlyBlock:
+        features = [source_from_settings(one) for one in settings["features"]]
+        options = options_from_settings(settings["options"])
+        return cls(options, features, activation=activation, norms=settings["norms"], storage=storage)
+
     def forward(self, x: Tensor) -> Tensor:
         """The same output as the replaced layer's, for inputs inside the calibrated range."""
         batch = self.as_batch(x)
@@ -94,8 +152,11 @@ class NormOnlyBlock(nn.Module):
             total: Tensor | None = None
             for start, stop in self.chunks(features, inputs):
                 which = self.where(group, start, stop)
-                hidden = normalise(self.first_norm, self.hidden(inputs, features, group, start, stop), which)
-                made = self._second(self.activation(hidden), features, group, start, stop)
+                hidden = self.hidden(inputs, features, group, start, stop)
+                if self.watch is not None:
+                    self.watch(hidden, self.low[which], self.high[which], is_first=which.start == 0)
+                hidden = self.activation(normalise(self.first_norm, hidden, which))
+                made = self._second(hidden, features, group, start, stop)
                 total = made if total is None else total + made
             assert total is not None
             outputs.append(total)
@@ -164,45 +225,71 @@ class NormOnlyBlock(nn.Module):
         made = features.right(start, stop) if side == "right" else features.left(start, stop).mT
         return made.to(self.first_norm.weight.device)
 
+    def is_reproducible(self) -> bool:
+        if self.storage != "dense":
+            return True
+        for group, one in enumerate(self.features):
+            which = self.where(group, 0, one.n_features)
+            right, left = self.right[which], self.left[which]
+            if not torch.equal(right, one.right().to(right)) or not torch.equal(left, one.left().mT.to(left)):
+                return False
+        return True
 
-def identity_norm(norm: nn.modules.batchnorm._BatchNorm) -> nn.modules.batchnorm._BatchNorm:
-    """The norm with statistics (0, 1), so that in evaluation mode it is x -> weight * x + bias."""
-    assert norm.running_var is not None
-    norm.running_var.fill_(1.0 - norm.eps)
-    return norm.eval()
+    @torch.no_grad()
+    def to_plain(self) -> nn.Module:
+        """W = diag(scale2) left diag(slope scale1) right, and what the shifts add."""
+        scale, shift = (values.double() for values in affine(self.first_norm))
+        out_scale, out_shift = (values.double() for values in affine(self.second_norm))
+        slope, offset = self.slope.double(), self.offset.double()
+        weights, added = [], []
+        for group, one in enumerate(self.features):
+            which = self.where(group, 0, one.n_features)
+            matrix = torch.zeros(one.rows, one.cols, dtype=torch.float64)
+            constant = torch.zeros(one.rows, dtype=torch.float64)
+            gamma, beta = (slope * scale)[which].cpu(), (slope * shift + offset)[which].cpu()
+            chunk = max(1, 2**22 // (one.rows + one.cols))
+            for start in range(0, one.n_features, chunk):
+                part = slice(start, min(start + chunk, one.n_features))
+                left = one.left(part.start, part.stop).double().cpu()
+                matrix += (left * gamma[part]) @ one.right(part.start, part.stop).double().cpu()
+                constant += left @ beta[part]
+            weights.append(one.as_weight(matrix))
+            added.append(constant.reshape(one.shape[0], -1).sum(1))
+        weight = torch.cat(weights)
+        weight *= out_scale.cpu().reshape(-1, *(1,) * (weight.ndim - 1))
+        bias = out_shift.cpu() + out_scale.cpu() * torch.cat(added)
+        return plain_layer(weight, bias, self.options).to(self.first_norm.weight)
 
 
-def affine(norm: nn.modules.batchnorm._BatchNorm) -> tuple[Tensor, Tensor]:
-    """(scale, shift) of a norm in evaluation mode: x -> scale * x + shift. Theory: giannou2023:prop-1"""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    return scale, norm.bias - scale * norm.running_mean
+def plain_layer(weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> nn.Module:
+    """The Linear, or the Conv of these options, with this weight and bias."""
+    layer: nn.Module
+    if weight.ndim == 2:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    else:
+        channels = weight.shape[1] * options["groups"]
+        options = {**options, "kernel_size": tuple(weight.shape[2:])}
+        layer = CONVOLUTIONS[weight.ndim - 3](channels, weight.shape[0], bias=bias is not None, **options)
+    layer.weight = nn.Parameter(weight)
+    layer.bias = None if bias is None else nn.Parameter(bias)
+    return layer
 
 
-def set_affine(
-    norm: nn.modules.batchnorm._BatchNorm, scale: Tensor, shift: Tensor, *, mean: Tensor, variance: Tensor
-) -> None:
-    """Gives the norm these statistics and the parameters with which it is x -> scale * x + shift.
-
-    Theory: giannou2023:prop-1
-    """
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    with torch.no_grad():
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(variance)
-        norm.weight.copy_(scale * torch.sqrt(norm.running_var + norm.eps))
-        norm.bias.copy_(shift + scale * norm.running_mean)
+def source_settings(features: Features) -> dict[str, Any]:
+    """The words that fix frozen features, in plain JSON types."""
+    return {
+        "name": features.name, "shape": list(features.shape), "n_features": features.n_features,
+        "seed": features.seed, "layer": features.layer, "kernel": features.kernel, "density": features.density,
+        "shared_column": features.shared_column,
+    }  # fmt: skip
 
 
-def normalise(norm: nn.modules.batchnorm._BatchNorm, x: Tensor, which: slice) -> Tensor:
-    """The norm's channels `which` applied to x (samples, channels, *positions)."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return functional.batch_norm(
-        x, norm.running_mean[which], norm.running_var[which], norm.weight[which], norm.bias[which],
-        training=norm.training, momentum=norm.momentum or 0.0, eps=norm.eps,
+def source_from_settings(settings: dict[str, Any]) -> Features:
+    """The features that `source_settings` described."""
+    return draw(
+        settings["name"], settings["shape"], n_features=settings["n_features"], seed=settings["seed"],
+        layer=settings["layer"], kernel=settings["kernel"], density=settings["density"],
+        shared_column=settings["shared_column"],
     )  # fmt: skip
 
 
@@ -212,7 +299,12 @@ def layer_options(layer: nn.Module) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in names} if hasattr(layer, "stride") else {}
 
 
-def _explicit_padding(options: dict[str, Any]) -> tuple[int, ...]:
+def options_from_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of a convolution as its constructor takes them: JSON has lists where torch wants tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+
+
+def explicit_padding(options: dict[str, Any]) -> tuple[int, ...]:
     """Padding for functional.pad, last axis first, from numbers, "same" or "valid"."""
     kernel, dilation, padding = options["kernel_size"], options["dilation"], options["padding"]
     pairs: list[int] = []

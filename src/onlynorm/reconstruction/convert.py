@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ValueRangeError
-from onlynorm.reconstruction.blocks import NormOnlyBlock, affine
-from onlynorm.reconstruction.target import CONVOLUTIONS, Left, TargetLayer, find_layers
-from onlynorm.reconstruction.wide import rebuild
+from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.ranges import Seen
+from onlynorm.reconstruction.recipe import Recipe, make_recipe
+from onlynorm.reconstruction.target import Left, TargetLayer, find_layers
 from onlynorm.solvers.memory import readable
 
 Step = Callable[[str, int, float], None]
@@ -34,11 +36,12 @@ class LayerResult:
     residual: float
     window_error: float
     seconds: float
+    shortfall: str = ""
 
     def __str__(self) -> str:
         return (
             f"{self.name} {self.shape}: {self.n_features} features by {self.method}, residual {self.residual:.1e}, "
-            f"window {self.window_error:.1e}, {self.seconds:.2g} s"
+            f"window {self.window_error:.1e}, {self.seconds:.2g} s" + (f"; {self.shortfall}" if self.shortfall else "")
         )
 
 
@@ -49,18 +52,17 @@ class Reconstruction:
     network: nn.Module
     layers: tuple[LayerResult, ...]
     left: tuple[Left, ...]
-    seed: int
-    features: str
+    recipe: Recipe
 
     @property
     def n_norm_parameters(self) -> int:
         """Parameters of the norms that were chosen: all that has to be kept beside the seed."""
-        return sum(p.numel() for m in self.network.modules() if isinstance(m, NormOnlyBlock) for p in m.parameters())
+        return sum(p.numel() for m in self.network.modules() if isinstance(m, Block) for p in m.parameters())
 
     def __str__(self) -> str:
         kept = readable(4 * self.n_norm_parameters)
         head = (
-            f"{len(self.layers)} layers from {self.features} features, seed {self.seed}: "
+            f"{len(self.layers)} layers from {self.recipe.features} features, seed {self.recipe.seed}: "
             f"{self.n_norm_parameters:,} norm parameters ({kept} in float32)"
         )
         return "\n".join([head, *(f"  {layer}" for layer in self.layers), *(f"  left: {item}" for item in self.left)])
@@ -70,94 +72,66 @@ def reconstruct(
     network: nn.Module,
     *,
     inputs: Tensor,
-    features: str = "he_normal",
-    excess: float | None = None,
-    seed: int = 0,
-    activation: nn.Module | None = None,
-    kernel: str = "first",
-    storage: str = "dense",
-    tolerance: float | None = None,
     strict: bool = False,
+    in_place: bool = False,
     step: Step | None = None,
+    **choices: Any,
 ) -> Reconstruction:
     """The network rebuilt from frozen random features; `inputs` is a batch that calibrates ranges and statistics.
 
-    `activation` stands between the two frozen layers of every block (None: linear). The result has the precision of the
-    target and is in evaluation mode. Theory: giannou2023:thm-1, burkholz2024:thm-2.3, burkholz2024:composition
+    `choices` are the fields of a `Recipe`: `features`, `excess`, `seed`, `activation`, `construction` and so on. The
+    result has the precision of the target and is in evaluation mode. The target itself is rebuilt only if `in_place`.
+
+    Theory: giannou2023:thm-1, burkholz2024:thm-2.3, burkholz2024:composition
     """
+    recipe, construction = make_recipe(**choices)
     _need_ready(network, inputs)
     found = find_layers(network, strict=strict)
     dtype = next(network.parameters()).dtype
     rebuilt = copy.deepcopy(network).double().eval()
     seen = _record_inputs(rebuilt, found.layers, inputs.double())
     results = []
-    for description in found.layers:
-        if description.name not in seen:
+    for target in found.layers:
+        if target.name not in seen:
             raise ConversionError(
-                f"a layer needs to be called by the network to be calibrated; {description.name!r} was not on this "
+                f"a layer needs to be called by the network to be calibrated; {target.name!r} was not on this "
                 "batch. Remove the unused layer, or pass inputs that reach it."
             )
-        say = None if step is None else _teller(step, description.name)
-        layer = rebuilt.get_submodule(description.name)
-        block, solutions, window = rebuild(
-            description, layer, seen.pop(description.name), features=features, excess=excess, seed=seed,
-            activation=activation, kernel=kernel, storage=storage, tolerance=tolerance, progress=say,
-        )  # fmt: skip
-        for name in description.names:
-            _swap(rebuilt, name, block)
+        say = None if step is None else _teller(step, target.name)
+        layer = rebuilt.get_submodule(target.name)
+        made = construction.build(target, layer, Seen(seen.pop(target.name)), recipe, say)
+        for name in target.names:
+            swap(rebuilt, name, made.block)
         results.append(
             LayerResult(
-                description.name, description.shape, block.first_norm.num_features, solutions[0].method,
-                max(s.residual for s in solutions), float(window.error_in_input.max()),
-                sum(s.seconds for s in solutions),
+                target.name, target.shape, made.block.n_features, made.method, made.residual, made.window_error,
+                made.seconds, made.shortfall,
             )
         )  # fmt: skip
-    return Reconstruction(rebuilt.to(dtype).eval(), tuple(results), found.left, seed, features)
+    rebuilt = rebuilt.to(dtype)
+    if in_place:
+        _take_over(network, rebuilt, found.layers)
+        rebuilt = network
+    return Reconstruction(rebuilt.eval(), tuple(results), found.left, recipe)
+
+
+def _take_over(network: nn.Module, rebuilt: nn.Module, layers: tuple[TargetLayer, ...]) -> None:
+    """Puts the finished blocks into the target itself, once all of them exist."""
+    for layer in layers:
+        for name in layer.names:
+            swap(network, name, rebuilt.get_submodule(name))
 
 
 def collapse(network: nn.Module) -> nn.Module:
     """A copy in which every block is an ordinary layer again, with the weights that its norms encode."""
     plain = copy.deepcopy(network)
-    blocks = {name: m for name, m in plain.named_modules(remove_duplicate=False) if isinstance(m, NormOnlyBlock)}
+    blocks = {name: m for name, m in plain.named_modules(remove_duplicate=False) if isinstance(m, Block)}
     made: dict[int, nn.Module] = {}
     for name, block in blocks.items():
         if id(block) not in made:
-            made[id(block)] = _plain_layer(block)
-        _swap(plain, name, made[id(block)])
+            made[id(block)] = block.to_plain()
+        swap(plain, name, made[id(block)])
     return plain
-
-
-@torch.no_grad()
-def _plain_layer(block: NormOnlyBlock) -> nn.Module:
-    """W = diag(scale2) left diag(slope scale1) right and what the shifts add."""
-    scale, shift = (values.double() for values in affine(block.first_norm))
-    out_scale, out_shift = (values.double() for values in affine(block.second_norm))
-    slope, offset = block.slope.double(), block.offset.double()
-    weights, added = [], []
-    for group, one in enumerate(block.features):
-        which = block.where(group, 0, one.n_features)
-        matrix = torch.zeros(one.rows, one.cols, dtype=torch.float64)
-        constant = torch.zeros(one.rows, dtype=torch.float64)
-        gamma, beta = (slope * scale)[which], (slope * shift + offset)[which]
-        chunk = max(1, 2**22 // (one.rows + one.cols))
-        for start in range(0, one.n_features, chunk):
-            part = slice(start, min(start + chunk, one.n_features))
-            left = one.left(part.start, part.stop).double()
-            matrix += (left * gamma[part]) @ one.right(part.start, part.stop).double()
-            constant += left @ beta[part]
-        weights.append(one.as_weight(matrix))
-        added.append(constant.reshape(one.shape[0], -1).sum(1))
-    weight = torch.cat(weights)
-    weight *= out_scale.reshape(-1, *(1,) * (weight.ndim - 1))
-    bias = out_shift + out_scale * torch.cat(added)
-    layer: nn.Module
-    if not block.axes:
-        layer = nn.Linear(weight.shape[1], weight.shape[0])
-    else:
-        channels = weight.shape[1] * len(block.features)
-        layer = CONVOLUTIONS[block.axes - 1](channels, weight.shape[0], **block.options)
-    layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
-    return layer.to(block.first_norm.weight.device, block.first_norm.weight.dtype)
 
 
 @torch.no_grad()
@@ -179,7 +153,8 @@ def _record_inputs(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: 
     return {name: calls[0] if len(calls) == 1 else torch.cat(calls) for name, calls in seen.items()}
 
 
-def _swap(network: nn.Module, name: str, module: nn.Module) -> None:
+def swap(network: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module at this place of the network."""
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, module)
 

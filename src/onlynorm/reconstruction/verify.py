@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ShapeError
-from onlynorm.reconstruction.blocks import NormOnlyBlock
-from onlynorm.reconstruction.ranges import share_outside
+from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.ranges import watching
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,8 @@ class Verification:
 @torch.no_grad()
 def verify(target: nn.Module, network: nn.Module, inputs: Tensor) -> Verification:
     """The differences between target and network on a batch, each run in its own precision."""
-    outside: list[float] = []
-
-    def count(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        assert isinstance(block, NormOnlyBlock)
-        outside.append(share_outside(block, args[0]))
-
-    blocks = [m for m in network.modules() if isinstance(m, NormOnlyBlock)]
-    hooks = [block.register_forward_pre_hook(count) for block in blocks]
-    try:
+    with watching(network) as outside:
         made = network(inputs.to(next(network.parameters()).dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
     wanted = target(inputs.to(next(target.parameters()).dtype))
     if not isinstance(made, Tensor) or not isinstance(wanted, Tensor) or made.shape != wanted.shape:
         raise ShapeError(
@@ -62,19 +51,7 @@ def verify(target: nn.Module, network: nn.Module, inputs: Tensor) -> Verificatio
         max_error=float(rest.abs().max()),
         relative_error=float(torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(wanted).clamp_min(1e-300)),
         agreement=float(same.double().mean()),
-        outside=max(outside, default=0.0),
-        is_reproducible=all(_is_reproducible(block) for block in blocks),
+        outside=outside.share,
+        is_reproducible=all(m.is_reproducible() for m in network.modules() if isinstance(m, Block)),
         n_samples=len(inputs),
     )
-
-
-def _is_reproducible(block: NormOnlyBlock) -> bool:
-    """Whether the stored frozen weights equal, bit for bit, what the seed gives; nothing stored is always true."""
-    if block.storage != "dense":
-        return True
-    for group, one in enumerate(block.features):
-        which = block.where(group, 0, one.n_features)
-        right, left = block.right[which], block.left[which]
-        if not torch.equal(right, one.right().to(right)) or not torch.equal(left, one.left().mT.to(left)):
-            return False
-    return True

@@ -14,54 +14,60 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.features import Features, draw
-from onlynorm.reconstruction.blocks import NormOnlyBlock, affine, set_affine
+from onlynorm.reconstruction.blocks import NormOnlyBlock, layer_options
+from onlynorm.reconstruction.costs import Costs, add_costs, pair_costs
 from onlynorm.reconstruction.linearize import Window, linearize
-from onlynorm.reconstruction.ranges import Ranges, calibrate
+from onlynorm.reconstruction.norms import affine, set_affine
+from onlynorm.reconstruction.ranges import Ranges, Seen, find_ranges
+from onlynorm.reconstruction.recipe import Rebuilt, Recipe, construction
 from onlynorm.reconstruction.target import TargetLayer, weight_of
 from onlynorm.solvers import Solution, solve_features
 from onlynorm.solvers.krylov import Progress
 
+FIELDS = ("kernel", "width")
 
-def rebuild(
-    description: TargetLayer,
-    layer: nn.Module,
-    inputs: Tensor,
-    *,
-    features: str = "he_normal",
-    excess: float | None = None,
-    seed: int = 0,
-    activation: nn.Module | None = None,
-    kernel: str = "first",
-    storage: str = "dense",
-    tolerance: float | None = None,
-    window: float = 1e-10,
-    progress: Progress | None = None,
-) -> tuple[NormOnlyBlock, list[Solution], Window]:
-    """The block that computes the layer, the solutions of its groups, and the window of its activation.
 
-    `inputs` are what the layer receives on the calibration batch. `window` is the error allowed in the linear piece of
-    the activation, relative to the widest range of a feature.
-    """
+def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+    """What the wide construction of this layer takes."""
+    return add_costs(pair_costs(one, tolerance=recipe.tolerance) for one in draw_groups(target, recipe))
+
+
+def draw_groups(target: TargetLayer, recipe: Recipe) -> list[Features]:
+    """The frozen features of a layer, group by group; nothing is computed yet."""
+    names = [f"{target.name}/group {group}" for group in range(target.groups)]
+    return [
+        draw(
+            recipe.features, target.group_shape, excess=recipe.excess, seed=recipe.seed, layer=name,
+            kernel=recipe.kernel, density=recipe.density,
+        )
+        for name in (names if target.groups > 1 else [target.name])
+    ]  # fmt: skip
+
+
+@construction("wide", estimate=estimate, fields=FIELDS)
+def build(
+    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, progress: Progress | None = None
+) -> Rebuilt:
+    """The block that computes the layer, from two frozen layers per group. Theory: giannou2023:thm-1"""
     weight, bias = weight_of(layer)
-    drawn = [
-        draw(features, description.group_shape, excess=excess, seed=seed, layer=name, kernel=kernel)
-        for name in group_names(description)
-    ]
-    parts = weight.chunk(description.groups)
+    drawn = draw_groups(target, recipe)
+    parts = weight.chunk(target.groups)
     solutions = [
-        solve_features(one, part, tolerance=tolerance, progress=progress)
+        solve_features(
+            one, part, tolerance=recipe.tolerance, minimum_width=recipe.width == "minimum", progress=progress
+        )
         for one, part in zip(drawn, parts, strict=True)
     ]
-    block = NormOnlyBlock(layer, drawn, activation=activation, storage=storage)
-    ranges = calibrate(block, inputs.double())
-    return block, solutions, choose_norms(block, solutions, bias, ranges, window=window)
-
-
-def group_names(description: TargetLayer) -> list[str]:
-    """The names of the random streams of a layer's groups."""
-    if description.groups == 1:
-        return [description.name]
-    return [f"{description.name}/group {group}" for group in range(description.groups)]
+    block = NormOnlyBlock(
+        layer_options(layer), drawn, activation=recipe.activation, norms=recipe.norms, storage=recipe.storage
+    )
+    ranges = find_ranges(block, seen, margin=recipe.margin)
+    window = choose_norms(block, solutions, bias, ranges, window=recipe.window)
+    worst = max(solutions, key=lambda solution: solution.residual)
+    return Rebuilt(
+        block, worst.method, worst.residual, float(window.error_in_input.max()),
+        sum(s.seconds for s in solutions), worst.shortfall,
+    )  # fmt: skip
 
 
 def choose_norms(
@@ -92,8 +98,7 @@ def choose_norms(
     output_gamma = torch.cat([_output_gamma(*pair) for pair in zip(block.features, solutions, strict=True)])
     out_scale = output_gamma / gain
     out_shift = (torch.zeros_like(added) if bias is None else bias) - out_scale * added
-    flat = torch.zeros_like(out_shift)
-    set_affine(block.second_norm, out_scale, out_shift, mean=flat, variance=flat + 1.0 - block.second_norm.eps)
+    set_affine(block.second_norm, out_scale, out_shift)
     return linear
 
 

@@ -61,7 +61,7 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
     """Measures how far resident memory rises above its level at entry; `peak` holds the bytes after the block.
 
     Meters may stand inside each other: an inner one notes the peak of the outer ones before it resets it. Memory that
-    the process freed but the C library kept resident is reused without a rise; `release_free_memory` first, to count it.
+    was freed but kept resident by the C library is reused without a rise; `release_free_memory` first, to count it.
     """
 
     peak: int = 0

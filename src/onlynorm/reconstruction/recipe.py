@@ -1,0 +1,155 @@
+"""How a layer is to be rebuilt, what comes out, and which constructions there are.
+
+A construction is a name and two functions: one that builds the block for a layer, one that says beforehand what it will
+cost. Each file of this room that holds a construction registers it here; `reconstruct` and `plan` look it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+
+from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.costs import Costs
+from onlynorm.reconstruction.norms import NORM_KINDS
+from onlynorm.reconstruction.ranges import Seen
+from onlynorm.reconstruction.target import TargetLayer
+from onlynorm.solvers.krylov import Progress
+
+WIDTHS = ("maximum", "minimum")
+STORAGES = ("dense", "seed")
+COMMON = frozenset({"construction", "features", "excess", "density", "seed", "activation", "norms", "storage",
+                    "tolerance", "window", "margin"})  # fmt: skip
+"""Fields that every construction understands; the others belong to some of them only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How every layer of a network is rebuilt. `reconstruct` and `plan` take these fields as keywords.
+
+    - `construction`: "wide" (two frozen layers), or another name of `constructions()`.
+    - `features`, `excess`, `density`, `seed`: which frozen weights, and how many per equation.
+    - `activation`: what stands between the frozen layers (None: nothing).
+    - `norms`: "batch" for real batch norms with the statistics of the calibration batch, "affine" for plain maps.
+    - `storage`: "dense" keeps the frozen weights in memory, "seed" makes them again chunk by chunk on every pass.
+    - `tolerance`: residual that every layer must reach, else an error; None aims at 1e-10 and reports.
+    - `window`: error of the activation's linear piece, relative to the widest range of a feature.
+    - `margin`: how much wider than the calibrated range the features may swing, as a share of its width; None: as
+      much as the activation gives for next to nothing.
+    - `kernel`: which frozen convolution holds the kernel, "first" or "second".
+    - `width`: "maximum", or "minimum", which also chooses a scale per output and needs out - 1 fewer features.
+    - `source_kernel`: kernel of the frozen convolution where it is larger than the target's.
+    - `rank`, `rank_tolerance`: of the low-rank construction; None finds the rank to the tolerance.
+    - `n_layers`: frozen layers of the multilayer construction.
+    - `narrow`: the k of the deep construction, features per layer in units of the target's width.
+    - `skip`: where the norm of a residual source stands, "inside" the branch or "outside" the sum.
+    """
+
+    construction: str = "wide"
+    features: str = "he_normal"
+    excess: float | None = None
+    density: float | None = None
+    seed: int = 0
+    activation: nn.Module | None = None
+    norms: str = "batch"
+    storage: str = "dense"
+    tolerance: float | None = None
+    window: float = 1e-10
+    margin: float | None = None
+    kernel: str = "first"
+    width: str = "maximum"
+    source_kernel: int | tuple[int, ...] | None = None
+    rank: int | None = None
+    rank_tolerance: float = 1e-12
+    n_layers: int = 3
+    narrow: int = 1
+    skip: str = "inside"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("norms", self.norms, NORM_KINDS),
+            ("storage", self.storage, STORAGES),
+            ("width", self.width, WIDTHS),
+            ("kernel", self.kernel, ("first", "second")),
+            ("skip", self.skip, ("inside", "outside")),
+        ):
+            if value not in known:
+                raise UnknownNameError(what, str(value), known)
+        if not self.window > 0.0:
+            raise ValueRangeError(f"window needs a positive number; got {self.window}. Try 1e-10.")
+        if self.margin is not None and not self.margin >= 0.0:
+            raise ValueRangeError(f"margin needs a number of at least 0; got {self.margin}. 0.25 widens by a quarter.")
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A layer's block and the evidence for it. `shortfall` is empty unless exactness was missed."""
+
+    block: Block
+    method: str
+    residual: float
+    window_error: float
+    seconds: float
+    shortfall: str = ""
+
+
+Build = Callable[[TargetLayer, nn.Module, Seen, Recipe, "Progress | None"], Rebuilt]
+Estimate = Callable[[TargetLayer, Recipe], Costs]
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A way to rebuild a layer; `fields` are the fields of the recipe it reads beside the common ones."""
+
+    name: str
+    build: Build
+    estimate: Estimate
+    fields: frozenset[str] = field(default_factory=frozenset)
+
+
+_CONSTRUCTIONS: dict[str, Construction] = {}
+_Build = TypeVar("_Build", bound=Build)
+
+
+def construction(name: str, *, estimate: Estimate, fields: tuple[str, ...] = ()) -> Callable[[_Build], _Build]:
+    """A decorator that registers a build function under this name."""
+
+    def register(build: _Build) -> _Build:
+        _CONSTRUCTIONS[name] = Construction(name, build, estimate, frozenset(fields))
+        return build
+
+    return register
+
+
+def constructions() -> Mapping[str, Construction]:
+    """Every construction by name."""
+    return dict(_CONSTRUCTIONS)
+
+
+def make_recipe(**choices: Any) -> tuple[Recipe, Construction]:
+    """The recipe with these fields and its construction; fields unknown or of other constructions are refused."""
+    names = [f.name for f in dataclasses.fields(Recipe)]
+    for name in choices:
+        if name not in names:
+            raise UnknownNameError("field of a recipe", name, names)
+    recipe = Recipe(**choices)
+    if recipe.construction not in _CONSTRUCTIONS:
+        raise UnknownNameError("construction", recipe.construction, sorted(_CONSTRUCTIONS))
+    chosen = _CONSTRUCTIONS[recipe.construction]
+    for name in recipe.changed():
+        if name not in COMMON | chosen.fields:
+            users = ", ".join(sorted(c.name for c in _CONSTRUCTIONS.values() if name in c.fields)) or "no construction"
+            raise ValueRangeError(
+                f"the {chosen.name} construction needs only its own fields; got {name}={choices[name]!r}, which "
+                f"belongs to {users}. Leave {name} out."
+            )
+    return recipe, chosen
