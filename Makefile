@@ -5,15 +5,16 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types docs bench clean
+.PHONY: help demo test lint types docs bench showcase clean
 
 help:
-	@echo "make demo    set up and rebuild one layer of a trained network by its norms only"
-	@echo "make test    set up and run every test (slow ones and the browser test included)"
-	@echo "make lint    ruff, format check"
-	@echo "make types   mypy"
-	@echo "make docs    build the documentation into site/"
-	@echo "make bench   the solver beside its competitors (about 20 minutes; QUICK=1 for 3)"
+	@echo "make demo      set up, train a small network and rebuild all of it by its norms only"
+	@echo "make test      set up and run every test (slow ones and the browser test included)"
+	@echo "make lint      ruff, format check"
+	@echo "make types     mypy"
+	@echo "make docs      build the documentation into site/"
+	@echo "make bench     the solver beside its competitors (about 20 minutes; QUICK=1 for 3)"
+	@echo "make showcase  a trained ResNet-20 from six kinds of frozen features (long; QUICK=1 for a minute)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +45,9 @@ docs: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(BIN)/onlynorm bench solve $(if $(QUICK),--quick)
+
+showcase: $(VENV)/.run
+	$(BIN)/onlynorm bench reconstruct $(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onlynorm import bench as bench_module
 from onlynorm.bench import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Goal, Row, bench_solve
+from onlynorm.bench import solve as bench_module
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
 

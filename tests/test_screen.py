@@ -9,20 +9,30 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.progress import Progress
+from torch import nn
 
 from onlynorm import theorems as registry
-from onlynorm.bench import Bench, Goal, Row
+from onlynorm.bench import Bench, Goal, RebuiltRow, ReconstructBench, Row
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record, Verdict
+from onlynorm.reconstruction import plan, reconstruct
 from onlynorm.screen import (
     BENCH_COLUMNS,
+    REBUILT_COLUMNS,
+    WIDE,
     bar,
     bench_markdown,
+    counter,
+    layer_bars,
     print_bench,
     print_facts,
     print_json,
+    print_layers,
+    print_plan,
     print_record,
     print_statements,
     record_facts,
@@ -42,6 +52,12 @@ BENCH = Bench(
         Row("linear 4x4", 16, 1.25, "dense", NAN, NAN, 10_900_000_000, NAN, 0, "not run"),
     ],
     [Goal(HOSTILE, "N^2.00", True), Goal("aim", HOSTILE, False)],
+)
+
+
+REBUILT = ReconstructBench(
+    [RebuiltRow("id_cond", 1.25, 2e-16, 3e-12, 0.015, 1.0, 0.998, 0.9173, 0.918, 34_000_000, 99.6, 8, 7, 6, HOSTILE)],
+    BENCH.rows,
 )
 
 
@@ -191,6 +207,68 @@ def test_the_bench_markdown_has_as_many_cells_in_every_row_as_in_its_head() -> N
     assert [line.rsplit("| ", 1)[1] for line in goals[2:]] == ["yes |", "no |"]
 
 
+@pytest.mark.parametrize("width", [80, 300])
+def test_the_showcase_is_a_row_per_kind_of_features_whatever_the_terminal(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(screen, "width", width)
+    print_bench(REBUILT)
+    words = flat(capsys.readouterr().out)
+    cells = "id_cond 1.25 2.0e-16 3.0e-12 1.50 100.00 99.80 91.73 91.80 34 MB 100"
+    assert words.startswith(f"{' '.join(REBUILT_COLUMNS)} {cells} a [b]bold")
+    assert " float64 error " in words
+    assert "extra memory" in words or width == 80
+
+
+def test_the_showcase_markdown_has_three_tables() -> None:
+    rebuilt, papers, goals = (part.splitlines() for part in bench_markdown(REBUILT).split("\n\n"))
+    assert {line.count("|") for line in rebuilt} == {len(REBUILT_COLUMNS) + 1}
+    assert {line.count("|") for line in papers} == {len(BENCH_COLUMNS) + 1}
+    assert goals[2].endswith("| error 3.0e-12, 100.00 %, 99.80 %, 1 s | yes |")
+
+
+# ---------------------------------------------------------------------------------------------- networks
+
+
+ODD = "[b]odd[/]"
+
+
+def network() -> nn.Module:
+    layers = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3))
+    layers.add_module(ODD, nn.Linear(3, 2))
+    return layers.double()
+
+
+TOKENS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("width", [WIDE - 1, WIDE])
+def test_a_plan_shows_as_much_as_the_terminal_has_room_for(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(screen, "width", width)
+    planned = plan(network(), inputs=TOKENS, excess=0.5)
+    print_plan(HOSTILE, planned)
+    words = flat(capsys.readouterr().out)
+    assert f"Plan for {HOSTILE}" in words
+    assert ("operations" in words) == (width == WIDE)
+    assert f"{ODD} 6 3 " in words
+    assert " total 18 9 " in words
+    assert f"{ODD}: 3 features too few: least squares" in words
+    assert words.endswith("left as it is: 0 (Embedding): neither linear nor convolutional")
+
+
+@pytest.mark.usefixtures("wide")
+def test_rebuilt_layers_are_shown_with_their_evidence(capsys: Output) -> None:
+    made = reconstruct(network(), inputs=TOKENS, excess=0.5)
+    print_layers(made)
+    words = flat(capsys.readouterr().out)
+    first, second = made.layers
+    for layer in (first, second):
+        assert f"{layer.name} {layer.n_features} {layer.method} {layer.residual:.1e} " in words
+        assert flat(layer.shortfall) in words
+
+
 # ---------------------------------------------------------------------------------------------- progress
 
 
@@ -206,9 +284,11 @@ def show_stages(show: Callable[[Stage], None]) -> None:
     [
         (lambda hidden: spinner("work", hidden=hidden), lambda say: say("first step")),
         (lambda hidden: bar("work", 2, hidden=hidden), lambda say: say("first step")),
+        (lambda hidden: counter("work", hidden=hidden), lambda tell: tell(3, 7)),
+        (lambda hidden: layer_bars([HOSTILE], hidden=hidden), lambda step: step(HOSTILE, 5, 1e-3)),
         (lambda hidden: stages(hidden=hidden), show_stages),
     ],
-    ids=["spinner", "bar", "stages"],
+    ids=["spinner", "bar", "counter", "layers", "stages"],
 )
 @pytest.mark.parametrize("hidden", [False, True])
 def test_progress_never_reaches_standard_output(
@@ -230,3 +310,29 @@ def test_stages_keep_a_line_per_artifact_with_its_count(capsys: Output) -> None:
     words = flat(capsys.readouterr().err)
     assert words.count("toy:fig-1") == words.count("toy:fig-2") == 1
     assert words.count("1/1") == 2
+
+
+def test_layer_bars_follow_the_residual_from_layer_to_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Progress] = []
+
+    class Kept(Progress):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr("onlynorm.screen.Progress", Kept)
+    with layer_bars(["a", "b", "c"], hidden=True) as step:
+        layers, present = made[0].tasks
+        step("a", 10, 1e-5)
+        assert (layers.completed, present.description) == (0, "a")
+        assert present.completed == pytest.approx(0.5)
+        assert present.fields["note"] == "residual 1.0e-05 after 10 iterations"
+        step("c", 0, 1.0)
+        assert (layers.completed, layers.fields["note"], present.description) == (2, "2/3", "c")
+        assert present.completed == 0.0
+        for residual in (0.0, 1e-300, 1e-12):
+            step("c", 1, residual)
+            assert present.completed == 1.0
+        step("c", 1, math.inf)
+        assert present.completed == 0.0
+    assert layers.completed == 3

@@ -5,25 +5,53 @@ The walk: target -> plan -> features -> solve -> norm parameters -> network -> v
 
 from onlynorm import theorems
 from onlynorm.features import Features, draw
-from onlynorm.reconstruction import Reconstruction, Verification, collapse, reconstruct, verify
+from onlynorm.reconstruction import (
+    Box,
+    Plan,
+    Reconstruction,
+    Verification,
+    collapse,
+    fold,
+    load,
+    plan,
+    reconstruct,
+    save,
+    unfold,
+    verify,
+)
 from onlynorm.solvers import KhatriRao, Solution, choose, solve, solve_features, spectrum
+from onlynorm.tuning import Adapters, Schedule, find_norms, fit, load_adapter, only_norms, save_adapter
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapters",
+    "Box",
     "Features",
     "KhatriRao",
+    "Plan",
     "Reconstruction",
+    "Schedule",
     "Solution",
     "Verification",
     "__version__",
     "choose",
     "collapse",
     "draw",
+    "find_norms",
+    "fit",
+    "fold",
+    "load",
+    "load_adapter",
+    "only_norms",
+    "plan",
     "reconstruct",
+    "save",
+    "save_adapter",
     "solve",
     "solve_features",
     "spectrum",
     "theorems",
+    "unfold",
     "verify",
 ]

@@ -65,3 +65,7 @@ class MissingDataError(OnlynormError, FileNotFoundError):
 
 class StorageError(OnlynormError, OSError):
     """A folder that cannot be written: full, read-only, or in the way of a file."""
+
+
+class TrainingError(OnlynormError, ArithmeticError):
+    """Training that cannot go on, as with a loss that is no number; the message says what was kept."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from onlynorm import theorems as registry
-from onlynorm.bench import Bench, Row
+from onlynorm.bench import Bench, RebuiltRow, ReconstructBench, Row
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record
+from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
+from onlynorm.reconstruction.plan import Plan
+from onlynorm.reconstruction.result import Reconstruction
 from onlynorm.solvers.memory import readable
+from onlynorm.solvers.needs import DEFAULT_TOLERANCE
 from onlynorm.theorems import Finding, Verdict
 
 screen = Console()
@@ -26,6 +30,14 @@ errors = Console(stderr=True)
 BENCH_COLUMNS = (
     "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
 )  # fmt: skip
+REBUILT_COLUMNS = (
+    "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
+    "target %", "file", "seconds", "note",
+)  # fmt: skip
+REBUILT_WIDTH = 140
+GOAL_COLUMNS = ("goal", "measured", "met")
+WIDE = 110
+"""Columns of a terminal from which on a plan is shown whole."""
 CHIPS = {
     Verdict.HOLDS: "green",
     Verdict.CORRECTED: "yellow",
@@ -80,16 +92,37 @@ def print_record(record: Record) -> None:
         screen.print(f"  {escape(reason)}", highlight=False)
 
 
-def print_bench(result: Bench) -> None:
-    """A table of the rows and one of the goals."""
-    grid = make_table(*BENCH_COLUMNS)
-    for row in result.rows:
-        grid.add_row(*map(escape, _bench_cells(row)))
-    screen.print(grid)
-    goals = make_table("goal", "measured", "met")
-    for goal in result.goals:
-        goals.add_row(escape(goal.aim), escape(goal.measured), "[green]yes[/]" if goal.is_met else "[red]no[/]")
-    screen.print(goals)
+def print_bench(result: Bench | ReconstructBench) -> None:
+    """A table of the rows, one of the papers' method if it was run, and one of the goals."""
+    for columns, rows in _bench_tables(result):
+        grid = make_table(*columns)
+        for row in rows:
+            cells = [escape(cell) for cell in row]
+            if columns == GOAL_COLUMNS:
+                cells[-1] = f"[green]{cells[-1]}[/]" if cells[-1] == "yes" else f"[red]{cells[-1]}[/]"
+            grid.add_row(*cells)
+        is_cramped = columns == REBUILT_COLUMNS and screen.width < REBUILT_WIDTH  # folded, it could not be read
+        (Console(width=REBUILT_WIDTH) if is_cramped else screen).print(grid)
+
+
+def bench_markdown(result: Bench | ReconstructBench) -> str:
+    """The same tables as text for a README."""
+    blocks = []
+    for columns, rows in _bench_tables(result):
+        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        blocks.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]))
+    return "\n\n".join(blocks)
+
+
+def _bench_tables(result: Bench | ReconstructBench) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Heads and cells of every table of a benchmark; the last one has the goals."""
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
+    solved = result.rows if isinstance(result, Bench) else result.papers
+    if isinstance(result, ReconstructBench):
+        tables.append((REBUILT_COLUMNS, [_rebuilt_cells(row) for row in result.rows]))
+    tables.append((BENCH_COLUMNS, [_bench_cells(row) for row in solved]))
+    tables.append((GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals]))
+    return tables
 
 
 def _bench_cells(row: Row) -> tuple[str, ...]:
@@ -102,13 +135,42 @@ def _bench_cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def bench_markdown(result: Bench) -> str:
-    """The same two tables as text for a README."""
-    lines = ["| " + " | ".join(BENCH_COLUMNS) + " |", "|" + " --- |" * len(BENCH_COLUMNS)]
-    lines += ["| " + " | ".join(_bench_cells(row)) + " |" for row in result.rows]
-    lines += ["", "| goal | measured | met |", "| --- | --- | --- |"]
-    lines += [f"| {g.aim} | {g.measured} | {'yes' if g.is_met else 'no'} |" for g in result.goals]
-    return "\n".join(lines)
+def _rebuilt_cells(row: RebuiltRow) -> tuple[str, ...]:
+    shares = (row.outside, row.agreement, row.collapsed_agreement, row.accuracy, row.target_accuracy)
+    return (
+        row.features, f"{row.solve_seconds:.3g}", f"{row.residual:.1e}", f"{row.error:.1e}",
+        *(f"{100 * share:.2f}" for share in shares), readable(row.file_size),
+        f"{row.seconds:.0f}", row.note,
+    )  # fmt: skip
+
+
+def print_plan(title: str, plan: Plan) -> None:
+    """A table of the layers and their total, as wide as the terminal has room for, then what is out of the ordinary."""
+    shown = PLAN_COLUMNS if screen.width >= WIDE else PLAN_COLUMNS[:8]
+    grid = make_table(*shown)
+    grid.title, grid.title_style, grid.padding = escape(f"Plan for {title}"), "bold", (0, 1, 0, 0)
+    for column in grid.columns[1:]:
+        column.justify = "right"
+    for row in (*plan.layers, plan.total):
+        grid.add_row(*map(escape, row.cells()[: len(shown)]), style="bold" if row.name == "total" else "")
+    screen.print(grid)
+    screen.print("[dim]norms/target counts parameters; seconds are of solving, on this machine[/]", highlight=False)
+    for remark in plan.remarks:
+        screen.print(escape(remark), highlight=False)
+
+
+def print_layers(result: Reconstruction) -> None:
+    """A table of the rebuilt layers with the evidence for each, then what fell short."""
+    grid = make_table("layer", "features", "method", "residual", "window", "output error", "seconds")
+    for row in result.layers:
+        grid.add_row(
+            escape(row.name), f"{row.n_features:,}", escape(row.method), f"{row.residual:.1e}",
+            f"{row.window_error:.1e}", f"{row.error:.1e}", f"{row.seconds:.2g}",
+        )  # fmt: skip
+    screen.print(grid)
+    for row in result.layers:
+        if row.shortfall:
+            screen.print(escape(f"{row.name}: {row.shortfall}"), highlight=False)
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
@@ -179,6 +241,43 @@ def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=total)
         yield lambda text: progress.update(task, description=f"{name}: {text}", advance=1)
+
+
+@contextmanager
+def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that shows how many things of how many are done, on standard error."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
+        disable=hidden, transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task(name, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str, int, float], None]]:
+    """Two bars: layers that are done, and the digits of the residual that the present one has gained."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
+        console=errors, disable=hidden, transient=True,
+    ) as progress:  # fmt: skip
+        layers = progress.add_task("layers", total=len(names), note=f"0/{len(names)}")
+        present = progress.add_task(escape(names[0]) if names else "", total=1.0, note="")
+        shown = ""
+
+        def step(name: str, iterations: int, residual: float) -> None:
+            nonlocal shown
+            if name != shown:
+                shown, done = name, names.index(name)
+                progress.update(layers, completed=done, note=f"{done}/{len(names)}")
+                progress.reset(present, description=escape(name))
+            gained = -math.log10(min(max(residual, 1e-300), 1.0)) / -math.log10(DEFAULT_TOLERANCE)
+            progress.update(
+                present, completed=min(gained, 1.0), note=f"residual {residual:.1e} after {iterations} iterations"
+            )
+
+        yield step
+        progress.update(layers, completed=len(names), note=f"{len(names)}/{len(names)}")
 
 
 @contextmanager

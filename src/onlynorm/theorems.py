@@ -190,7 +190,7 @@ def where(key: str) -> str:
 
 
 def run_check(key: str, *, seed: int = 0) -> Finding:
-    """Returns the finding of one statement; an exception inside the check passes through unchanged."""
+    """Returns the finding of one statement; a check that raises is a finding too, that it fails."""
     return run_checks([key], seed=seed)[0]
 
 
@@ -211,13 +211,21 @@ def run_checks(
         else:
             if function not in done:
                 start = time.perf_counter()
-                done[function] = function(seed), time.perf_counter() - start
+                done[function] = _run(function, seed), time.perf_counter() - start
             evidence, seconds = done[function]
             found = Finding(key, evidence.verdict, evidence.text, dict(evidence.measured), seconds)
         findings.append(found)
         if progress is not None:
             progress(found)
     return tuple(findings)
+
+
+def _run(function: Check, seed: int) -> Evidence:
+    """What the check says; one that raises says that it fails, so that the checks behind it still run."""
+    try:
+        return function(seed)
+    except Exception as error:
+        return Evidence(Verdict.FAILS, f"the check raised {type(error).__name__}: {error}")
 
 
 def _check_of(key: str) -> Check | None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, vstack
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 
@@ -84,6 +84,52 @@ def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tenso
         n_features=n_features,
         unmatched_rows=tuple(zip(i.tolist(), j.tolist(), strict=True)),
     )
+
+
+def reaches(
+    left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"], wanted: Bool[Tensor, "rows cols"]
+) -> bool:
+    """Whether almost all weights with these nonzeros make almost every target with the nonzeros `wanted`.
+
+    Asked where M has not full rank but the target has zeros. A target t can be made where [M | t] has the rank of M,
+    so where some maximum matching of [M | t] leaves t out; the entries of t are independent of the weights, so that
+    again nothing cancels.
+    """
+    _check_masks(left_mask, right_mask)
+    pattern = _pattern(left_mask.cpu().numpy(), right_mask.cpu().numpy())
+    target = csr_array(wanted.cpu().numpy().reshape(1, -1).astype(np.int8))
+    return bool(_is_spare(vstack([pattern, target], format="csr"))[-1])
+
+
+def free_scales(
+    left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"], wanted: Bool[Tensor, "rows cols"]
+) -> Bool[Tensor, " rows"]:
+    """For which outputs left diag(gamma) right = diag(scale) T can have a nonzero scale, for almost every such T.
+
+    T has the nonzeros `wanted`. The scale of output i is a column with the nonzeros of T_i; it can be nonzero where
+    that column lies in the span of all others, so where some maximum matching leaves it out. Where all are free, some
+    solution has no scale of zero.
+    """
+    _check_masks(left_mask, right_mask)
+    one_each = torch.eye(len(left_mask), dtype=torch.bool, device=left_mask.device)
+    left, right = torch.cat([left_mask, one_each], 1), torch.cat([right_mask, wanted])
+    is_spare = _is_spare(_pattern(left.cpu().numpy(), right.cpu().numpy()))
+    return torch.from_numpy(is_spare[left_mask.shape[1] :])
+
+
+def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
+    """Which features some maximum matching leaves out: those an alternating path joins to an unmatched one."""
+    equation_of_feature = maximum_bipartite_matching(pattern, perm_type="column")
+    is_spare: npt.NDArray[np.bool_] = equation_of_feature < 0
+    feature_of_equation = np.full(pattern.shape[1], -1)
+    feature_of_equation[equation_of_feature[~is_spare]] = np.flatnonzero(~is_spare)
+    found = np.flatnonzero(is_spare)
+    while len(found):
+        # An equation beside an unmatched feature is matched, else the matching could grow.
+        found = np.unique(feature_of_equation[pattern[found].indices])
+        found = found[~is_spare[found]]
+        is_spare[found] = True
+    return is_spare
 
 
 def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]) -> csr_array:

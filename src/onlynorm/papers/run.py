@@ -43,7 +43,7 @@ PIECE_FORMAT = 1
 RECORDS = Path("onlynorm-out/records")
 _STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
 # What only shows or orders results cannot change them.
-_NOT_COMPUTING = ("papers", "report", "cli.py", "screen.py", "bench.py", "demo.py", "theorems.py")
+_NOT_COMPUTING = ("papers", "report", "cli", "screen.py", "bench", "demo.py", "theorems.py")
 
 
 @dataclass(frozen=True)

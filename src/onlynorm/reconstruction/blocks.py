@@ -9,7 +9,8 @@ does not grow with the number of features. Chunks are kept (`storage="dense"`) o
 
 The kernel of a convolution sits in the first frozen layer by default: padding and stride are then the target's own, and
 what the shift of norm1 adds is the same at every output position, borders included. With the kernel in the second layer
-the *input* is padded, not the hidden layer, for the same reason.
+the *input* is padded, not the hidden layer, for the same reason. A frozen kernel may be larger than the target's: the
+shape of the features then tells its size, the options the target's.
 
 Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 """
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features, draw
+from onlynorm.reconstruction.kernels import kernel_margins, plain_kernel
 from onlynorm.reconstruction.norms import affine, make_norm, normalise
 from onlynorm.reconstruction.target import CONVOLUTIONS
 
@@ -107,7 +109,7 @@ class NormOnlyBlock(Block):
         self.storage = storage
         self.axes = len(features[0].shape) - 2
         self.options = options
-        self.padding = explicit_padding(options) if self.axes else ()
+        self.padding = explicit_padding(options, features[0].shape[2:]) if self.axes else ()
         self.norms = norms
         n_features = sum(f.n_features for f in features)
         self.first_norm = make_norm(norms, n_features, axes=self.axes, dtype=dtype)
@@ -161,10 +163,14 @@ class NormOnlyBlock(Block):
             assert total is not None
             outputs.append(total)
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        whole = normalise(self.second_norm, whole, slice(None))
+        whole = self.finish(whole, batch)
         if not self.axes:
             return whole.reshape(*x.shape[:-1], whole.shape[1])
         return whole if x.ndim == self.axes + 2 else whole[0]
+
+    def finish(self, made: Tensor, batch: Tensor) -> Tensor:
+        """The output (samples, out, *positions) from what the second frozen layer made of the batch."""
+        return normalise(self.second_norm, made, slice(None))
 
     def as_batch(self, x: Tensor) -> Tensor:
         """The input as (samples, channels, *positions), whatever the replaced layer would have taken."""
@@ -196,14 +202,16 @@ class NormOnlyBlock(Block):
     def hidden(self, inputs: Tensor, features: Features, group: int, start: int, stop: int) -> Tensor:
         """What features [start, stop) of a group see, before their norm."""
         right = self._weights("right", features, group, start, stop).to(inputs.dtype)
-        if not self.axes:
-            return inputs @ right.mT
-        if features.kernel == "second":
+        if self.axes and features.kernel == "second":
             weight = right.reshape(stop - start, features.shape[1], *(1,) * self.axes)
             return _CONVOLVE[self.axes](inputs, weight)
-        weight = right.reshape(stop - start, *features.shape[1:])
-        stride, dilation = self.options["stride"], self.options["dilation"]
-        return _CONVOLVE[self.axes](inputs, weight, stride=stride, dilation=dilation)
+        return self.convolve(inputs, right.reshape(stop - start, *features.shape[1:]))
+
+    def convolve(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """The frozen layer that holds the kernel, applied to padded inputs of a group."""
+        if not self.axes:
+            return inputs @ weight.mT
+        return _CONVOLVE[self.axes](inputs, weight, stride=self.options["stride"], dilation=self.options["dilation"])
 
     def _second(self, hidden: Tensor, features: Features, group: int, start: int, stop: int) -> Tensor:
         left = self._weights("left", features, group, start, stop).to(hidden.dtype)
@@ -211,9 +219,7 @@ class NormOnlyBlock(Block):
             return hidden @ left
         if features.kernel == "second":
             weight = left.mT.reshape(features.shape[0], features.n_kernel, stop - start).mT
-            weight = weight.reshape(features.shape[0], stop - start, *features.shape[2:])
-            stride, dilation = self.options["stride"], self.options["dilation"]
-            return _CONVOLVE[self.axes](hidden, weight, stride=stride, dilation=dilation)
+            return self.convolve(hidden, weight.reshape(features.shape[0], stop - start, *features.shape[2:]))
         weight = left.mT.reshape(features.shape[0], stop - start, *(1,) * self.axes)
         return _CONVOLVE[self.axes](hidden, weight)
 
@@ -223,7 +229,8 @@ class NormOnlyBlock(Block):
             kept: Tensor = getattr(self, side)
             return kept[self.where(group, start, stop)]
         made = features.right(start, stop) if side == "right" else features.left(start, stop).mT
-        return made.to(self.first_norm.weight.device)
+        # Laid out as a kept chunk is, so that products round alike.
+        return made.to(self.first_norm.weight.device).contiguous()
 
     def is_reproducible(self) -> bool:
         if self.storage != "dense":
@@ -237,9 +244,19 @@ class NormOnlyBlock(Block):
 
     @torch.no_grad()
     def to_plain(self) -> nn.Module:
-        """W = diag(scale2) left diag(slope scale1) right, and what the shifts add."""
-        scale, shift = (values.double() for values in affine(self.first_norm))
-        out_scale, out_shift = (values.double() for values in affine(self.second_norm))
+        weight, bias = self.effective()
+        weight, options = plain_kernel(weight, self.options)
+        return plain_layer(weight, bias, options).to(self.first_norm.weight)
+
+    def effective(self) -> tuple[Tensor, Tensor]:
+        """W = diag(scale2) left diag(slope scale1) right, with the frozen kernel, and what the shifts add."""
+        weight, added = self.branch()
+        scale, shift = (values.detach().double().cpu() for values in affine(self.second_norm))
+        return per_output(scale, weight) * weight, shift + scale * added
+
+    def branch(self) -> tuple[Tensor, Tensor]:
+        """Weight and constant of what reaches the second norm, in float64 on the CPU."""
+        scale, shift = (values.detach().double() for values in affine(self.first_norm))
         slope, offset = self.slope.double(), self.offset.double()
         weights, added = [], []
         for group, one in enumerate(self.features):
@@ -255,10 +272,22 @@ class NormOnlyBlock(Block):
                 constant += left @ beta[part]
             weights.append(one.as_weight(matrix))
             added.append(constant.reshape(one.shape[0], -1).sum(1))
-        weight = torch.cat(weights)
-        weight *= out_scale.cpu().reshape(-1, *(1,) * (weight.ndim - 1))
-        bias = out_shift.cpu() + out_scale.cpu() * torch.cat(added)
-        return plain_layer(weight, bias, self.options).to(self.first_norm.weight)
+        return torch.cat(weights), torch.cat(added)
+
+
+def find_blocks(network: nn.Module) -> dict[str, Block]:
+    """Every place of the network at which a block sits, with that block; blocks inside a block are its own affair."""
+    found: dict[str, Block] = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        # A module is listed before what it holds.
+        if isinstance(module, Block) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = module
+    return found
+
+
+def per_output(values: Tensor, weight: Tensor) -> Tensor:
+    """One number per output, shaped to multiply a weight (out, inp, *kernel)."""
+    return values.reshape(-1, *(1,) * (weight.ndim - 1))
 
 
 def plain_layer(weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> nn.Module:
@@ -304,16 +333,17 @@ def options_from_settings(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
-def explicit_padding(options: dict[str, Any]) -> tuple[int, ...]:
-    """Padding for functional.pad, last axis first, from numbers, "same" or "valid"."""
+def explicit_padding(options: dict[str, Any], source_kernel: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Padding for functional.pad, last axis first, from numbers, "same" or "valid"; more for a larger source kernel."""
     kernel, dilation, padding = options["kernel_size"], options["dilation"], options["padding"]
+    margins = kernel_margins(kernel, kernel if source_kernel is None else source_kernel)
     pairs: list[int] = []
     for axis in reversed(range(len(kernel))):
-        if padding == "valid":
-            pairs += [0, 0]
-        elif padding == "same":
+        before, behind = (dilation[axis] * n for n in margins[axis])
+        if padding == "same":
             total = dilation[axis] * (kernel[axis] - 1)
-            pairs += [total // 2, total - total // 2]
+            pairs += [before + total // 2, behind + total - total // 2]
         else:
-            pairs += [padding[axis], padding[axis]]
+            own = 0 if padding == "valid" else padding[axis]
+            pairs += [before + own, behind + own]
     return tuple(pairs)

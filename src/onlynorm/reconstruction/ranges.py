@@ -1,7 +1,15 @@
 """What each feature sees: the range in which its activation must be linear, and the statistics of its norm.
 
-Calibrated ranges come from a batch of inputs, widened by a margin on both sides. Outside, the reconstruction promises
-nothing; `watching` counts how much of a batch leaves them.
+Calibrated ranges come from a batch of inputs, widened by a margin on both sides. Certified ranges hold every input in a
+box: what the features see is computed on the box itself, by interval arithmetic. They cost digits where they are wider,
+see `certified_price`. Outside its ranges a reconstruction promises nothing; `watching` counts how much of a batch is.
+
+The margins were measured on a pretrained ResNet-20 (CIFAR-10, he_normal features, five layers, eight batches of 64
+images): on 500 test images the farthest of all 336,000 features leaves its range by up to 1.5 times the range's width,
+extrapolated from the tail of thousands (1.0 for batches of 128, 0.8 for 256; 0.81 where all 46,080 features of a layer
+were tried); beyond a margin of 2 went none that was sampled, but some on 0.03 % of the images for batches of 32 and on
+0.65 % for 16. A margin of 2 instead of 0.25 costs a ReLU block a factor of 3.3 in float32 (a relative error of 6e-6 to
+9e-6) and nothing in float64, where the solver's residual hides margins up to 1,000; tanh and hardtanh pay nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +23,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from onlynorm.reconstruction.activations import Ray, known
+from onlynorm.errors import ValueRangeError
+from onlynorm.reconstruction.activations import Cubic, Ray, Segment, known
 from onlynorm.reconstruction.blocks import Block, NormOnlyBlock
+from onlynorm.reconstruction.intervals import Box as Box
+from onlynorm.reconstruction.intervals import Interval
 
-MARGIN = 0.25
-"""Share of the calibrated width that is added on either side, where room in the activation costs precision."""
-FREE_MARGIN = 1.0
-"""The same where the activation is a line on a whole half-axis, so that room costs only a larger shift."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """Every input of a layer lies between `low` and `high`, elementwise; both have the shape of one sample."""
-
-    low: Float[Tensor, "*sample"]
-    high: Float[Tensor, "*sample"]
+MARGIN = 1.0
+"""Share of the calibrated width that is added on either side, where room costs precision (a sigmoid block loses 0.2
+digits against a quarter) and an input outside only adds to the error of a smooth activation."""
+FREE_MARGIN = 2.0
+"""The same where the activation is a line up to a point at which it breaks, and room costs only a larger shift."""
+CERTIFIED_MARGIN = 2.0**-10
+"""The same for certified ranges: room for the errors of the layers in front, and for float32."""
+N_BOUNDS = 12
+"""Tensors of the size of the hidden activations that are alive while their bounds are computed."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,38 @@ class Ranges:
 def find_ranges(block: NormOnlyBlock, seen: Seen, *, margin: float | None = None) -> Ranges:
     """The ranges of the block's features: calibrated on the batch, or certified if a box is given.
 
-    Without a margin it is `FREE_MARGIN` where the activation is a line on a half-axis, else `MARGIN`.
+    Without a margin it is `CERTIFIED_MARGIN` for a box; else `FREE_MARGIN` where room is cheap or leaving is dear (on a
+    piece that is a line, or a tangent without offset), and `MARGIN` for all other activations.
     """
+    if seen.box is not None:
+        _need_inside(block, seen.inputs.double(), seen.box)
+        bounds = certify(block, seen.box, margin=CERTIFIED_MARGIN if margin is None else margin)
+        statistics = calibrate(block, seen.inputs.double(), margin=0.0)
+        return Ranges(*bounds, statistics.mean, statistics.variance)
     if margin is None:
-        is_free = isinstance(block.activation, nn.Identity) or isinstance(known(block.activation), Ray)
+        found = known(block.activation)
+        is_free = isinstance(found, Ray | Segment) or (isinstance(found, Cubic) and found.offset == 0.0)
         margin = FREE_MARGIN if is_free else MARGIN
     return calibrate(block, seen.inputs.double(), margin=margin)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def certify(
+    block: NormOnlyBlock, box: Box, *, margin: float = CERTIFIED_MARGIN
+) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
+    """Bounds of what every feature can see, at all positions, for all inputs of the block in the box."""
+    lows: list[Tensor] = []
+    highs: list[Tensor] = []
+    inputs = Interval(box.low.double().clone(), box.high.double().clone(), ball=box.ball)
+    for group, features, seen in block.group_inputs(block.as_batch(inputs)):
+        taken = torch.empty((N_BOUNDS * seen.shape[0], *seen.shape[1:]), dtype=torch.float64, device="meta")
+        for start, stop in block.chunks(features, taken):
+            hidden = block.hidden(seen, features, group, start, stop)
+            assert isinstance(hidden, Interval)
+            lows.append(hidden.low.movedim(1, 0).flatten(1).amin(1))
+            highs.append(hidden.high.movedim(1, 0).flatten(1).amax(1))
+    return widen(torch.cat(lows), torch.cat(highs), margin)
 
 
 @torch.no_grad()
@@ -74,12 +108,28 @@ def calibrate(block: NormOnlyBlock, inputs: Tensor, *, margin: float = MARGIN) -
 
 
 def widen(
-    low: Float[Tensor, " feat"], high: Float[Tensor, " feat"], margin: float
-) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
+    low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"], margin: float
+) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """The range with a share of its width added on either side."""
     # A feature that saw one value only (a dead input, a batch of one) still gets room around it.
     width = torch.maximum(high - low, torch.maximum(low.abs(), high.abs()))
     return low - margin * width, high + margin * width
+
+
+def _need_inside(block: NormOnlyBlock, inputs: Tensor, box: Box) -> None:
+    """Raises where the calibration batch leaves the box by more than a certified range has room for."""
+    low, high = (block.as_batch(bound.to(inputs)) for bound in (box.low, box.high))
+    if not block.axes:  # samples and positions are one axis here
+        low, high = low.amin(0), high.amax(0)
+    low, high = widen(low, high, CERTIFIED_MARGIN)
+    batch = block.as_batch(inputs)
+    outside = (batch < low) | (batch > high)
+    if bool(outside.any()):
+        raise ValueRangeError(
+            f"certified ranges need a box that holds the calibration batch; got {int(outside.sum())} of "
+            f"{outside.numel()} numbers outside the box of {block.features[0].layer!r}. Widen the box of the network's "
+            "inputs, or pass inputs from inside it."
+        )
 
 
 class Outside:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ShapeError
-from onlynorm.reconstruction.blocks import Block
-from onlynorm.reconstruction.ranges import watching
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.reconstruction.blocks import Block, find_blocks
+from onlynorm.reconstruction.calibration import is_outside
+from onlynorm.reconstruction.calls import Inputs, as_tuple, cast, need_batch, need_evaluation, precision, run
+from onlynorm.reconstruction.norms import Affine
+from onlynorm.reconstruction.ranges import Box, watching
+from onlynorm.reconstruction.target import NORMS
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far two networks differ on a batch. `outside` is the largest share of samples that left a block's range."""
+    """How far two networks differ on a batch, and where the numbers of the second come from.
+
+    `outside` is the largest share of samples that left a block's range, `outside_box` the share that left the box (None
+    without one). `n_frozen` numbers come from the seed, `n_norm` stand in norms; `others` names the tensors of the
+    `n_other` that are neither. What a block keeps to watch its range takes no part in its function and is not counted.
+    """
 
     max_error: float
     relative_error: float
@@ -22,36 +33,123 @@ class Verification:
     outside: float
     is_reproducible: bool
     n_samples: int
+    n_frozen: int = 0
+    n_norm: int = 0
+    n_other: int = 0
+    others: tuple[str, ...] = ()
+    outside_box: float | None = None
+
+    @property
+    def is_only_norms(self) -> bool:
+        """Whether the network is a seed and its norms, and nothing else."""
+        return self.is_reproducible and not self.others
+
+    def is_same(self, tolerance: float) -> bool:
+        """Whether the outputs agree to this relative error."""
+        return self.relative_error <= tolerance
 
     def __str__(self) -> str:
         frozen = "every frozen tensor comes from the seed" if self.is_reproducible else "FROZEN TENSORS DIFFER"
+        box = "" if self.outside_box is None else f", {100 * self.outside_box:.2f} % outside the certified box"
+        named = ", ".join(self.others[:5]) + (", ..." if len(self.others) > 5 else "")
+        others = f"{self.n_other:,} neither ({named})" if self.others else "no others"
         return (
             f"{self.n_samples} samples: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}, same "
-            f"prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated range; "
-            f"{frozen}"
+            f"prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated range{box}"
+            f"; {frozen}: {self.n_frozen:,} numbers, {self.n_norm:,} in norms, {others}"
         )
 
 
-@torch.no_grad()
-def verify(target: nn.Module, network: nn.Module, inputs: Tensor) -> Verification:
-    """The differences between target and network on a batch, each run in its own precision."""
+def verify(
+    target: nn.Module,
+    network: nn.Module,
+    inputs: Inputs,
+    *,
+    batch_size: int | None = None,
+    box: Box | None = None,
+    step: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """The differences between target and network on a batch, each run in its own precision.
+
+    `batch_size` bounds the memory: so many samples at a time. `box` is the one that certified the ranges: inputs
+    outside are counted. `step` is called with (samples done, samples in all).
+    """
+    for one in (target, network):
+        need_evaluation("verify", one)
+        need_batch("verify", one, inputs)
+    given = as_tuple(inputs)
+    rest_size = wanted_size = largest = 0.0
+    n_same = n_samples = 0
     with watching(network) as outside:
-        made = network(inputs.to(next(network.parameters()).dtype))
-    wanted = target(inputs.to(next(target.parameters()).dtype))
-    if not isinstance(made, Tensor) or not isinstance(wanted, Tensor) or made.shape != wanted.shape:
+        for part in _parts(given, batch_size):
+            made, wanted = _outputs(network, target, part)
+            rest = made - wanted
+            rest_size = math.hypot(rest_size, float(torch.linalg.vector_norm(rest)))
+            wanted_size = math.hypot(wanted_size, float(torch.linalg.vector_norm(wanted)))
+            worst = float(rest.abs().max())
+            largest = worst if math.isnan(worst) else max(worst, largest)
+            n_same += int((made.argmax(1) == wanted.argmax(1)).sum())
+            n_samples += len(made)
+            if step is not None:
+                step(min(n_samples, len(given[0])), len(given[0]))
+    n_frozen, n_norm, others = count_numbers(network)
+    return Verification(
+        max_error=largest,
+        relative_error=rest_size / max(wanted_size, 1e-300),
+        agreement=n_same / n_samples,
+        outside=outside.share,
+        is_reproducible=all(block.is_reproducible() for block in set(find_blocks(network).values())),
+        n_samples=n_samples,
+        n_frozen=n_frozen,
+        n_norm=n_norm,
+        n_other=sum(others.values()),
+        others=tuple(others),
+        outside_box=None if box is None else float(is_outside(given[0], box).double().mean()),
+    )
+
+
+def count_numbers(network: nn.Module) -> tuple[int, int, dict[str, int]]:
+    """(numbers from the seed, numbers in norms, size of every other tensor by name) of a network.
+
+    Tensors of whole numbers (counters, tables of positions) are not counted.
+    """
+    sources = [one for block in set(find_blocks(network).values()) for one in block.sources()]
+    n_frozen = sum(one.n_features * (one.rows + one.cols) for one in sources)
+    n_norm, others = 0, {}
+    for place, module in network.named_modules():
+        # The buffers of a block are its frozen weights, which `is_reproducible` compares, and its range.
+        buffers = [] if isinstance(module, Block) else [*module.named_buffers(recurse=False)]
+        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+            if isinstance(module, (*NORMS, Affine)):
+                n_norm += tensor.numel() * tensor.is_floating_point()
+            elif tensor.is_floating_point() or tensor.is_complex():
+                others[f"{place}.{name}" if place else name] = tensor.numel()
+    return n_frozen, n_norm, others
+
+
+def _parts(inputs: tuple[Tensor, ...], batch_size: int | None) -> Iterator[tuple[Tensor, ...]]:
+    if batch_size is None:
+        yield inputs
+        return
+    if batch_size < 1:
+        raise ValueRangeError(f"batch_size needs a positive whole number; got {batch_size}. Try 64.")
+    if any(x.ndim == 0 or len(x) != len(inputs[0]) for x in inputs):
+        raise ShapeError(
+            f"batch_size needs inputs with the same number of samples; got {[tuple(x.shape) for x in inputs]}. Leave "
+            "batch_size out."
+        )
+    for start in range(0, len(inputs[0]), batch_size):
+        yield tuple(x[start : start + batch_size] for x in inputs)
+
+
+def _outputs(network: nn.Module, target: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """What both return, as (samples, numbers) in float64."""
+    made, wanted = (run(one, cast(inputs, precision(one))) for one in (network, target))
+    if not isinstance(made, Tensor) or not isinstance(wanted, Tensor) or made.shape != wanted.shape or not made.numel():
         raise ShapeError(
             "verify needs two networks that return one tensor of the same shape; got "
             f"{getattr(wanted, 'shape', type(wanted).__name__)} and {getattr(made, 'shape', type(made).__name__)}. "
             "Wrap them so that they return their logits."
         )
-    made, wanted = made.double(), wanted.double()
-    rest = made - wanted
-    same = made.flatten(1).argmax(1) == wanted.flatten(1).argmax(1)
-    return Verification(
-        max_error=float(rest.abs().max()),
-        relative_error=float(torch.linalg.vector_norm(rest) / torch.linalg.vector_norm(wanted).clamp_min(1e-300)),
-        agreement=float(same.double().mean()),
-        outside=outside.share,
-        is_reproducible=all(m.is_reproducible() for m in network.modules() if isinstance(m, Block)),
-        n_samples=len(inputs),
-    )
+    n_samples = len(made) if made.ndim else 1
+    return made.double().reshape(n_samples, -1), wanted.double().reshape(n_samples, -1)

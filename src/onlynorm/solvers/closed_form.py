@@ -19,7 +19,7 @@ from onlynorm.features.structured import Structure
 
 def solve_closed_form(
     structure: Structure, target: Float[Tensor, "*batch rows cols"]
-) -> tuple[Float[Tensor, "*batch feat"], Float[Tensor, "*batch rows"] | None, float]:
+) -> tuple[Float[Tensor, "*batch feat"], Float[Tensor, "*batch outputs"] | None, float]:
     """Gamma, the output gamma where the structure has one, and the relative residual."""
     found = structure.solve(target)
     if isinstance(structure, IdCondMinimal):

@@ -135,7 +135,20 @@ def _measure_system(name: str, excess: float, repeats: int) -> list[Row]:
         repeats = 1
     if equations > 4 * DENSE_LIMIT or (excess == 1.0 and equations > DENSE_LIMIT):
         del solvers[LSMR]
-    times = _take_turns(solvers, (left, right, target), repeats)
+    rows = race(name, excess, (left, right, target), solvers, repeats=repeats)
+    if equations > DENSE_LIMIT:
+        need = 8 * equations**2
+        note = f"not run: the matrix alone is {readable(need)}"
+        rows.append(Row(name, equations, excess, DENSE, math.nan, math.nan, need, math.nan, 0, note))
+    return rows
+
+
+def race(
+    name: str, excess: float, system: tuple[Tensor, Tensor, Tensor], solvers: dict[str, Solver], *, repeats: int
+) -> list[Row]:
+    """A row for each solver, ours among them, on one system (left, right, target)."""
+    left, right, target = system
+    times = _take_turns(solvers, system, repeats)
     rows = []
     for method, timing in times.items():
         gamma = timing.gamma
@@ -147,13 +160,10 @@ def _measure_system(name: str, excess: float, repeats: int) -> list[Row]:
         note = "stopped" if method == LSMR and timing.iterations == LSMR_STEPS else note
         rows.append(
             Row(
-                name, equations, excess, method, timing.seconds, ratio, timing.memory, residual, timing.iterations, note
+                name, target.numel(), excess, method, timing.seconds, ratio, timing.memory, residual,
+                timing.iterations, note,
             )
         )  # fmt: skip
-    if equations > DENSE_LIMIT:
-        need = 8 * equations**2
-        note = f"not run: the matrix alone is {readable(need)}"
-        rows.append(Row(name, equations, excess, DENSE, math.nan, math.nan, need, math.nan, 0, note))
     return rows
 
 

@@ -1,0 +1,16 @@
+"""The command line. Every command prints a table for people, or one JSON document with --json for machines.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong use. Progress and messages go to standard error, results to standard
+output, so that both can be piped.
+"""
+
+# The order of the imports is the order of the commands in the help.
+# isort: off
+from onlynorm.cli.entry import app, main
+from onlynorm.cli import measure as measure
+from onlynorm.cli import plan as plan
+from onlynorm.cli import rebuild as rebuild
+from onlynorm.cli import evidence as evidence
+# isort: on
+
+__all__ = ["app", "main"]

@@ -1,0 +1,75 @@
+"""What commands about networks are told: the model, the data, and the recipe."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onlynorm.data import Split, load_data
+from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.models import ACTIVATIONS, BUILT_IN
+from onlynorm.reconstruction import Recipe
+
+Weights = Annotated[
+    Path | None, typer.Option(help="File with the model's weights: .safetensors, or a PyTorch state dict.")
+]
+Data = Annotated[
+    str | None,
+    typer.Option(help="digits, cifar10, fashion_mnist, or a .safetensors or .npy file; the model's own if left out."),
+]
+Density = Annotated[float | None, typer.Option(help="Share of sparse frozen weights that are not zero.")]
+Seed = Annotated[int, typer.Option(help="Seed of the frozen weights.")]
+ActivationName = Annotated[str, typer.Option(help="What stands between the frozen layers: relu, tanh, ... or none.")]
+ConstructionName = Annotated[str, typer.Option(help="How layers are rebuilt: wide, or another construction.")]
+Fields = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other field of the recipe, as in --set kernel=second."),
+]
+
+
+def recipe_choices(fields: Iterable[str] | None, *, activation: str, **choices: Any) -> dict[str, Any]:
+    """The fields of a recipe as `reconstruct` and `plan` take them; what was left out keeps its default."""
+    made = {name: value for name, value in choices.items() if value is not None}
+    if activation != "none":
+        if activation not in ACTIVATIONS:
+            raise UnknownNameError("activation", activation, (*ACTIVATIONS, "none"))
+        made["activation"] = ACTIVATIONS[activation]()
+    for field in fields or ():
+        name, equals, text = field.partition("=")
+        if not equals or name in ("activation", *choices):
+            raise ValueRangeError(
+                f"--set needs NAME=VALUE with a field that has no option of its own; got {field!r}. Write --set "
+                "kernel=second."
+            )
+        made[name] = _value(name, text)
+    return made
+
+
+def find_split(data: str | None, model: str) -> Split:
+    """The data that was asked for, or the usual data of a built-in model."""
+    if data is None and model not in BUILT_IN:
+        raise ValueRangeError(
+            f"{model} needs data to run on; got none. Pass --data digits, cifar10, fashion_mnist or a file of inputs."
+        )
+    return load_data(BUILT_IN[model].data if data is None else data)
+
+
+def _value(name: str, text: str) -> Any:
+    """A number, a list or a word, as the field of that name takes it; other names are left to the recipe to refuse."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    value = tuple(value) if isinstance(value, list) else value
+    hint = typing.get_type_hints(Recipe).get(name, object)
+    kinds = typing.get_args(hint) or (hint,)
+    fits = any(isinstance(value, (typing.get_origin(kind) or kind, *((int,) * (kind is float)))) for kind in kinds)
+    if isinstance(value, bool) or not fits:
+        words = str(hint).removeprefix("<class '").removesuffix("'>")
+        raise ValueRangeError(f"--set {name} needs {words}; got {text!r}. Write a number, or a list such as [5,5].")
+    return value

@@ -1,0 +1,210 @@
+"""`onlynorm reconstruct` and `onlynorm verify`: a network into a file of norms, and the proof that it is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+from torch import Tensor, nn
+
+from onlynorm.cli.choices import (
+    ActivationName,
+    ConstructionName,
+    Data,
+    Density,
+    Fields,
+    Seed,
+    Weights,
+    find_split,
+    recipe_choices,
+)
+from onlynorm.cli.entry import AsJson, Excess, FeaturesName, app, need_folder
+from onlynorm.errors import StorageError, UnknownNameError, ValueRangeError
+from onlynorm.models import BUILT_IN, load_model, make_model
+from onlynorm.reconstruction import collapse, find_layers, load, reconstruct, save
+from onlynorm.reconstruction.compare import Comparison, compare
+from onlynorm.screen import counter, errors, layer_bars, print_facts, print_json, print_layers, screen, spinner
+from onlynorm.solvers.memory import readable
+from onlynorm.solvers.needs import need_tolerance
+
+SAME = {"float64": 1e-8, "float32": 1e-2}
+"""Relative error of the outputs up to which two networks count as the same function, by the precision they run in."""
+
+Dtype = Annotated[str, typer.Option(help="Precision in which both networks run: float32 or float64.")]
+
+
+@app.command(
+    "reconstruct",
+    epilog="Examples: `onlynorm reconstruct resnet20 --excess 1.25 --out net.safetensors`, "
+    "`onlynorm reconstruct mlp --weights mlp.pt --data digits --features ortho_cond`, "
+    "`onlynorm reconstruct my.models:make --data batch.npy --activation tanh --set kernel=second`",
+)
+def reconstruct_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write: the seed and the norms.")] = Path("net.safetensors"),
+    weights: Weights = None,
+    data: Data = None,
+    calibration: Annotated[
+        int | None, typer.Option(min=1, help="Training samples that set ranges and statistics (up to 64 if left out).")
+    ] = None,
+    images: Annotated[
+        int | None, typer.Option(min=0, help="Test samples to verify on (up to 64 if left out); 0 leaves it out.")
+    ] = None,
+    features: FeaturesName = "he_normal",
+    excess: Excess = None,
+    density: Density = None,
+    seed: Seed = 0,
+    activation: ActivationName = "relu",
+    construction: ConstructionName = "wide",
+    tolerance: Annotated[float | None, typer.Option(help="Residual every layer must reach, or else fail.")] = None,
+    error: Annotated[float | None, typer.Option(help="Relative error of the outputs to reach, or else fail.")] = None,
+    fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold batch norms into their layers first.")] = False,
+    dtype: Dtype = "float64",
+    fields: Fields = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a trained network from frozen random weights, by its norms only, and verify it.
+
+    Finished layers are kept in a folder beside the output: interrupted, the same command goes on where it stopped.
+    """
+    kind = _parse_dtype(dtype)
+    choices = recipe_choices(
+        fields, activation=activation, construction=construction, features=features, excess=excess, density=density,
+        seed=seed, tolerance=tolerance,
+    )  # fmt: skip
+    if out.is_dir():
+        raise StorageError(f"--out needs the name of a file; {out} is a folder. Try {out / 'net.safetensors'}.")
+    need_folder(out.parent, what="networks")
+    target = _load_target(model, weights).to(kind)
+    split = find_split(data, model)
+    batch = _first(split.train_inputs, calibration, usual=64).to(kind)
+    test = _first(split.test_inputs, images, usual=64)
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        with layer_bars([layer.name for layer in find_layers(target).layers], hidden=as_json) as step:
+            result = reconstruct(
+                target, inputs=batch, error=error, fold_norms=fold_norms, partial=partial, step=step, **choices
+            )
+    except KeyboardInterrupt:
+        errors.print(f"Finished layers are in {escape(str(partial))}: the same command goes on from there.")
+        raise
+    save(result, out)
+    comparison = None
+    if len(test):
+        with counter("verifying", hidden=as_json) as step:
+            comparison = compare(target, result.network, inputs=test, labels=split.test_labels[: len(test)], step=step)
+    facts: dict[str, Any] = {
+        "file": str(out),
+        "size": readable(out.stat().st_size),
+        "norm parameters": result.n_norm_parameters,
+        "seconds of solving": sum(layer.seconds for layer in result.layers),
+        "largest residual": max(layer.residual for layer in result.layers),
+        "left as it is": [str(item) for item in result.left],
+    } | (_facts(comparison, SAME[dtype]) if comparison is not None else {})
+    if as_json:
+        print_json(facts | {"bytes": out.stat().st_size, "layers": [dataclasses.asdict(row) for row in result.layers]})
+    else:
+        print_layers(result)
+        print_facts(f"{model} from {result.recipe.features} features, seed {result.recipe.seed}", facts)
+    _exit_unless_same(comparison, SAME[dtype], as_json)
+
+
+@app.command(
+    "verify",
+    epilog="Examples: `onlynorm verify net.safetensors --model resnet20`, "
+    "`onlynorm verify net.safetensors --model mlp --weights mlp.pt --dtype float64 --collapsed`",
+)
+def verify_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `onlynorm reconstruct` wrote.")],
+    model: Annotated[str, typer.Option(help="The target: a built-in name, or package.module:factory.")],
+    weights: Weights = None,
+    data: Data = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Test samples to compare on (up to 500 if left out).")
+    ] = None,
+    dtype: Dtype = "float32",
+    collapsed: Annotated[bool, typer.Option("--collapsed", help="Turn blocks back into ordinary layers.")] = False,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative error (1e-2 in float32, 1e-8 in float64 if left out).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Do the target and the network in a file compute the same function? Exits with 1 if they do not."""
+    kind = _parse_dtype(dtype)
+    wanted = SAME[dtype] if tolerance is None else need_tolerance(tolerance)
+    target = _load_target(model, weights).to(kind)
+    split = find_split(data, model)
+    test = _first(split.test_inputs, images, usual=500)
+    with spinner("verify", hidden=as_json) as say:
+        say("making the frozen weights from the seed")
+        network = load(file, into=make_model(model))
+        network = (collapse(network) if collapsed else network).to(kind).eval()
+    with counter("verifying", hidden=as_json) as step:
+        comparison = compare(target, network, inputs=test, labels=split.test_labels[: len(test)], step=step)
+    facts = _facts(comparison, wanted)
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(f"{file} beside {model}, {'collapsed, ' if collapsed else ''}in {dtype}", facts)
+    _exit_unless_same(comparison, wanted, as_json)
+
+
+def _load_target(model: str, weights: Path | None) -> nn.Module:
+    """The network to rebuild; says so where it is a built-in one that nobody has trained."""
+    if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
+        errors.print(f"{model} has its initial random weights; --weights FILE gives it trained ones.", highlight=False)
+    return load_model(model, weights)
+
+
+def _facts(comparison: Comparison, tolerance: float) -> dict[str, Any]:
+    check = comparison.check
+    facts: dict[str, Any] = {
+        "samples": check.n_samples,
+        "relative error of the outputs": check.relative_error,
+        "accepted": tolerance,
+        "largest error of an output": check.max_error,
+        "same prediction": check.agreement,
+        "outside the calibrated range": check.outside,
+        "every frozen weight comes from the seed": check.is_reproducible,
+        "seconds of comparing": comparison.seconds,
+    }
+    if comparison.target_accuracy is not None and comparison.network_accuracy is not None:
+        facts |= {
+            "accuracy of the target": comparison.target_accuracy,
+            "accuracy of the network": comparison.network_accuracy,
+        }
+    return facts | {"same function": _is_same(comparison, tolerance)}
+
+
+def _is_same(comparison: Comparison, tolerance: float) -> bool:
+    return comparison.check.relative_error <= tolerance and comparison.check.is_reproducible
+
+
+def _exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: bool) -> None:
+    if comparison is None:
+        return
+    is_same = _is_same(comparison, tolerance)
+    if not as_json:
+        screen.print(f"\nThe network {'computes' if is_same else 'does NOT compute'} the same function as the target.")
+    if not is_same:
+        raise typer.Exit(1)
+
+
+def _first(samples: Tensor, asked: int | None, *, usual: int) -> Tensor:
+    """So many samples from the front; an error where there are fewer than were asked for."""
+    if asked is not None and asked > len(samples):
+        raise ValueRangeError(f"{asked} samples need as many in the data; got {len(samples)}. Ask for fewer.")
+    return samples[: usual if asked is None else asked]
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    if name not in SAME:
+        raise UnknownNameError("dtype", name, SAME)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

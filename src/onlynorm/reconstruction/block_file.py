@@ -1,0 +1,251 @@
+"""A block as it stands in a file: its places, the words that fix it, and a digest of its frozen weights.
+
+Frozen weights are never written. Reading makes them from the seed again and compares the digest. A file may come from
+anywhere, so nothing in it is believed: sizes are compared with the stored norms on a block without memory before a real
+one is made, and whatever its words set off is an error of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from onlynorm.errors import FormatError, MemoryLimitError, UnknownNameError, ValueRangeError
+from onlynorm.features import Features
+from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.target import CONVOLUTIONS
+from onlynorm.solvers.memory import memory_limit, need_memory
+
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "ReLU": (), "LeakyReLU": ("negative_slope",), "PReLU": ("num_parameters",), "ELU": ("alpha",), "CELU": ("alpha",),
+    "SELU": (), "GELU": ("approximate",), "SiLU": (), "Mish": (), "Softplus": ("beta", "threshold"), "LogSigmoid": (),
+    "Hardtanh": ("min_val", "max_val"), "ReLU6": (), "Hardsigmoid": (), "Hardswish": (), "Tanh": (), "Sigmoid": (),
+    "Softsign": (), "Tanhshrink": (),
+}  # fmt: skip
+"""Activations of torch.nn that a file may name, with the arguments that make them."""
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """What a file says about one block: where it sits, its class, its settings, its activation, its frozen weights."""
+
+    places: tuple[str, ...]
+    kind: str
+    settings: dict[str, Any]
+    activation: dict[str, Any] | None
+    weights: str
+
+    @property
+    def name(self) -> str:
+        """The first place, under which the block's tensors are stored."""
+        return self.places[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry in JSON types."""
+        return {**vars(self), "places": list(self.places)}
+
+
+def describe_block(block: Block, places: Iterable[str]) -> BlockEntry:
+    """The entry of a block that sits at these places; its frozen weights are made once for the digest."""
+    activation = describe_activation(_activation_of(block))
+    return BlockEntry(tuple(places), block.kind, block.settings(), activation, weights_digest(block.sources()))
+
+
+def parse_entry(written: object) -> BlockEntry:
+    """The entry that a file holds, every field of its type."""
+    wanted = {"places": list, "kind": str, "settings": dict, "activation": dict | None, "weights": str}
+    if not isinstance(written, dict) or set(written) != set(wanted):
+        raise FormatError(f"a block needs the fields {', '.join(wanted)}; the file has others. Save it again.")
+    for field, kind in wanted.items():
+        if not isinstance(written[field], kind):
+            raise FormatError(f"the field {field!r} of a block needs another type than the file's. Save it again.")
+    places = written["places"]
+    if not places or not all(isinstance(place, str) for place in places):
+        raise FormatError(f"a block needs places, as names; the file has {places!r:.60}. Save it again.")
+    return BlockEntry(**{**written, "places": tuple(places)})
+
+
+def weights_digest(sources: Iterable[Features]) -> str:
+    """SHA-256 over the digests of all frozen features of a block."""
+    return hashlib.sha256("".join(features.weights_digest() for features in sources).encode()).hexdigest()
+
+
+def describe_activation(activation: nn.Module | None) -> dict[str, Any] | None:
+    """Name and arguments of an activation; arguments are None for one that is not torch's own."""
+    if activation is None or type(activation) is nn.Identity:
+        return None
+    name = type(activation).__name__
+    if type(activation) is not getattr(nn, name, None) or name not in ACTIVATIONS:
+        return {"name": name, "arguments": None}
+    return {"name": name, "arguments": {argument: getattr(activation, argument) for argument in ACTIVATIONS[name]}}
+
+
+def need_activation(entries: Iterable[BlockEntry], given: nn.Module | None) -> None:
+    """Raises where the caller has to give the activation of the blocks, or gave another than they have."""
+    named = {entry.activation.get("name"): entry.activation for entry in entries if entry.activation is not None}
+    own = next((name for name, written in named.items() if written.get("arguments") is None), None)
+    if given is None and own is not None:
+        raise ValueRangeError(
+            f"the file needs an activation of your own, known to it by the name {own!r:.60} only; got none. Pass it as "
+            "load(..., activation=...)."
+        )
+    if given is not None and (type(given).__name__ not in named or own not in (None, type(given).__name__)):
+        raise ValueRangeError(
+            f"the file needs the activation {', '.join(map(str, named)) or 'left out'}; got {type(given).__name__}. "
+            "Pass the one that the network was rebuilt with, or none where torch has it."
+        )
+
+
+def _make_activation(written: dict[str, Any] | None, given: nn.Module | None) -> nn.Module | None:
+    if written is None:
+        return None
+    name, arguments = written["name"], written["arguments"]
+    if arguments is None:
+        return copy.deepcopy(given)
+    if set(arguments) != set(ACTIVATIONS[name]):
+        raise FormatError(f"{name} needs the arguments {ACTIVATIONS[name]}; the file has {sorted(arguments)}.")
+    made: nn.Module = getattr(nn, name)(**arguments)
+    return made
+
+
+def make_block(
+    entry: BlockEntry,
+    tensors: Mapping[str, Tensor],
+    *,
+    layer: nn.Module,
+    storage: str,
+    activation: nn.Module | None = None,
+) -> Block:
+    """The block of an entry, filled with its tensors and checked against its digest and the layer that it replaces.
+
+    `tensors` are those of the block alone, named as in its state dict.
+    """
+
+    def make(storage: str) -> Block:
+        phi = _make_activation(entry.activation, activation)
+        kinds = _kinds()
+        if entry.kind not in kinds:
+            raise UnknownNameError("a block", entry.kind, kinds)
+        return kinds[entry.kind].from_settings(copy.deepcopy(entry.settings), activation=phi, storage=storage)
+
+    try:
+        n_stored = sum(tensor.numel() for tensor in tensors.values())
+        longest = max(n_stored, *(size for tensor in layer.parameters() for size in tensor.shape))
+        _need_modest(entry.settings, n_stored, longest)
+        with torch.device("meta"):
+            empty = make("seed")
+        wanted = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
+        stored = {name: tuple(value.shape) for name, value in tensors.items()}
+        if wanted != stored:
+            odd = min(name for name in wanted | stored if wanted.get(name) != stored.get(name))
+            raise FormatError(f"{odd} has shape {stored.get(odd)} where the settings ask for {wanted.get(odd)}")
+        if storage == "dense":
+            need = 8 * sum(one.n_features * (one.rows + one.cols) for one in empty.sources())
+            cure = "Load with storage='seed', which keeps no frozen weights."
+            need_memory(f"the block at {entry.name!r}", need, memory_limit(), cure)
+        dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float64)
+        block = make(storage).to(dtype).eval()
+        block.load_state_dict(dict(tensors))
+        digest = weights_digest(block.sources())
+    except MemoryLimitError:
+        raise
+    except Exception as error:  # a forged file may set off anything
+        raise FormatError(
+            f"the block at {entry.name!r} needs settings that make one; those of the file do not: "
+            f"{str(error) or repr(error):.300}. Register the features it uses, update onlynorm, or save it again."
+        ) from error
+    if digest != entry.weights:
+        raise FormatError(
+            f"the block at {entry.name!r} needs frozen weights with the digest {entry.weights:.16}; its seed gives "
+            f"{digest:.16} here. The file was forged, or these features changed: use the onlynorm that wrote it."
+        )
+    _need_fit(block, entry.name, layer)
+    return block
+
+
+def _activation_of(block: Block) -> nn.Module | None:
+    """The activation between the frozen layers, of the block or of the blocks inside it."""
+    for module in block.modules():
+        if isinstance(module, Block) and isinstance(activation := getattr(module, "activation", None), nn.Module):
+            return activation
+    return None
+
+
+def _kinds() -> dict[str, type[Block]]:
+    """Every class of blocks by its kind."""
+    classes = list(Block.__subclasses__())
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return {cls.kind: cls for cls in classes if "kind" in vars(cls)}
+
+
+def _need_modest(settings: object, n_stored: int, longest: int) -> None:
+    """Refuses features that the stored norms cannot belong to, before anything is made of them.
+
+    Every feature has a gamma, so there are no more features than stored numbers; and no axis of the weights they make
+    is longer than the layer's, or than a norm between them.
+    """
+    inner = settings if isinstance(settings, list) else settings.values() if isinstance(settings, dict) else ()
+    for item in inner:
+        _need_modest(item, n_stored, longest)
+    if isinstance(settings, dict) and "n_features" in settings and "shape" in settings:
+        n_features, shape = settings["n_features"], settings["shape"]
+        if n_features > n_stored or max(shape) > longest or 8 * math.prod(shape) > memory_limit():
+            raise FormatError(f"{n_features!s:.40} features for {shape!s:.80} with {n_stored} numbers in the norms")
+
+
+def _need_fit(block: Block, name: str, layer: nn.Module) -> None:
+    """Raises where the block does not take what the layer takes, or does not return what it returns.
+
+    Both are called without numbers. The activation, which may be anything, is left out. A block reads the channels it
+    needs and no more, so it must also refuse an input with one channel less.
+    """
+    inner = [module for module in block.modules() if isinstance(module, Block) and hasattr(module, "activation")]
+    kept = [module.activation for module in inner]
+    try:
+        for module in inner:
+            module.activation = nn.Identity()
+        made: object = _output_shape(block, layer)
+        with contextlib.suppress(Exception):
+            _output_shape(block, layer, n_missing=1)
+            made = "an output without the last channel of the input"
+    except Exception as error:
+        made = error
+    finally:
+        for module, activation in zip(inner, kept, strict=True):
+            module.activation = activation
+    if made != (wanted := _output_shape(layer, layer)):
+        raise FormatError(
+            f"the network needs a block at {name!r} that takes what {layer} takes and returns {wanted}; the file's, "
+            f"from features for weights of {', '.join(str(one.shape) for one in block.sources()[:3])}, gives "
+            f"{made!r:.200}. Pass a network of the architecture that was saved."
+        )
+
+
+def _output_shape(module: nn.Module, layer: nn.Module, *, n_missing: int = 0) -> tuple[int, ...]:
+    """The shape of what the module returns for one input that the layer takes, or one with some channels missing."""
+    if isinstance(layer, CONVOLUTIONS):
+        sizes = []
+        for kernel, stride, dilation in zip(layer.kernel_size, layer.stride, layer.dilation, strict=True):
+            padding = 0 if isinstance(layer.padding, str) else max(layer.padding)
+            sizes.append(dilation * (kernel + 16) + stride + padding)  # room for a source kernel that is larger
+        shape = (1, layer.in_channels - n_missing, *sizes)
+    else:
+        assert isinstance(layer, nn.Linear)
+        shape = (1, layer.in_features - n_missing)
+    tensors = {
+        name: torch.empty_like(value, device="meta")
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())
+    output: Tensor = functional_call(module, tensors, torch.empty(shape, dtype=dtype, device="meta"))
+    return tuple(output.shape)

@@ -1,0 +1,203 @@
+"""`save` and `load`: a rebuilt network as one file of norms, seeds and digests.
+
+The file holds the norms of the blocks, the ranges they keep, and every other tensor of the network that is not frozen:
+norms of the target, modules that were left, buffers (those that are not persistent are made by the network itself, as
+ever). Frozen weights are not in it; loading makes them from the seed and compares their digest. It is a safetensors
+file, written whole or not at all and sealed by a checksum (see `storage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.errors import ConversionError, FormatError, UnknownNameError, ValueRangeError
+from onlynorm.reconstruction import partial
+from onlynorm.reconstruction.block_file import BlockEntry, describe_block, make_block, need_activation, parse_entry
+from onlynorm.reconstruction.blocks import Block, find_blocks
+from onlynorm.reconstruction.calls import copy_network, precision
+from onlynorm.reconstruction.folding import FoldedNorm, folded_places
+from onlynorm.reconstruction.places import swap
+from onlynorm.reconstruction.recipe import STORAGES
+from onlynorm.reconstruction.result import Reconstruction
+from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
+from onlynorm.storage import read_tensors, write_tensors
+
+FORMAT = 1
+KIND = "network of norms"
+CURE = "Save it again from the reconstruction."
+PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Step = Callable[[str, int, int], None]
+"""Called with (block, blocks done, blocks in all)."""
+
+
+def save(
+    network: nn.Module | Reconstruction,
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    step: Step | None = None,
+) -> None:
+    """Writes a rebuilt network, or a reconstruction, to one file; frozen weights are kept as seed and digest.
+
+    Numbers keep the precision of the network unless `dtype` is given. The file is complete or not there: a full disk
+    or a kill leaves what was at the path before. A reconstruction's partial folder is removed once the file is on the
+    disk. An activation that is not torch's own is stored by name only.
+    """
+    if dtype is not None and dtype not in PRECISIONS:
+        raise ValueRangeError(f"dtype needs one of {', '.join(map(str, PRECISIONS))}; got {dtype}. Leave it out.")
+    made = network.network if isinstance(network, Reconstruction) else network
+    places: dict[Block, list[str]] = {}
+    for name, block in find_blocks(made).items():
+        places.setdefault(block, []).append(name)
+    if not places:
+        raise ConversionError(
+            f"save needs a network with blocks; got none in {type(made).__name__}. Pass the result of reconstruct, or "
+            "torch.save an ordinary network."
+        )
+    entries = []
+    for number, (block, names) in enumerate(places.items()):
+        entries.append(describe_block(block, names).as_dict())
+        if step is not None:
+            step(names[0], number + 1, len(places))
+    tensors, aliases = _tensors_of(made, dtype)
+    document = {
+        "blocks": entries, "folded": folded_places(made), "aliases": aliases,
+        "dtype": str(dtype or precision(made)).removeprefix("torch."),
+    }  # fmt: skip
+    write_tensors(Path(path), tensors, kind=KIND, format=FORMAT, document=document)
+    if isinstance(network, Reconstruction) and network.partial is not None:
+        partial.remove(network.partial)
+
+
+def load(
+    path: Path | str,
+    *,
+    into: nn.Module,
+    storage: str = "dense",
+    activation: nn.Module | None = None,
+    device: torch.device | str | None = None,
+    step: Step | None = None,
+) -> nn.Module:
+    """The saved network, on the architecture of `into`, in evaluation mode and in the precision of the file.
+
+    `into` is a fresh network of the target's architecture. It is copied, never changed, and its own weights do not
+    matter. `storage` is "dense" (frozen weights in memory) or "seed" (made again on every pass). `activation` has to be
+    given where the file knows it by name only. The network goes to `device`, or to that of `into`. Everything is
+    checked before anything is returned: checksum, format, architecture, sizes, and the digests of all frozen weights,
+    which takes as long as making them; `step` tells how far.
+    """
+    if storage not in STORAGES:
+        raise UnknownNameError("storage", str(storage), STORAGES)
+    document, tensors = read_tensors(Path(path), kind=KIND, format=FORMAT, cure=CURE)
+    entries, folded, full, dtype = _parse(document, tensors)
+    need_activation(entries, activation)
+    _need_architecture(into, entries, folded, full)
+    network = copy_network(into).to(dtype)
+    for number, entry in enumerate(entries):
+        prefix = f"{entry.name}." if entry.name else ""
+        own = {name.removeprefix(prefix): value for name, value in full.items() if name.startswith(prefix)}
+        layer = into.get_submodule(entry.name)
+        block = make_block(entry, own, layer=layer, storage=storage, activation=activation)
+        for place in entry.places:
+            network = swap(network, place, block)
+        if step is not None:
+            step(entry.name, number + 1, len(entries))
+    for place in folded:
+        swap(network, place, FoldedNorm())
+    rest = _outside(network.state_dict(keep_vars=True), [place for entry in entries for place in entry.places])
+    for name, value in rest.items():
+        value.data = full[name].to(value.device)  # the tensor stays the same, so that what is tied stays tied
+    goal = device if device is not None else next((p.device for p in into.parameters()), torch.device("cpu"))
+    return network.to(goal).eval()
+
+
+def _tensors_of(network: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of the network that is not frozen, once, and the other names under which tied ones are known."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in network.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ConversionError(
+                f"save needs a network whose state is dense tensors; got {type(value).__name__} at {name!r}. Keep "
+                "such state outside the network."
+            )
+        if id(value) in first:
+            aliases[name] = first[id(value)]
+            continue
+        first[id(value)] = name
+        stored = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if dtype is not None and value.is_floating_point():
+            cast = stored.to(dtype)
+            if not torch.equal(torch.isfinite(cast), torch.isfinite(stored)):
+                raise ValueRangeError(f"{name!r} needs to fit into {dtype}; it overflows. Save it as torch.float64.")
+            stored = cast
+        tensors[name] = stored
+    return tensors, aliases
+
+
+def _parse(
+    document: Mapping[str, object], tensors: Mapping[str, Tensor]
+) -> tuple[list[BlockEntry], list[str], dict[str, Tensor], torch.dtype]:
+    """(blocks, folded places, tensors under all their names, precision), each of its type."""
+    blocks, folded, aliases, dtype = (document.get(name) for name in ("blocks", "folded", "aliases", "dtype"))
+    kind = next((one for one in PRECISIONS if str(one) == f"torch.{dtype}"), None)
+    if kind is None:
+        raise FormatError(f"a {KIND} needs a precision; the file has {dtype!r:.40}. {CURE}")
+    if not isinstance(blocks, list) or not isinstance(folded, list) or not isinstance(aliases, dict):
+        raise FormatError(f"a {KIND} needs its blocks, folded norms and tied tensors; the file lacks some. {CURE}")
+    if not all(isinstance(name, str) for name in (*folded, *aliases.values())) or not {*aliases.values()} <= {*tensors}:
+        raise FormatError(f"a {KIND} needs names for folded norms and tied tensors; the file has others. {CURE}")
+    full = {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
+    return [parse_entry(block) for block in blocks], folded, full, kind
+
+
+def _need_architecture(
+    into: nn.Module, entries: list[BlockEntry], folded: list[str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises unless the network has a layer wherever a block belongs, and every other tensor in its shape."""
+    if any(x.is_meta for x in (*into.parameters(), *into.buffers())):
+        raise ValueRangeError(
+            "load needs into= on a real device; got one on meta. Make it without torch.device('meta')."
+        )
+    modules = dict(into.named_modules(remove_duplicate=False))
+    blocks = [place for entry in entries for place in entry.places]
+    wrong = []
+    for place in (*blocks, *folded):
+        kinds = nn.modules.batchnorm._BatchNorm if place in folded else (*LINEAR, *CONVOLUTIONS)
+        if not isinstance(modules.get(place), kinds):
+            got = type(modules[place]).__name__ if place in modules else "nothing"
+            wrong.append(f"{place!r} is {got} instead of {'a batch norm' if place in folded else 'Linear or Conv'}")
+    if not blocks or len({*blocks, *folded}) < len([*blocks, *folded]):
+        wrong.append("the file has no blocks, or two at one place")
+    replaced = (*blocks, *folded)
+    own = {name: _form(value) for name, value in _outside(into.state_dict(), replaced).items()}
+    stored = {name: _form(value) for name, value in _outside(tensors, replaced).items()}
+    for name in sorted(own.keys() | stored.keys()):
+        if own.get(name) != stored.get(name):
+            mine, theirs = own.get(name, "missing"), stored.get(name, "missing")
+            wrong.append(f"{name!r} is {mine} in the network and {theirs} in the file")
+    if wrong:
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise FormatError(
+            f"load needs a network of the architecture that was saved; {'; '.join(wrong[:4])}{more}. Pass into= a "
+            "fresh network, made as the target was."
+        )
+
+
+def _outside(tensors: Mapping[str, Tensor], places: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors that do not belong to a module at one of these places."""
+    inside = tuple(f"{place}." if place else "" for place in places)
+    return {name: value for name, value in tensors.items() if not name.startswith(inside)}
+
+
+def _form(value: object) -> str:
+    """Shape of a tensor, and its type unless it is floating: precision is the file's."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{tuple(value.shape)}" if value.is_floating_point() else f"{tuple(value.shape)} {value.dtype}"

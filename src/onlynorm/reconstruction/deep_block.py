@@ -1,0 +1,209 @@
+"""The block of the deep construction: many narrow frozen layers, each fed a slice of the input through a skip.
+
+    v_1 = phi(norm_1(W_1 x_1)),   v_i = phi(norm_i(W_i (v_{i-1} + A_i x_i))),   y = W norm_L(W_L (v_{L-1} + A_L x_L))
+
+x_i is the i-th slice of the input's channels, L the number of slices. No activation stands behind the last norm, and no
+norm behind the last frozen layer W: the shift of norm_L brings in the bias. What the paper writes W_1 A_1 is one frozen
+W_1 here, because nothing stands between the two. The kernel of a convolution sits in W_1 and in the skips A_i, all with
+the target's stride and padding; every other frozen layer is 1 x 1.
+
+An activation that is a line of gain one where it is used (identity, ReLU, LeakyReLU, PReLU, ELU, CELU, SELU) needs
+nothing else. Every other one shrinks or stretches v_i against the skips, so the block then begins with a norm of the
+input that gives the skips the same gain. The papers treat ReLU only and do not need it.
+
+Theory: giannou2023:thm-2, giannou2023:remark-2, giannou2023:remark-9
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onlynorm.features import Features
+from onlynorm.reconstruction.activations import Ray, known
+from onlynorm.reconstruction.blocks import (
+    Block,
+    explicit_padding,
+    options_from_settings,
+    plain_layer,
+    source_from_settings,
+    source_settings,
+)
+from onlynorm.reconstruction.deep_slices import whole_map
+from onlynorm.reconstruction.norms import Norm, affine, make_norm, normalise
+
+EVERYTHING = slice(None)
+
+
+class DeepBlock(Block):
+    """A layer rebuilt by narrow frozen layers with skips: called like the Linear or Conv it replaces.
+
+    `layers[0]` holds W (left) and W_1 (right), `layers[i]` the next W_i (left) and A_i (right). `low` and `high` bound
+    what each activation may see, and inside it is slope * z + offset. `input_norm` is None where gains are one.
+    """
+
+    kind = "deep"
+    low: Tensor
+    high: Tensor
+    slope: Tensor
+    offset: Tensor
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        layers: list[Features],
+        *,
+        activation: nn.Module | None = None,
+        norms: str = "batch",
+        storage: str = "dense",
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        self.options, self.layers, self.norms, self.storage = options, layers, norms, storage
+        self.activation = activation or nn.Identity()
+        self.axes = len(layers[0].shape) - 2
+        self.padding = explicit_padding(options) if self.axes else ()
+        self.width = layers[0].n_features
+        made = [make_norm(norms, self.width, axes=self.axes, dtype=dtype) for _ in layers]
+        self.layer_norms = nn.ModuleList(made)
+        self.input_norm: Norm | None = None
+        if needs_input_norm(self.activation, len(layers)):
+            n_inputs = sum(one.shape[1] for one in layers)
+            self.input_norm = make_norm(norms, n_inputs, axes=self.axes, dtype=dtype)
+        shape = (len(layers), self.width)
+        for name, value in (("low", -torch.inf), ("high", torch.inf), ("slope", 1.0), ("offset", 0.0)):
+            self.register_buffer(name, torch.full(shape, value, dtype=dtype))
+        if storage == "dense":
+            for i, one in enumerate(layers):
+                self.register_buffer(f"left_{i}", one.left().to(dtype), persistent=False)
+                self.register_buffer(f"right_{i}", one.right().to(dtype), persistent=False)
+
+    def extra_repr(self) -> str:
+        first = self.layers[0]
+        return (
+            f"{first.name}, {len(self.layers)} layers of {self.width} features, slices of {first.shape[1]}, "
+            f"seed={first.seed}, layer={first.layer!r}, storage={self.storage!r}"
+        )
+
+    @property
+    def n_features(self) -> int:
+        return sum(one.n_features for one in self.layers)
+
+    def sources(self) -> list[Features]:
+        return self.layers
+
+    def settings(self) -> dict[str, Any]:
+        layers = [source_settings(one) for one in self.layers]
+        return {"options": self.options, "layers": layers, "norms": self.norms}
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> DeepBlock:
+        layers = [source_from_settings(one) for one in settings["layers"]]
+        options = options_from_settings(settings["options"])
+        return cls(options, layers, activation=activation, norms=settings["norms"], storage=storage)
+
+    def norm(self, i: int) -> Norm:
+        """The norm of layer i, counted from 0."""
+        norm: Any = self.layer_norms[i]
+        return norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+        batch = self.as_batch(x)
+        values: Tensor | None = None
+        for i in range(len(self.layers)):
+            values = self.normalised(i, self.hidden(i, batch, values))
+            if self.watch is not None:
+                self.watch(values.movedim(-1, 1), self.low[i], self.high[i], is_first=i == 0)
+            values = self.activated(i, values)
+        assert values is not None
+        made = values @ self.weights("left", 0).to(values.dtype).mT
+        if not self.axes:
+            return made.reshape(*x.shape[:-1], made.shape[-1])
+        made = made.movedim(-1, 1)
+        return made if x.ndim == self.axes + 2 else made[0]
+
+    def as_batch(self, x: Tensor) -> Tensor:
+        """The input as the frozen layers take it: padded, and through the input norm if there is one."""
+        batch = self.padded(x)
+        return batch if self.input_norm is None else normalise(self.input_norm, batch, EVERYTHING)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """The input as (samples, channels, *positions), with the target's padding."""
+        if not self.axes:
+            return x.reshape(-1, x.shape[-1])
+        batch = x if x.ndim == self.axes + 2 else x[None]
+        mode = self.options["padding_mode"]
+        return functional.pad(batch, self.padding, mode="constant" if mode == "zeros" else mode)
+
+    def hidden(self, i: int, batch: Tensor, values: Tensor | None) -> Float[Tensor, "samples *positions feat"]:
+        """What norm i receives of the padded batch and of the layer before, features last."""
+        start = sum(one.shape[1] for one in self.layers[:i])
+        skip = self.project(batch.narrow(1, start, self.layers[i].shape[1]), self.weights("right", i))
+        if values is None:
+            return skip
+        return (values + skip) @ self.weights("left", i).to(values.dtype).mT
+
+    def project(self, batch: Tensor, weight: Float[Tensor, "feat cols"]) -> Float[Tensor, "samples *positions feat"]:
+        """A linear map with the target's kernel, stride and dilation of a padded batch, features last."""
+        weight = weight.to(batch.dtype)
+        if not self.axes:
+            return batch @ weight.mT
+        kernel = weight.reshape(len(weight), batch.shape[1], *self.options["kernel_size"])
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[self.axes - 1]
+        made = convolve(batch, kernel, stride=self.options["stride"], dilation=self.options["dilation"])
+        return made.movedim(1, -1)
+
+    def normalised(self, i: int, hidden: Tensor) -> Tensor:
+        """Behind norm i, features last."""
+        return normalise(self.norm(i), hidden.reshape(-1, self.width), EVERYTHING).reshape(hidden.shape)
+
+    def activated(self, i: int, values: Tensor) -> Tensor:
+        """Behind the activation that follows norm i; none follows the last."""
+        made: Tensor = self.activation(values) if i < len(self.layers) - 1 else values
+        return made
+
+    def weights(self, side: str, i: int) -> Tensor:
+        """Frozen weights of layer i: `left` (rows, feat) or `right` (feat, cols)."""
+        if self.storage == "dense":
+            kept: Tensor = getattr(self, f"{side}_{i}")
+            return kept
+        one = self.layers[i]
+        return (one.right() if side == "right" else one.left()).to(self.low.device)
+
+    def is_reproducible(self) -> bool:
+        if self.storage != "dense":
+            return True
+        for i, one in enumerate(self.layers):
+            left, right = self.weights("left", i), self.weights("right", i)
+            if not torch.equal(left, one.left().to(left)) or not torch.equal(right, one.right().to(right)):
+                return False
+        return True
+
+    @torch.no_grad()
+    def to_plain(self) -> nn.Module:
+        """W E_L with E_i = slope_i scale_i (W_i (E_{i-1} + A_i S_i)), and what the shifts add."""
+        pairs = [affine(self.norm(i)) for i in range(len(self.layers))]
+        scale, shift = (torch.stack(values).double() for values in zip(*pairs, strict=True))
+        slope, offset = self.slope.double(), self.offset.double()
+        basis = torch.eye(sum(one.cols for one in self.layers)).to(scale)
+        constant = basis.new_zeros(len(basis), 1)
+        if self.input_norm is not None:
+            pair = torch.stack(affine(self.input_norm)).double()
+            factor, constant = pair.repeat_interleave(self.layers[0].n_kernel, 1)[..., None]
+            basis = basis * factor
+        basis = torch.cat([basis, constant], 1)
+        made = whole_map(self.weights, slope * scale, basis, constants=slope * shift + offset)
+        weight = made[:, :-1].reshape(len(made), -1, *self.layers[0].shape[2:])
+        return plain_layer(weight, made[:, -1], self.options).to(self.low)
+
+
+def needs_input_norm(activation: nn.Module | None, n_layers: int) -> bool:
+    """Whether the activations change the size of what they carry against the skips."""
+    line = known(activation)
+    return n_layers > 1 and not (isinstance(line, Ray) and line.edge in (0.0, -math.inf))

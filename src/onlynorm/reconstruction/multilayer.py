@@ -1,0 +1,121 @@
+"""The multilayer construction: one target layer from L = `n_layers` frozen layers in a row, by their L norms.
+
+A wide construction needs one layer with a feature per weight; here the same number of features is spread over L - 1
+hidden layers of about weights / (L - 1) features each: far narrower layers, at more multiplications per input, because
+the layers between them are dense (`tradeoff` shows both). Widths follow `solvers.multilayer.widths_for`; `excess` is
+the number of gammas over equations + L, 1.1 by default.
+
+`features` may be any random distribution. "orthogonal" needs the fewest steps, but a Haar matrix of n features takes
+n^3 operations to draw; for few and wide layers "he_normal" is as good.
+
+Read on in multilayer_block (the layers), multilayer_norms (their norms), solvers.multilayer (their gammas).
+
+Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.4
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from onlynorm.errors import ValueRangeError
+from onlynorm.features import Features, draw
+from onlynorm.features.registry import STRUCTURED
+from onlynorm.reconstruction.blocks import layer_options
+from onlynorm.reconstruction.costs import Costs, add_costs
+from onlynorm.reconstruction.multilayer_block import MultilayerBlock
+from onlynorm.reconstruction.multilayer_norms import choose_norms
+from onlynorm.reconstruction.ranges import Seen
+from onlynorm.reconstruction.recipe import Rebuilt, Recipe, construction
+from onlynorm.reconstruction.target import TargetLayer, weight_of
+from onlynorm.solvers.choose import product_rate
+from onlynorm.solvers.krylov import Progress
+from onlynorm.solvers.multilayer import DEFAULT_EXCESS, DENSE, solve_multilayer, widths_for
+from onlynorm.solvers.needs import need_tolerance
+from onlynorm.solvers.spectrum import condition_number
+
+STEPS = 20
+"""Steps of a solve, and below, inner iterations over the condition number at the start: medians of what was measured at
+1,024 to 9,216 equations and 3 to 10 layers, where the worst took 2.5 times as many."""
+ITERATIONS = 80
+HAAR_SECONDS = 2e-9
+"""Time per n^3 of an orthogonal n x n matrix, which is drawn without LAPACK."""
+
+
+def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+    """What the multilayer construction of this layer takes; steps and seconds are rough, from what was measured."""
+    return add_costs(_group_costs(layers, recipe) for layers in draw_layers(target, recipe))
+
+
+def draw_layers(target: TargetLayer, recipe: Recipe, *, device: torch.device | str = "cpu") -> list[list[Features]]:
+    """The frozen layers of every group, from the input on; nothing is computed yet."""
+    if recipe.features in STRUCTURED:
+        raise ValueRangeError(
+            f"the multilayer construction needs random features; got {recipe.features!r}, which fix their own number. "
+            "Use features='orthogonal' or 'he_normal'."
+        )
+    excess = DEFAULT_EXCESS if recipe.excess is None else recipe.excess
+    widths = widths_for(target.group_shape, n_layers=recipe.n_layers, excess=excess)
+    shapes = [(1, *target.group_shape[1:]), *((1, width) for width in widths)]
+    drawn = []
+    for group in range(target.groups):
+        name = f"{target.name}/group {group}" if target.groups > 1 else target.name
+        drawn.append([
+            draw(
+                recipe.features, shape, n_features=width, seed=recipe.seed, layer=f"{name}/source {i}",
+                density=recipe.density, device=device,
+            )
+            for i, (shape, width) in enumerate(zip(shapes, (*widths, target.group_shape[0]), strict=True), 1)
+        ])  # fmt: skip
+    return drawn
+
+
+@construction("multilayer", estimate=estimate, fields=("n_layers",))
+def build(
+    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, progress: Progress | None = None
+) -> Rebuilt:
+    """The block that computes the layer from frozen layers in a row. Theory: burkholz2024:thm-2.5"""
+    weight, bias = weight_of(layer)
+    block = MultilayerBlock(
+        layer_options(layer), draw_layers(target, recipe, device=weight.device), activation=recipe.activation,
+        norms=recipe.norms, storage=recipe.storage,
+    ).to(weight.device)  # fmt: skip
+    frozen = zip(*(block.weight(i).chunk(target.groups) for i in range(block.n_layers)), strict=True)
+    solutions = [
+        solve_multilayer(layers, part.flatten(1), tolerance=recipe.tolerance, progress=progress)
+        for layers, part in zip(frozen, weight.chunk(target.groups), strict=True)
+    ]
+    gammas = [torch.cat(parts) for parts in zip(*(solution.gammas for solution in solutions), strict=True)]
+    error = choose_norms(block, gammas, bias, seen=seen, window=recipe.window, margin=recipe.margin)
+    worst = max(solutions, key=lambda solution: solution.residual)
+    seconds = sum(solution.seconds for solution in solutions)
+    return Rebuilt(block, worst.method, worst.residual, error, seconds, worst.shortfall)
+
+
+def _group_costs(layers: list[Features], recipe: Recipe) -> Costs:
+    out, inp = layers[-1].n_features, layers[0].cols
+    widths = [one.n_features for one in layers]
+    equations, n_gammas = out * inp, sum(widths)
+    n_frozen = sum(one.n_features * one.cols for one in layers)
+    wanted = need_tolerance(recipe.tolerance)
+    condition = condition_number(equations, n_gammas)
+    # The factors of the Jacobian, and all frozen matrices once per step.
+    flops, factors = 4.0 * STEPS * (out + inp) * n_frozen, n_gammas * (out + inp)
+    if equations <= DENSE:
+        method, memory = "dense", 24 * equations**2 + 16 * factors
+        flops += STEPS * equations**2 * (2.0 * n_gammas + equations / 3.0)
+        seconds = flops / product_rate(torch.float64)
+    else:
+        method, memory = "matrix-free", 36 * factors + 64 * equations
+        inner = 4.0 * ITERATIONS * condition * equations * n_gammas / product_rate(torch.float32)
+        seconds = flops / product_rate(torch.float64) + inner
+    if recipe.features == "orthogonal":
+        seconds += HAAR_SECONDS * sum(max(one.n_features, one.cols) * one.cols**2 for one in layers)
+    missing = equations + len(layers) - 1 - n_gammas
+    note = f"{missing} features too few: the closest product" if missing > 0 else ""
+    return Costs(
+        equations, n_gammas - out, 2 * n_gammas, n_frozen, memory + 8 * n_frozen, condition,
+        math.sqrt(missing / equations) if missing > 0 else wanted, seconds, n_frozen, method, note,
+    )  # fmt: skip

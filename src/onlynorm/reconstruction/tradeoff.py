@@ -1,0 +1,105 @@
+"""`tradeoff`: width against depth at equal exactness, a row per number of frozen layers.
+
+Both papers discuss it and neither draws it: L layers need about weights / (L - 1) features each instead of one per
+weight, with as many norm parameters in all, but the dense layers between them cost multiplications and frozen numbers.
+
+Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.2
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from onlynorm.errors import ShapeError
+from onlynorm.features import draw
+from onlynorm.features.streams import Stream
+from onlynorm.solvers.multilayer import DEFAULT_EXCESS, solve_multilayer, widths_for
+
+N_LAYERS = (2, 3, 4, 6, 10)
+
+
+@dataclass(frozen=True)
+class DepthRow:
+    """What L frozen layers take; `residual` and `seconds` were measured at a smaller size, None where not asked for.
+
+    `width` is that of the widest hidden layer.
+    """
+
+    n_layers: int
+    width: int
+    n_norm_parameters: int
+    n_frozen: int
+    residual: float | None = None
+    seconds: float | None = None
+
+    @property
+    def n_multiplications(self) -> int:
+        """Per output position: with the kernel in the first layer every frozen number is used once."""
+        return self.n_frozen
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """Width against depth for a target of one shape."""
+
+    shape: tuple[int, ...]
+    excess: float
+    rows: tuple[DepthRow, ...]
+    measured: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        small = "" if self.measured is None else f"; residual and seconds measured at {self.measured}"
+        lines = [f"a {self.shape} target at excess {self.excess:g}{small}"]
+        for row in self.rows:
+            line = (
+                f"{row.n_layers:3d} layers: {row.width:,} wide, {row.n_norm_parameters:,} norm parameters, "
+                f"{row.n_frozen:,} frozen numbers, as many multiplications"
+            )
+            lines.append(line if row.residual is None else f"{line}, {row.residual:.1e} in {row.seconds:.2g} s")
+        return "\n".join(lines)
+
+
+def tradeoff(
+    shape: Sequence[int],
+    n_layers: Sequence[int] = N_LAYERS,
+    *,
+    excess: float = DEFAULT_EXCESS,
+    measured: Sequence[int] | None = None,
+    features: str = "orthogonal",
+    seed: int = 0,
+) -> Tradeoff:
+    """Counts for a target (out, inp, *kernel) rebuilt by 2, 3, ... frozen layers, all exact at this excess.
+
+    With `measured`, a smaller shape, a random target of that shape is solved for every number of layers too.
+    """
+    if len(shape) < 2 or (measured is not None and len(measured) < 2):
+        raise ShapeError(
+            f"tradeoff needs shapes (out, inp, *kernel); got {tuple(shape)} and {measured}. Pass layer.weight.shape."
+        )
+    rows = []
+    for n in n_layers:
+        widths = (math.prod(shape[1:]), *widths_for(shape, n_layers=n, excess=excess), shape[0])
+        n_frozen = sum(before * after for before, after in itertools.pairwise(widths))
+        residual = seconds = None
+        if measured is not None:
+            residual, seconds = _measure(measured, n, excess, features, seed)
+        rows.append(DepthRow(n, max(widths[1:-1]), 2 * sum(widths[1:]), n_frozen, residual, seconds))
+    return Tradeoff(tuple(shape), excess, tuple(rows), None if measured is None else tuple(measured))
+
+
+def _measure(shape: Sequence[int], n_layers: int, excess: float, features: str, seed: int) -> tuple[float, float]:
+    """Residual and seconds of a Gaussian target."""
+    out, inp = shape[0], math.prod(shape[1:])
+    widths = (inp, *widths_for(shape, n_layers=n_layers, excess=excess), out)
+    weights = [
+        draw(features, (1, before), n_features=after, seed=seed, layer=f"tradeoff/source {i}").right()
+        for i, (before, after) in enumerate(itertools.pairwise(widths), 1)
+    ]
+    target = torch.from_numpy(Stream(seed, "tradeoff", "target").normals(0, out * inp)).reshape(out, inp)
+    solution = solve_multilayer(weights, target)
+    return solution.residual, solution.seconds

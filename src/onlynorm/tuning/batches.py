@@ -1,0 +1,171 @@
+"""Batches whose order and augmentation are pure functions of (seed, epoch): a killed run resumes where it was.
+
+Data come as tensors (inputs, labels), or as any map-style dataset of such pairs. `ImageFolder` reads a folder with one
+subfolder per class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.data import seeded
+from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError, ValueRangeError
+
+AUGMENTATIONS = ("none", "flip", "crop-flip")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+
+
+@runtime_checkable
+class Pairs(Sized, Protocol):
+    """Anything of known length that gives (input, label) by index."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class TensorPairs:
+    """Inputs and labels held as two tensors."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        if len(inputs) != len(labels) or not len(inputs):
+            raise ShapeError(
+                f"training needs as many labels as inputs, at least one; got {len(labels)} labels for {len(inputs)} "
+                "inputs. Pass tensors of one length."
+            )
+        self.inputs, self.labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+class ImageFolder:
+    """Images below a folder, one subfolder per class in the order of their names, scaled to one size and to [0, 1].
+
+    An image that cannot be read stops the run with its name, or is left out if `skip_unreadable`; `unreadable` lists
+    those that were left out. Each file is tried once at the start, so that a run does not fail hours later.
+    """
+
+    def __init__(self, folder: Path | str, *, size: int = 32, skip_unreadable: bool = False) -> None:
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise MissingDataError(
+                f"an image folder needs to be a folder; got {folder}. Pass the parent of the classes."
+            )
+        self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        self.size = size
+        self.unreadable: list[Path] = []
+        self._files: list[tuple[Path, int]] = []
+        for label, name in enumerate(self.classes):
+            for path in sorted((folder / name).rglob("*")):
+                if path.suffix.lower() in _SUFFIXES and self._is_readable(path, skip_unreadable):
+                    self._files.append((path, label))
+        if not self._files:
+            raise MissingDataError(
+                f"an image folder needs one subfolder of images per class; got no readable image below {folder}. "
+                f"Known endings: {', '.join(_SUFFIXES)}."
+            )
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self._files[index]
+        return self._read(path), label
+
+    def _is_readable(self, path: Path, skip: bool) -> bool:
+        try:
+            self._read(path)
+        except FormatError:
+            if not skip:
+                raise
+            self.unreadable.append(path)
+            return False
+        return True
+
+    def _read(self, path: Path) -> Float[Tensor, "3 size size"]:
+        from PIL import Image
+
+        try:
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
+        except Exception as error:  # Pillow raises a dozen kinds of errors on damaged files
+            raise FormatError(
+                f"an image folder needs images that can be read; {path} cannot ({error}). Remove it, or pass "
+                "skip_unreadable=True."
+            ) from error
+        return torch.from_numpy(pixels / 255.0).permute(2, 0, 1)
+
+
+def order_of(n_samples: int, *, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch visits the samples."""
+    return torch.randperm(n_samples, generator=_stream(seed, epoch, 0))
+
+
+def epoch_batches(
+    data: Pairs, *, batch_size: int, seed: int, epoch: int, skip: int = 0, rank: int = 0, world: int = 1
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(number of the batch, inputs, labels) of an epoch from batch `skip` on; each of `world` processes has a share."""
+    if batch_size < 1:
+        raise ValueRangeError(f"batch_size needs a positive whole number; got {batch_size}. Try 128.")
+    order = order_of(len(data), seed=seed, epoch=epoch)
+    for number in range(skip, n_batches(len(data), batch_size)):
+        chosen = order[number * batch_size : (number + 1) * batch_size][rank::world]
+        if len(chosen):
+            yield number, *collate(data, chosen.tolist())
+
+
+def n_batches(n_samples: int, batch_size: int) -> int:
+    """Batches of an epoch, the last one perhaps smaller."""
+    return -(-n_samples // batch_size)
+
+
+def collate(data: Pairs, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The chosen samples as one batch of inputs and one of labels."""
+    if isinstance(data, TensorPairs):
+        return data.inputs[list(chosen)], data.labels[list(chosen)]
+    pairs = [data[index] for index in chosen]
+    inputs = torch.stack([torch.as_tensor(pair[0]) for pair in pairs])
+    return inputs, torch.as_tensor([int(pair[1]) for pair in pairs])
+
+
+def augment(inputs: Tensor, how: str, *, seed: int, step: int) -> Tensor:
+    """Images (n, channels, height, width) flipped at random, or padded by an eighth, cropped and flipped."""
+    if how not in AUGMENTATIONS:
+        raise UnknownNameError("augmentation", how, AUGMENTATIONS)
+    if how == "none":
+        return inputs
+    if inputs.ndim != 4:
+        raise ShapeError(
+            f"augmentation needs images (n, channels, height, width); got {tuple(inputs.shape)}. Leave it out."
+        )
+    generator = _stream(seed, step, 1)
+    if how == "crop-flip":
+        inputs = _crop(inputs, max(1, inputs.shape[-1] // 8), generator)
+    flipped = torch.rand(len(inputs), generator=generator) < 0.5
+    return torch.where(flipped.to(inputs.device)[:, None, None, None], inputs.flip(-1), inputs)
+
+
+def _crop(images: Tensor, room: int, generator: torch.Generator) -> Tensor:
+    n, _, height, width = images.shape
+    padded = functional.pad(images, (room,) * 4)
+    down, right = (torch.randint(0, 2 * room + 1, (n, 1), generator=generator).to(images.device) for _ in range(2))
+    rows = down + torch.arange(height, device=images.device)
+    columns = right + torch.arange(width, device=images.device)
+    sample = torch.arange(n, device=images.device)[:, None, None]
+    return padded.movedim(1, -1)[sample, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
+
+
+def _stream(seed: int, position: int, purpose: int) -> torch.Generator:
+    """A generator for one epoch's order or one step's augmentation: far apart for neighbouring seeds and steps."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + purpose * 0x94D049BB133111EB) % 2**63
+    return seeded(mixed)

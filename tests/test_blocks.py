@@ -1,0 +1,186 @@
+"""Blocks against the layers they are made of, and the contract that files, verify and collapse rely on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onlynorm.features import draw
+from onlynorm.reconstruction.blocks import (
+    NormOnlyBlock,
+    explicit_padding,
+    find_blocks,
+    layer_options,
+    source_from_settings,
+    source_settings,
+)
+from onlynorm.reconstruction.low_rank import LowRankBlock
+from onlynorm.reconstruction.norms import set_affine
+from onlynorm.reconstruction.ranges import watching
+from onlynorm.reconstruction.residual import ResidualBlock
+
+ROUNDING = 1e-12
+"""Sums of a few hundred products of order one, in another order."""
+CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+
+
+def batch(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def make(layer: nn.Module, *, storage: str = "dense", kernel: str = "first", more: int = 0, **options: Any) -> Any:
+    """A block with arbitrary norms in place of the layer, with a source kernel that is larger by `more`."""
+    groups = getattr(layer, "groups", 1)
+    shape = (layer.weight.shape[0] // groups, layer.weight.shape[1], *(size + more for size in layer.weight.shape[2:]))
+    features = [draw("he_normal", shape, n_features=11, layer=f"{i}", kernel=kernel) for i in range(groups)]
+    cls = ResidualBlock if "place" in options else NormOnlyBlock
+    block = cls(layer_options(layer), features, activation=nn.ReLU(), storage=storage, **options)
+    fill(block)
+    return block
+
+
+def fill(block: NormOnlyBlock) -> None:
+    n, out = block.n_features, block.second_norm.num_features
+    set_affine(block.first_norm, batch(n), batch(n, seed=1) + 9.0, mean=batch(n, seed=2), variance=batch(n).square())
+    set_affine(block.second_norm, batch(out, seed=3), batch(out, seed=4))
+
+
+LAYERS = [
+    lambda: nn.Linear(5, 3),
+    lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1),
+    lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2),
+    lambda: nn.Conv2d(2, 3, 3, padding=2, padding_mode="circular"),
+    lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"),
+]
+
+
+def inputs_of(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return batch(4, weight.shape[1] * getattr(layer, "groups", 1), *(7,) * (weight.ndim - 2), seed=5)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kernel", ["first", "second"])
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_a_block_is_its_two_frozen_layers_its_norms_and_its_activation(layer: Any, kernel: str, more: int) -> None:
+    layer = layer()
+    block, inputs = make(layer, kernel=kernel, more=more), inputs_of(layer)
+    made, padded = [], inputs
+    if block.axes:
+        mode = layer.padding_mode
+        padding = explicit_padding(block.options, block.features[0].shape[2:])
+        padded = functional.pad(inputs, padding, mode="constant" if mode == "zeros" else mode)
+    for part, one in zip(padded.chunk(len(block.features), 1), block.features, strict=True):
+        weights = [one.first_weight(), one.second_weight()]
+        made.append((part, weights))
+    hidden = torch.cat([apply(block, weights[0], part, kernel == "first") for part, weights in made], 1)
+    hidden = torch.relu(block.first_norm(hidden)).chunk(len(made), 1)
+    parts = zip(hidden, made, strict=True)
+    wanted = torch.cat([apply(block, weights[1], h, kernel == "second") for h, (_, weights) in parts], 1)
+    assert torch.allclose(block(inputs), block.second_norm(wanted), rtol=ROUNDING, atol=ROUNDING)
+
+
+def apply(block: NormOnlyBlock, weight: Tensor, x: Tensor, holds_kernel: bool) -> Tensor:
+    if not block.axes:
+        return x @ weight.mT
+    stride, dilation = (block.options[name] if holds_kernel else 1 for name in ("stride", "dilation"))
+    return CONVOLVE[block.axes](x, weight, stride=stride, dilation=dilation)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("more", [0, 1, 2])
+@pytest.mark.parametrize("place", [None, "inside", "outside"])
+def test_the_plain_layer_computes_what_the_block_does(layer: Any, more: int, place: str | None) -> None:
+    layer = layer()
+    groups, (out, inp) = getattr(layer, "groups", 1), layer.weight.shape[:2]
+    skips = [draw("he_normal", (1, inp), n_features=out // groups, layer=f"skip {i}") for i in range(groups)]
+    options = {} if place is None else {"place": place, "skips": skips}
+    block, inputs = make(layer, more=more, **options), 0.1 * inputs_of(layer)
+    # Shifts of about nine keep the activation on its line.
+    set_affine(block.first_norm, batch(block.n_features), torch.full((block.n_features,), 9.0).double())
+    plain = block.to_plain()
+    assert type(plain) is type(layer)
+    assert torch.allclose(plain(inputs), block(inputs), rtol=ROUNDING, atol=ROUNDING)
+    if not more and block.axes:
+        assert layer_options(plain) == layer_options(layer)
+
+
+@pytest.mark.parametrize("place", [None, "inside"])
+def test_settings_make_the_same_block_again(place: str | None) -> None:
+    layer = nn.Conv2d(2, 3, 3, padding="same", padding_mode="reflect")
+    skips = [draw("uniform", (1, 2), n_features=3, layer="skip", seed=3)]
+    block = make(layer, more=1, **({} if place is None else {"place": place, "skips": skips}))
+    settings = json.loads(json.dumps(block.settings()))
+    for storage in ("dense", "seed"):
+        again = type(block).from_settings(settings, activation=nn.ReLU(), storage=storage)
+        again.load_state_dict(block.state_dict())
+        assert again.settings() == block.settings()
+        assert torch.equal(again(inputs_of(layer)), block(inputs_of(layer)))
+        assert [one.weights_digest() for one in again.sources()] == [one.weights_digest() for one in block.sources()]
+
+
+def test_sources_are_described_by_plain_words() -> None:
+    features = draw("er_sign", (3, 2, 3), n_features=7, seed=5, layer="x", kernel="second", density=0.25)
+    assert source_from_settings(json.loads(json.dumps(source_settings(features)))) == features
+    shared = draw("id_cond_minimal", (3, 4), shared_column=2)
+    assert source_from_settings(json.loads(json.dumps(source_settings(shared)))) == shared
+
+
+@pytest.mark.parametrize("features", ["he_normal", "id_cond", "ortho_cond"])
+def test_chunks_made_from_the_seed_give_the_same_bits(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onlynorm.reconstruction.blocks.CHUNK_BYTES", 3 * 20 * 8)
+    blocks = []
+    for storage in ("dense", "seed"):
+        block = NormOnlyBlock({}, [draw(features, (4, 3))], activation=nn.ReLU(), storage=storage)
+        fill(block)
+        blocks.append(block)
+    assert len(list(blocks[0].chunks(blocks[0].features[0], batch(20, 3)))) > 2
+    assert torch.equal(blocks[0](batch(20, 3)), blocks[1](batch(20, 3)))
+    assert not [name for name, _ in blocks[1].named_buffers() if name in ("left", "right")]
+
+
+def test_a_changed_frozen_weight_is_noticed_wherever_it_sits() -> None:
+    skips = [draw("he_normal", (1, 5), n_features=3)]
+    for name in ("right", "left", "skip"):
+        block = make(nn.Linear(5, 3), place="inside", skips=skips)
+        assert block.is_reproducible()
+        getattr(block, name)[1, 2] += 1e-12
+        assert not block.is_reproducible()
+    assert make(nn.Linear(5, 3), storage="seed", place="inside", skips=skips).is_reproducible()
+
+
+def test_blocks_inside_a_block_are_its_own_affair() -> None:
+    inner = LowRankBlock(make(nn.Linear(5, 2)), make(nn.Linear(2, 3)))
+    tied = make(nn.Linear(3, 3))
+    network = nn.Sequential(inner, nn.Sequential(tied, nn.ReLU()), tied)
+    assert find_blocks(network) == {"0": inner, "1.0": tied, "2": tied}
+    assert find_blocks(inner) == {"": inner}
+
+
+def test_samples_outside_the_range_are_counted_once_per_call() -> None:
+    block = make(nn.Linear(5, 3))
+    block.low.fill_(-1e3)
+    block.high.fill_(1e3)
+    block.high[7] = -1e4  # one feature is outside for every sample
+    with watching(block) as outside:
+        block(batch(6, 5))
+    assert outside.share == 1.0
+    block.high[7] = 1e3
+    inputs = batch(8, 5)
+    inputs[:2] *= 1e9
+    with watching(block) as outside:
+        block(inputs)
+        block(batch(8, 5))
+    assert outside.share == 2 / 16
+
+
+def test_the_text_of_a_block_names_its_source() -> None:
+    assert "he_normal, 22 features" in str(make(nn.Conv2d(4, 6, 3, groups=2)))
+    block = make(nn.Linear(5, 5), place="outside", skips=[])
+    assert "identity skip, norm outside" in str(block)

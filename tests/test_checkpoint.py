@@ -1,0 +1,402 @@
+"""Saved networks: the same bits again from seed and norms, and a clear error for every file that is not whole."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import onlynorm as on
+from onlynorm.errors import ConversionError, FormatError, StorageError, UnknownNameError, ValueRangeError
+from onlynorm.features import Features
+from onlynorm.models import mlp
+from onlynorm.reconstruction import checkpoint, constructions
+from onlynorm.reconstruction.blocks import find_blocks
+from onlynorm.storage import read_tensors, write_tensors
+
+
+def batch(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class Everything(nn.Module):
+    """Nested modules, a tied layer, a norm of its own, an embedding that is left, a buffer, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3))
+        self.shared = nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular", groups=3)
+        self.again = self.shared
+        self.embed = nn.Embedding(4, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("shift", torch.tensor([0.1, 0.2, 0.3]))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, 0.0]), persistent=False)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.stem(x))
+        h = h + torch.tanh(self.shared(h)) + self.again(h)
+        h = self.scale * h.mean((2, 3)) + self.embed(torch.tensor([1], device=h.device)) + self.shift
+        return self.head(h * torch.exp(self.mask))
+
+
+def trained(dtype: torch.dtype = torch.float64) -> Everything:
+    """A network whose every tensor differs from a fresh one's, always the same."""
+    network = Everything().to(dtype).eval()
+    with torch.no_grad():
+        for number, (name, value) in enumerate(network.state_dict().items()):
+            if value.is_floating_point():
+                noise = batch(*value.shape, seed=number).to(dtype)
+                value.copy_(1.0 + noise.abs() if name.endswith("var") else noise)
+    return network
+
+
+def rebuilt(network: nn.Module, inputs: Tensor, **options: Any) -> on.Reconstruction:
+    return on.reconstruct(network.eval(), inputs=inputs, **options)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a tiny network."""
+    path = tmp_path_factory.mktemp("small") / "net.safetensors"
+    on.save(rebuilt(mlp((3, 2, 2)).double(), batch(9, 3), activation=nn.ReLU()), path)
+    return path
+
+
+def fresh() -> nn.Sequential:
+    return mlp((3, 2, 2), seed=5)
+
+
+# ------------------------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("storage", ["dense", "seed"])
+def test_a_loaded_network_gives_the_same_bits(dtype: torch.dtype, storage: str, tmp_path: Path) -> None:
+    x = batch(8, 2, 5, 5).to(dtype)
+    target = trained(dtype)
+    result = rebuilt(target, x, activation=nn.ReLU())
+    on.save(result, tmp_path / "net.safetensors")
+    into = Everything()
+    before = copy.deepcopy(into.state_dict())
+    loaded = on.load(tmp_path / "net.safetensors", into=into, storage=storage)
+    assert torch.equal(loaded(x), result.network(x))
+    assert loaded.shared is loaded.again
+    assert {p.dtype for p in loaded.parameters()} == {dtype}
+    assert not any(m.training for m in loaded.modules())
+    assert on.verify(target, loaded, x).is_reproducible
+    assert isinstance(into.head, nn.Linear)
+    assert into.training
+    assert all(torch.equal(value, before[name]) for name, value in into.state_dict().items())
+
+
+@pytest.mark.parametrize("features", ["he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond"])
+@pytest.mark.parametrize("norms", ["batch", "affine"])
+def test_every_distribution_and_both_kinds_of_norms_come_back(features: str, norms: str, tmp_path: Path) -> None:
+    x = batch(20, 6)
+    network = rebuilt(mlp((6, 5, 4)).double(), x, features=features, norms=norms, activation=nn.LeakyReLU(0.2)).network
+    on.save(network, tmp_path / "net")
+    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4), seed=1))
+    assert torch.equal(loaded(x), network(x))
+    assert find_blocks(loaded)["0"].activation.negative_slope == 0.2
+
+
+@pytest.mark.parametrize("construction", sorted(constructions()))
+def test_every_construction_comes_back(construction: str, tmp_path: Path) -> None:
+    x = batch(20, 6)
+    network = rebuilt(mlp((6, 6, 6)).double(), x, construction=construction, activation=nn.ReLU()).network
+    on.save(network, tmp_path / "net")
+    for storage in ("dense", "seed"):
+        loaded = on.load(tmp_path / "net", into=mlp((6, 6, 6)), storage=storage)
+        assert torch.equal(loaded(x), network(x))
+        assert torch.equal(on.collapse(loaded)(x), on.collapse(network)(x))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [None, nn.GELU("tanh"), nn.Softplus(2.0, 15.0), nn.Hardtanh(-2.0, 3.0), nn.ELU(0.5), nn.PReLU(init=0.3), nn.Tanh()],
+    ids=lambda activation: type(activation).__name__,
+)
+def test_activations_of_torch_come_back_by_name(activation: nn.Module | None, tmp_path: Path) -> None:
+    x = batch(20, 6)
+    network = rebuilt(mlp((6, 5, 4)).double(), x, activation=activation).network
+    on.save(network, tmp_path / "net")
+    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4)))
+    assert str(find_blocks(loaded)["0"].activation) == str(find_blocks(network)["0"].activation)
+    assert torch.equal(loaded(x), network(x))
+
+
+class Bent(nn.Module):
+    """An activation of the user's own that looks at its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.asinh(x) if bool(torch.isfinite(x).all()) else x
+
+
+def test_an_activation_of_ones_own_is_handed_to_load(tmp_path: Path) -> None:
+    x = batch(20, 6)
+    network = rebuilt(mlp((6, 5, 4)).double(), x, activation=Bent()).network
+    on.save(network, tmp_path / "net")
+    assert torch.equal(on.load(tmp_path / "net", into=mlp((6, 5, 4)), activation=Bent())(x), network(x))
+    with pytest.raises(ValueRangeError, match=r"an activation of your own.*'Bent' only; got none.*activation="):
+        on.load(tmp_path / "net", into=mlp((6, 5, 4)))
+    with pytest.raises(ValueRangeError, match=r"needs the activation Bent; got ReLU"):
+        on.load(tmp_path / "net", into=mlp((6, 5, 4)), activation=nn.ReLU())
+
+
+def test_folded_norms_and_a_single_layer_come_back(tmp_path: Path) -> None:
+    x = batch(8, 2, 5, 5)
+    result = rebuilt(trained(), x, fold_norms=True)
+    assert result.folded == ("stem.1",)
+    on.save(result, tmp_path / "net")
+    assert torch.equal(on.load(tmp_path / "net", into=Everything())(x), result.network(x))
+    alone = rebuilt(nn.Linear(6, 4).double(), batch(9, 6)).network
+    on.save(alone, tmp_path / "alone")
+    assert torch.equal(on.load(tmp_path / "alone", into=nn.Linear(6, 4))(batch(9, 6)), alone(batch(9, 6)))
+
+
+def test_no_frozen_weight_is_in_the_file_and_the_bytes_are_always_the_same(tmp_path: Path) -> None:
+    x = batch(8, 2, 5, 5)
+    for number in range(2):
+        on.save(rebuilt(trained(), x, activation=nn.ReLU()), tmp_path / f"{number}")
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+    stored = safetensors.torch.load_file(tmp_path / "0")
+    network = rebuilt(trained(), x, activation=nn.ReLU()).network
+    assert stored.keys() < network.state_dict().keys()
+    largest = max(block.n_features for block in find_blocks(network).values())
+    assert max(value.numel() for value in stored.values()) == largest
+
+
+def test_numbers_may_be_stored_in_single_precision(tmp_path: Path) -> None:
+    x = batch(20, 6)
+    network = rebuilt(mlp((6, 5, 4)).double(), x, activation=nn.ReLU()).network
+    on.save(network, tmp_path / "net", dtype=torch.float32)
+    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4)).double())
+    assert torch.equal(loaded(x.float()), copy.deepcopy(network).float()(x.float()))
+    with pytest.raises(ValueRangeError, match=r"dtype needs one of torch.float64, .*got torch.int64"):
+        on.save(network, tmp_path / "net", dtype=torch.int64)
+    with torch.no_grad():
+        network[0].first_norm.weight[0] = 1e300
+    with pytest.raises(ValueRangeError, match=r"'0.first_norm.weight' needs to fit into torch.float32; it overflows"):
+        on.save(network, tmp_path / "net", dtype=torch.float32)
+
+
+def test_progress_is_told_block_by_block(small: Path) -> None:
+    said: list[tuple[str, int, int]] = []
+    on.load(small, into=fresh(), step=lambda *words: said.append(words))
+    assert said == [("0", 1, 2), ("2", 2, 2)]
+    said.clear()
+    on.save(on.load(small, into=fresh()), small.with_name("again"), step=lambda *words: said.append(words))
+    assert said == [("0", 1, 2), ("2", 2, 2)]
+
+
+# ------------------------------------------------------------------------------- files that are not whole
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_file_cut_or_altered_anywhere_is_refused(small: Path, data: st.DataObject) -> None:
+    whole = small.read_bytes()
+    position = data.draw(st.integers(0, len(whole) - 1))
+    damaged = bytearray(whole)
+    if data.draw(st.booleans(), label="cut"):
+        del damaged[position:]
+    else:
+        damaged[position] ^= data.draw(st.integers(1, 255), label="flip")
+    path = small.with_name("damaged")
+    path.write_bytes(damaged)
+    with pytest.raises(FormatError, match=r"needs a whole safetensors file written by onlynorm; damaged"):
+        on.load(path, into=fresh())
+
+
+def forge(small: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object], *, format: int = 1) -> Path:
+    """A file with another content and a checksum that holds."""
+    document, tensors = read_tensors(small, kind=checkpoint.KIND, format=1, cure="")
+    for name in ("sha256", "onlynorm", "format", "kind"):
+        del document[name]
+    change(document, tensors)
+    path = small.with_name("forged")
+    write_tensors(path, tensors, kind=checkpoint.KIND, format=format, document=document)
+    return path
+
+
+def source(document: dict[str, Any]) -> dict[str, Any]:
+    return document["blocks"][0]["settings"]["features"][0]
+
+
+def test_a_newer_format_says_so(small: Path) -> None:
+    with pytest.raises(FormatError, match=r"format 1 or older; forged has 2\. Update onlynorm"):
+        on.load(forge(small, lambda *_: None, format=2), into=fresh())
+
+
+def test_features_that_changed_are_noticed_by_their_digest(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FormatError, match=r"frozen weights with the digest .* its seed gives .*onlynorm that wrote it"):
+        on.load(forge(small, lambda document, _: source(document).update(seed=1)), into=fresh())
+    monkeypatch.setattr(Features, "weights_digest", lambda self: "another generator")
+    with pytest.raises(FormatError, match=r"block at '0' needs frozen weights with the digest"):
+        on.load(small, into=fresh())
+
+
+FIELDS = ("n_features", "shape", "seed", "name", "layer", "kernel", "density", "shared_column")
+ABSURD = (10**30, 10**12, -1, 0.5, "x", None, True, [], [10**9, 10**9], {}, [1] * 9)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (key, value) for key in FIELDS for value in ABSURD if (key, value) != ("density", None)
+    ],  # dense features have none
+)
+def test_absurd_features_are_refused_before_anything_is_allocated(small: Path, key: str, value: object) -> None:
+    path = forge(small, lambda document, _: source(document).update({key: value}))
+    with pytest.raises(FormatError, match=r"the block at '0' needs|needs a block at '0'"):
+        on.load(path, into=fresh())
+
+
+@pytest.mark.parametrize("name", ["he_normal", "id_cond", "ortho_cond", "orthogonal", "sparse_he_normal"])
+def test_huge_weights_are_refused_whatever_the_features(small: Path, name: str) -> None:
+    density = 0.5 if name == "id_cond" else None
+    shape = [10**6, 10**6]
+    path = forge(small, lambda document, _: source(document).update(name=name, shape=shape, density=density))
+    with pytest.raises(FormatError, match=r"features for \[1000000, 1000000\] with \d+ numbers in the norms"):
+        on.load(path, into=fresh())
+
+
+@pytest.mark.parametrize("key", ["blocks", "folded", "aliases", "dtype"])
+@pytest.mark.parametrize("value", [None, 3, "x", [1], {"a": 1}, {"a": [1]}, [[]], [{}]])
+def test_wrong_types_in_the_document_are_refused(small: Path, key: str, value: object) -> None:
+    with pytest.raises(FormatError, match=r"needs"):
+        on.load(forge(small, lambda document, _: document.update({key: value})), into=fresh())
+
+
+@pytest.mark.parametrize("key", ["places", "kind", "settings", "activation", "weights"])
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, [3], {"name": "ReLU"}, {"name": "eval", "arguments": {}}])
+def test_wrong_types_in_a_block_are_refused(small: Path, key: str, value: object) -> None:
+    def change(document: dict[str, Any], _: object) -> None:
+        document["blocks"][0][key] = value
+
+    if (key, value) == ("activation", None):
+        # Another activation is another function, but nothing a reader could notice.
+        assert isinstance(on.load(forge(small, change), into=fresh()), nn.Module)
+        return
+    kinds = (FormatError, ValueRangeError) if key == "activation" else FormatError
+    with pytest.raises(kinds, match=r"needs"):
+        on.load(forge(small, change), into=fresh())
+
+
+@pytest.mark.parametrize("key", ["blocks", "folded", "aliases", "dtype"])
+def test_missing_keys_are_refused(small: Path, key: str) -> None:
+    with pytest.raises(FormatError, match=r"needs"):
+        on.load(forge(small, lambda document, _: document.pop(key)), into=fresh())
+
+
+def test_missing_added_and_misshapen_tensors_are_refused(small: Path) -> None:
+    with pytest.raises(FormatError, match=r"first_norm.weight has shape None where the settings ask for"):
+        on.load(forge(small, lambda _, tensors: tensors.pop("0.first_norm.weight")), into=fresh())
+    with pytest.raises(FormatError, match=r"odd has shape \(1,\) where the settings ask for None"):
+        on.load(forge(small, lambda _, tensors: tensors.update({"0.odd": torch.ones(1)})), into=fresh())
+    with pytest.raises(FormatError, match=r"low has shape \(1, 1\) where"):
+        on.load(forge(small, lambda _, tensors: tensors.update({"0.low": torch.ones(1, 1)})), into=fresh())
+    with pytest.raises(FormatError, match=r"'odd' is missing in the network and \(1,\) in the file"):
+        on.load(forge(small, lambda _, tensors: tensors.update(odd=torch.ones(1))), into=fresh())
+
+
+def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
+    torch.save(mlp((3, 2)).state_dict(), tmp_path / "pickle")
+    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "plain")
+    (tmp_path / "empty").touch()
+    (tmp_path / "json").write_text(json.dumps({"sha256": "0" * 64}))
+    for name in ("pickle", "plain", "empty", "json"):
+        with pytest.raises(FormatError, match=rf"written by onlynorm; {name}"):
+            on.load(tmp_path / name, into=fresh())
+    with pytest.raises(StorageError, match=r"readable file; got No such file"):
+        on.load(tmp_path / "nothing", into=fresh())
+
+
+# ------------------------------------------------------------------------------- networks that do not fit
+
+
+@pytest.mark.parametrize(
+    ("into", "says"),
+    [
+        (mlp((3, 4, 2)), r"block at '0' .*out_features=4.* weights of \(2, 3\), gives \(1, 2\)"),
+        (mlp((4, 2, 2)), r"block at '0' .*in_features=4.*without the last channel"),
+        (mlp((2, 2, 2)), r"block at '0' .*in_features=2"),
+        (mlp((3, 2, 2, 2)), r"'4.bias' is \(2,\) in the network and missing in the file"),
+        (mlp((3, 2)), r"'2' is nothing instead of Linear or Conv"),
+        (nn.Sequential(nn.Conv1d(3, 2, 1), nn.ReLU(), nn.Linear(2, 2)), r"block at '0' .*Conv1d"),
+        (nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)), r"'1.bias' is \(2,\) .* missing in the"),
+        (nn.Sequential(nn.LayerNorm(3), nn.ReLU(), nn.Linear(2, 2)), r"'0' is LayerNorm instead of Linear or Conv"),
+    ],
+)
+def test_another_architecture_is_refused_with_what_differs(small: Path, into: nn.Module, says: str) -> None:
+    with pytest.raises(FormatError, match=says):
+        on.load(small, into=into)
+
+
+def test_a_rebuilt_network_and_one_without_numbers_are_no_fresh_networks(small: Path) -> None:
+    with pytest.raises(FormatError, match=r"'0' is NormOnlyBlock instead of Linear or Conv"):
+        on.load(small, into=on.load(small, into=fresh()))
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2))
+    with pytest.raises(ValueRangeError, match=r"into= on a real device; got one on meta"):
+        on.load(small, into=empty)
+    with pytest.raises(UnknownNameError, match=r"storage needs a known name; got 'disk'"):
+        on.load(small, into=fresh(), storage="disk")
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=r"a network with blocks; got none in Sequential"):
+        on.save(fresh(), tmp_path / "net")
+
+    class Keeper(nn.Sequential):
+        def get_extra_state(self) -> str:
+            return "words"
+
+        def set_extra_state(self, state: object) -> None:
+            pass
+
+    network = rebuilt(Keeper(nn.Linear(3, 2)).double(), batch(9, 3)).network
+    with pytest.raises(ConversionError, match=r"dense tensors; got str at '_extra_state'"):
+        on.save(network, tmp_path / "net")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------- disks and partial folders
+
+
+def test_a_full_disk_keeps_the_old_file(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "net"
+    result = rebuilt(mlp((3, 2, 2)).double(), batch(9, 3), partial=tmp_path / "net.partial")
+    path.write_bytes(small.read_bytes())
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"got No space left on device.*finished pieces are kept"):
+        on.save(result, path)
+    assert path.read_bytes() == small.read_bytes()
+    assert {found.name for found in tmp_path.iterdir()} == {"net", "net.partial"}
+    monkeypatch.undo()
+    on.save(result, path)
+    assert {found.name for found in tmp_path.iterdir()} == {"net"}
+
+
+def test_only_our_own_files_leave_a_partial_folder(tmp_path: Path) -> None:
+    result = rebuilt(mlp((3, 2, 2)).double(), batch(9, 3), partial=tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".layer-0001.safetensors.123.tmp").write_text("left by a kill")
+    on.save(dataclasses.replace(result), tmp_path / "net")
+    assert {found.name for found in tmp_path.iterdir()} == {"net", "notes.txt"}

@@ -1,0 +1,245 @@
+"""Every statement of giannou2023 and burkholz2024 has a check that comes to the verdict we state, and that can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onlynorm  # noqa: F401, the rooms register their checks on import
+from onlynorm import theorems
+from onlynorm.reconstruction import (
+    checks,
+    checks_activations,
+    checks_deep,
+    checks_linear,
+    checks_singular,
+    checks_sources,
+    checks_sparse,
+)
+from onlynorm.reconstruction.norms import Affine
+from onlynorm.theorems import Verdict
+
+HOLDS = """
+    giannou2023:remark-1 giannou2023:thm-1 giannou2023:cor-1 giannou2023:remark-2 giannou2023:thm-3 giannou2023:remark-3
+    giannou2023:thm-7 giannou2023:lemma-5 giannou2023:prop-1 giannou2023:lemma-7 giannou2023:remark-7
+    giannou2023:remark-8 giannou2023:remark-9 giannou2023:lemma-10 burkholz2024:composition"""
+CORRECTED = """
+    giannou2023:thm-2 giannou2023:thm-4 giannou2023:remark-11 burkholz2024:eq-3 burkholz2024:thm-2.4
+    burkholz2024:activations burkholz2024:thm-2.5"""
+VERDICTS = dict.fromkeys(HOLDS.split(), Verdict.HOLDS) | dict.fromkeys(CORRECTED.split(), Verdict.CORRECTED)
+SLOW = {
+    *("giannou2023:thm-2", "giannou2023:thm-3", "giannou2023:remark-3", "giannou2023:thm-4", "giannou2023:lemma-10"),
+    "burkholz2024:thm-2.5",
+}
+
+Spoil = Callable[[pytest.MonkeyPatch], None]
+
+
+def test_every_statement_of_both_papers_has_a_check() -> None:
+    own = [s.key for paper in ("giannou2023", "burkholz2024") for s in theorems.statements(paper)]
+    assert [key for key in own if not theorems.has_check(key)] == []
+    here = [key for key in own if ".reconstruction." in theorems.where(key) and not theorems.statement(key).restates]
+    assert sorted(here) == sorted(VERDICTS)
+
+
+def cases(*rows: tuple[Any, ...]) -> list[Any]:
+    """Rows of arguments, marked as slow where the check that stands first is."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in SLOW else []) for row in rows]
+
+
+@pytest.mark.parametrize("key", cases(*((key,) for key in VERDICTS)))
+def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
+    found = theorems.run_check(key)
+    assert found.verdict is VERDICTS[key], found.evidence
+    assert found.measured
+    assert all(math.isfinite(value) for value in found.measured.values())
+    assert re.search(r"\d", found.evidence)
+    if found.verdict is Verdict.CORRECTED:
+        assert theorems.statement(key).slips, "what is corrected is said"
+
+
+# Defects that the checks must notice, one each: wrong constants, wrong formulas, constructions that do not deliver.
+
+
+def one_feature_in_fifty_fewer(patch: pytest.MonkeyPatch) -> None:
+    rebuild = checks.rebuild
+    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 0.98}))
+
+
+def shifts_that_only_serve_the_sample(patch: pytest.MonkeyPatch) -> None:
+    rebuild = checks.rebuild
+    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"margin": 0.0}))
+
+
+def twice_the_features(patch: pytest.MonkeyPatch) -> None:
+    rebuild = checks.rebuild
+    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 2.0}))
+
+
+def padding_that_is_not_zero(patch: pytest.MonkeyPatch) -> None:
+    pad = checks.pad_equal
+
+    def pad_with_ones(network: nn.Sequential) -> nn.Sequential:
+        padded = pad(network)
+        padded[1].weight.data[-1] = 1.0
+        padded[4].weight.data[:, -1] = 1.0
+        padded[2].weight.data[-1] = 1.0
+        return padded
+
+    patch.setattr(checks, "pad_equal", pad_with_ones)
+
+
+def half_the_density(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks_sparse, "ENOUGH", 0.75)
+
+
+def a_threshold_of_the_order_of_theorem_3(patch: pytest.MonkeyPatch) -> None:
+    def density(shape: tuple[int, int], *, seed: int) -> float:
+        return math.sqrt(math.log(shape[0]) / shape[0])
+
+    patch.setattr(checks_sparse, "density_alive", density)
+    patch.setattr(checks_sparse, "density_full", density)
+    patch.setattr(checks_sparse, "is_full", lambda features: True)
+
+
+def half_of_p(patch: pytest.MonkeyPatch) -> None:
+    covers = checks_sparse._covers
+    patch.setattr(checks_sparse, "_covers", lambda *args, share, factor: covers(*args, share=share, factor=factor / 2))
+
+
+def a_bound_ten_times_as_large(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks_singular, "CONSTANTS", (5.0, 0.1, 0.5))
+
+
+def a_threshold_of_log_n(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks_singular, "lambertw", lambda n: complex(math.log(n)))
+
+
+def a_polynomial_that_is_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks_linear, "_polynomial", lambda seed, *, is_square: (2, torch.zeros(3, 3).numpy()))
+
+
+def a_fold_without_the_mean(patch: pytest.MonkeyPatch) -> None:
+    fold = checks_linear.fold
+
+    def wrong(norm: nn.BatchNorm1d) -> Affine:
+        made = fold(norm)
+        made.bias.data = norm.bias.data
+        return made
+
+    patch.setattr(checks_linear, "fold", wrong)
+
+
+def a_third_of_the_shift(patch: pytest.MonkeyPatch) -> None:
+    shift = checks_linear.activating_shift
+    patch.setattr(checks_linear, "activating_shift", lambda *args: shift(*args) / 3)
+
+
+def one_rank_less(patch: pytest.MonkeyPatch) -> None:
+    rebuild = checks_sources.rebuild
+
+    def wrong(target: nn.Sequential, **choices: Any) -> Any:
+        return rebuild(target, **choices | {"rank": max(1, choices.get("rank", 3) - 1)})
+
+    patch.setattr(checks_sources, "rebuild", wrong)
+
+
+def the_printed_right_hand_side(patch: pytest.MonkeyPatch) -> None:
+    solve = checks_sources._solve_outside
+    patch.setattr(checks_sources, "_solve_outside", lambda *args, as_printed: solve(*args, as_printed=True))
+
+
+def a_gamma_that_is_off(patch: pytest.MonkeyPatch) -> None:
+    solve = checks_deep._solve
+
+    def wrong(*args: Any) -> list[Fraction] | None:
+        found = solve(*args)
+        return found and [found[0] + Fraction(1, 10**12), *found[1:]]
+
+    patch.setattr(checks_deep, "_solve", wrong)
+
+
+def a_last_relu(patch: pytest.MonkeyPatch) -> None:
+    rebuild = checks_deep.rebuild
+
+    def with_relu(target: nn.Sequential, *, seed: int, **choices: Any) -> Any:
+        made, _ = rebuild(target, seed=seed, **choices)
+        network = nn.Sequential(made.network, nn.ReLU())
+        x = checks.unit_ball(64, 5, seed=seed)
+        with torch.no_grad():
+            error = float((network(x) - target(x)).norm() / target(x).norm())
+        return dataclasses.replace(made, network=network), error
+
+    patch.setattr(checks_deep, "rebuild", with_relu)
+
+
+def layers_that_do_not_fit_together(patch: pytest.MonkeyPatch) -> None:
+    rank = checks_deep.jacobian_rank
+    patch.setattr(
+        checks_deep, "jacobian_rank", lambda weights, *, seed: rank([*weights[:-1], 0 * weights[-1]], seed=seed)
+    )
+
+
+def the_printed_sum_of_the_second_layer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checks_activations.Source, "q2", property(lambda source: source.printed_q2))
+
+
+def the_printed_shift(patch: pytest.MonkeyPatch) -> None:
+    own = checks_activations.Source.with_activation
+
+    def wrong(source: Any, x: Tensor, activation: Any, line: Any, *, as_printed: bool = False) -> Tensor:
+        return own(source, x, activation, line, as_printed=True)
+
+    patch.setattr(checks_activations.Source, "with_activation", wrong)
+
+
+def a_cubic_constant_twice_as_good(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(checks_activations.CUBIC, "tanh", (1.0, 0.0, 6.0))
+
+
+def layers_a_thousand_times_worse(patch: pytest.MonkeyPatch) -> None:
+    find = checks_activations._find_line
+    patch.setattr(checks_activations, "_find_line", lambda phi, reach, tolerance: find(phi, reach, 1000 * tolerance))
+
+
+@pytest.mark.parametrize(
+    ("key", "spoil"),
+    cases(
+        ("giannou2023:thm-1", one_feature_in_fifty_fewer),
+        ("giannou2023:thm-1", shifts_that_only_serve_the_sample),
+        ("giannou2023:remark-1", twice_the_features),
+        ("giannou2023:remark-8", padding_that_is_not_zero),
+        ("giannou2023:thm-3", half_the_density),
+        ("giannou2023:remark-3", a_threshold_of_the_order_of_theorem_3),
+        ("giannou2023:lemma-10", half_of_p),
+        ("giannou2023:thm-4", a_bound_ten_times_as_large),
+        ("giannou2023:remark-11", a_threshold_of_log_n),
+        ("giannou2023:lemma-5", a_polynomial_that_is_zero),
+        ("giannou2023:prop-1", a_fold_without_the_mean),
+        ("giannou2023:lemma-7", a_third_of_the_shift),
+        ("giannou2023:cor-1", one_rank_less),
+        ("giannou2023:remark-7", one_rank_less),
+        ("giannou2023:thm-2", a_gamma_that_is_off),
+        ("giannou2023:remark-9", a_last_relu),
+        ("burkholz2024:eq-3", the_printed_right_hand_side),
+        ("burkholz2024:thm-2.5", layers_that_do_not_fit_together),
+        ("burkholz2024:thm-2.4", the_printed_sum_of_the_second_layer),
+        ("burkholz2024:thm-2.4", the_printed_shift),
+        ("burkholz2024:activations", a_cubic_constant_twice_as_good),
+        ("burkholz2024:composition", layers_a_thousand_times_worse),
+    ),
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_defect_turns_the_verdict(key: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch)
+    found = theorems.run_check(key)
+    assert found.verdict is Verdict.FAILS, found.evidence
+    assert "raised" not in found.evidence, "the numbers have to turn it, not an accident"

@@ -1,0 +1,225 @@
+"""Verification: how far two networks differ, which inputs leave the range, and where every number comes from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.models import mlp
+from onlynorm.reconstruction import collapse, reconstruct, verify
+from onlynorm.reconstruction.blocks import find_blocks
+from onlynorm.reconstruction.ranges import Box
+from onlynorm.reconstruction.verify import count_numbers
+
+
+def batch(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+X = batch(30, 6)
+
+
+def net() -> nn.Sequential:
+    return mlp((6, 5, 4)).double().eval()
+
+
+def rebuilt(network: nn.Module, inputs: Any = X, **options: Any) -> nn.Module:
+    return reconstruct(network, inputs=inputs, **options).network
+
+
+def moved(network: nn.Sequential, amount: float) -> nn.Sequential:
+    """The network with its first output moved by an amount."""
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        other[-1].bias[0] += amount
+    return other
+
+
+def test_errors_are_those_of_the_outputs() -> None:
+    network = net()
+    other = moved(network, 0.5)
+    check = verify(network, other, X)
+    wanted, made = network(X).detach(), other(X).detach()
+    assert check.max_error == pytest.approx(0.5, rel=1e-12)
+    assert check.relative_error == pytest.approx(float((made - wanted).norm() / wanted.norm()), rel=1e-12)
+    assert check.agreement == pytest.approx(float((made.argmax(1) == wanted.argmax(1)).double().mean()), rel=1e-12)
+    assert check.n_samples == 30
+    assert check.is_same(check.relative_error)
+    assert not check.is_same(0.99 * check.relative_error)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 30, 100])
+def test_batch_by_batch_is_the_same_as_at_once(batch_size: int) -> None:
+    network = net()
+    other = rebuilt(network, X[:5], excess=0.5)
+    told: list[tuple[int, int]] = []
+    whole = verify(network, other, X)
+    parts = verify(network, other, X, batch_size=batch_size, step=lambda *words: told.append(words))
+    assert parts.relative_error == pytest.approx(whole.relative_error, rel=1e-9)
+    assert (parts.agreement, parts.outside, parts.n_samples) == (whole.agreement, whole.outside, whole.n_samples)
+    assert told == [(min(done, 30), 30) for done in range(batch_size, 30 + batch_size, batch_size)]
+
+
+def test_samples_that_leave_the_range_are_counted_over_all_batches() -> None:
+    network = net()
+    other = rebuilt(network, activation=nn.ReLU())
+    mixed = torch.cat([X[:15], 100.0 * X[:15]])
+    assert verify(network, other, mixed, batch_size=4).outside == 0.5
+    assert verify(network, other, mixed).outside == 0.5
+
+
+def test_inputs_outside_the_certified_box_are_counted_and_said() -> None:
+    network = net()
+    box = Box(torch.full((6,), -4.0, dtype=torch.float64), torch.full((6,), 4.0, dtype=torch.float64))
+    other = rebuilt(network, box=box, activation=nn.ReLU())
+    inside = verify(network, other, X, box=box)
+    assert inside.outside_box == 0.0
+    assert "0.00 % outside the certified box" in str(inside)
+    shifted = torch.cat([X[:10], X[:20] + 100.0])
+    outside = verify(network, other, shifted, box=box)
+    assert outside.outside_box == pytest.approx(2 / 3)
+    assert outside.outside > 0.6
+    assert "66.67 % outside the certified box" in str(outside)
+    assert "certified" not in str(verify(network, other, X))
+    assert verify(network, other, X).outside_box is None
+    with pytest.raises(ShapeError, match=r"a box needs the shape of one sample, \(6,\); got \(5,\)"):
+        verify(network, other, X, box=Box(torch.zeros(5), torch.ones(5)))
+
+
+class Mixed(nn.Module):
+    """Tokens in; an embedding and a parameter that are left, norms of three kinds, a tied layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.place = nn.Parameter(torch.ones(6))
+        self.norm = nn.LayerNorm(6)
+        self.one = nn.Linear(6, 6)
+        self.two = self.one
+        self.batch_norm = nn.BatchNorm1d(6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.norm(self.embed(tokens).mean(1) + self.place)
+        return self.batch_norm(self.two(torch.tanh(self.one(h))))
+
+
+def test_every_number_is_from_the_seed_in_a_norm_or_listed() -> None:
+    network = Mixed().double().eval()
+    tokens = torch.arange(24).reshape(8, 3) % 7
+    other = rebuilt(network, tokens, activation=nn.ReLU())
+    check = verify(network, other, tokens)
+    n_features = find_blocks(other)["one"].n_features
+    assert check.n_frozen == n_features * 12
+    assert check.n_norm == 4 * n_features + 4 * 6 + 2 * 6 + 4 * 6  # two norms of the block, layer norm, batch norm
+    assert check.others == ("place", "embed.weight")
+    assert check.n_other == 6 + 42
+    assert check.is_reproducible
+    assert not check.is_only_norms
+    assert "48 neither (place, embed.weight)" in str(check)
+
+
+def test_a_network_of_linear_layers_becomes_a_seed_and_norms() -> None:
+    check = verify(net(), rebuilt(net(), activation=nn.ReLU()), X)
+    assert check.is_only_norms
+    assert check.n_other == 0
+    assert "every frozen tensor comes from the seed" in str(check)
+    assert "no others" in str(check)
+
+
+def test_the_parameter_of_an_activation_is_neither_norm_nor_frozen() -> None:
+    check = verify(net(), rebuilt(net(), activation=nn.PReLU()), X)
+    assert check.others == ("0.activation.weight",)
+    assert not check.is_only_norms
+
+
+def test_a_collapsed_network_has_no_frozen_numbers() -> None:
+    plain = collapse(rebuilt(net()))
+    n_frozen, n_norm, others = count_numbers(plain)
+    assert (n_frozen, n_norm) == (0, 0)
+    assert others == {"0.weight": 30, "0.bias": 5, "2.weight": 20, "2.bias": 4}
+
+
+def test_a_changed_frozen_weight_is_noticed() -> None:
+    other = rebuilt(net())
+    other[2].left[1, 1] += 1e-12
+    check = verify(net(), other, X)
+    assert not check.is_reproducible
+    assert not check.is_only_norms
+    assert "FROZEN TENSORS DIFFER" in str(check)
+
+
+def test_not_a_number_never_looks_like_agreement() -> None:
+    other = moved(net(), float("nan"))
+    for batch_size in (None, 4):
+        check = verify(net(), other, X, batch_size=batch_size)
+        assert check.max_error != check.max_error
+        assert not check.is_same(1e300)
+
+
+def test_outputs_of_one_number_per_sample_or_in_all_are_compared() -> None:
+    class Reduced(nn.Module):
+        def __init__(self, layer: nn.Module, axes: tuple[int, ...]) -> None:
+            super().__init__()
+            self.layer, self.axes = layer, axes
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mean(self.axes)
+
+    for axes, n_samples in (((1,), 30), ((0, 1), 1)):
+        network = Reduced(nn.Linear(6, 4).double(), axes)
+        check = verify(network, rebuilt(network), X)
+        assert check.is_same(1e-9)
+        assert check.n_samples == n_samples
+
+
+def test_precisions_may_differ() -> None:
+    network = net()
+    check = verify(network, copy.deepcopy(network).float(), X)
+    assert 1e-9 < check.relative_error < 1e-5
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("other", "inputs", "options", "kind", "says"),
+    [
+        (mlp((6, 3)), X, {}, ShapeError, r"one tensor of the same shape; got torch.Size\(\[30, 4\]\) and .*30, 3\]"),
+        (Pair(), X, {}, ShapeError, r"got torch.Size\(\[30, 4\]\) and tuple\. Wrap them so that they return their log"),
+        (net(), X.to("meta"), {}, ValueRangeError, r"verify needs inputs on the network's device, cpu; got meta"),
+        (net(), X[:0], {}, ValueRangeError, r"verify needs a batch of finite inputs; got shape \(0, 6\)"),
+        (net(), X / 0.0, {}, ValueRangeError, r"empty or with NaN or infinity"),
+        (net(), batch(30, 7), {}, ConversionError, r"take the inputs, \(30, 7\) float64"),
+        (net(), X, {"batch_size": 0}, ValueRangeError, r"batch_size needs a positive whole number; got 0"),
+        (nn.Sequential(nn.Dropout()), X, {}, ValueRangeError, r"verify needs a target in evaluation mode; got Dropout"),
+    ],
+)
+def test_bad_input_is_refused(
+    other: nn.Module, inputs: Any, options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        verify(net(), other, inputs, **options)
+
+
+def test_inputs_of_different_lengths_cannot_be_cut_into_batches() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+            return self.layer(x) + shift
+
+    network = Two().double().eval()
+    inputs = (X, batch(4))
+    other = rebuilt(network, inputs)
+    assert verify(network, other, inputs).is_same(1e-9)
+    with pytest.raises(ShapeError, match=r"same number of samples; got \[\(30, 6\), \(4,\)\]\. Leave batch_size out"):
+        verify(network, other, inputs, batch_size=8)
