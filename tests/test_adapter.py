@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -14,7 +16,15 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError, ShapeError, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.models import CifarResNet
-from onlynorm.tuning import Adapters, load_adapter, only_norms, read_adapter, save_adapter, take_adapter
+from onlynorm.tuning import (
+    Adapters,
+    apply_adapter,
+    load_adapter,
+    only_norms,
+    read_adapter,
+    save_adapter,
+    take_adapter,
+)
 
 
 class Channels(nn.Module):
@@ -211,6 +221,19 @@ def test_the_wrong_base_is_refused_and_the_difference_named(tmp_path: Path) -> N
         load_adapter(make().append(nn.PReLU()), tmp_path / "a.safetensors")
     with pytest.raises(ConversionError, match=r"the model has none for 1\.bias"):
         load_adapter(nn.Sequential(nn.Conv2d(3, 4, 3)), tmp_path / "a.safetensors")
+
+
+def test_one_hash_of_all_values_decides_and_the_marks_only_name_what_differs() -> None:
+    model, other = make(), make()
+    own = take_adapter(model)
+    marks = base64.b64decode(own.base)
+    assert len(marks) == 16 + 3 * 4, "sixteen bytes, and three for each weight and bias beside the norm's"
+    forged = base64.b64encode(bytes([marks[0] ^ 1]) + marks[1:]).decode()
+    with pytest.raises(ConversionError, match="of 4 tensors of this one some are others"):
+        apply_adapter(other, dataclasses.replace(own, base=forged))
+    for damaged in ("", "?", base64.b64encode(marks[:-1]).decode(), base64.b64encode(marks[:8]).decode()):
+        with pytest.raises(FormatError, match="a readable fingerprint"):
+            apply_adapter(other, dataclasses.replace(own, base=damaged))
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -63,6 +63,31 @@ class OldLayerNorm(nn.Module):
         self.beta = nn.Parameter(torch.zeros(size))
 
 
+class ABN(nn.Module):
+    """A short form as its name."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+
+class HeadLayerNorm(nn.Module):
+    """A scale for each channel of each head, as a matrix."""
+
+    def __init__(self, n_heads: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_heads, size))
+
+
+class PreNormEncoder(nn.Module):
+    """A wrapper with a norm in its name, whose layers are in a list."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([PreNorm(size)])
+
+
 class PreNorm(nn.Module):
     """A wrapper with a norm in its name: only the norm inside is one."""
 
@@ -98,6 +123,8 @@ class NormedLinear(nn.Module):
         (BatchNormAct2d(4), "batch", ("weight", "bias"), True, False),
         (GlobalResponseNorm(4), "other", ("weight", "bias"), False, False),
         (OldLayerNorm(4), "layer", ("gamma", "beta"), False, False),
+        (ABN(4), "batch", ("weight", "bias"), False, False),
+        (HeadLayerNorm(2, 2), "layer", ("weight",), False, False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -132,8 +159,10 @@ def test_what_has_nothing_to_tune_is_listed_with_the_reason(norm: nn.Module, rea
 
 
 def test_wrappers_and_layers_with_norm_in_their_name_are_no_norms() -> None:
-    found = find_norms(nn.ModuleDict({"a": PreNorm(4), "b": NormedLinear(4), "c": nn.Identity()}))
-    assert [n.name for n in found.norms] == ["a.norm"]
+    found = find_norms(
+        nn.ModuleDict({"a": PreNorm(4), "b": NormedLinear(4), "c": nn.Identity(), "d": PreNormEncoder(4)})
+    )
+    assert [n.name for n in found.norms] == ["a.norm", "d.layers.0.norm"]
     assert found.skipped == ()
 
 

@@ -238,3 +238,17 @@ def test_a_network_of_convolutions_takes_every_choice_at_once() -> None:
     assert verify(network, made.network, inputs).relative_error <= EXACT
     assert all(isinstance(made.network[i], Block) for i in (0, 2, 4))
     assert verify(network, made.network, 20.0 * inputs).outside == 1.0
+
+
+def test_windows_are_chosen_for_the_precision_of_the_network() -> None:
+    # Half-width h of a sigmoid's window: the cubic term costs h^2 / 12, rounding its offset eps / h. Both are about
+    # eps^(2/3) = 2.4e-5 at the best h, times the shares of some 20 features and three layers; a window made for float64
+    # drowns in rounding.
+    network, inputs = mlp((16, 24, 24, 10)).eval(), torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for precision in ("float64", None):
+        result = reconstruct(network, inputs=inputs, activation=nn.Sigmoid(), precision=precision)
+        errors[precision] = verify(network, result.network, inputs).relative_error
+    assert errors[None] <= 1e-2 < errors["float64"]
+    with pytest.raises(UnknownNameError, match=r"precision.*'float16'"):
+        reconstruct(network, inputs=inputs, precision="float16")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from onlynorm import theorems as registry
-from onlynorm.bench import Bench, RebuiltRow, ReconstructBench, Row
+from onlynorm.bench import Bench, RebuiltRow, ReconstructBench, Row, TuneBench, TuneRow
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record
 from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
@@ -35,6 +35,7 @@ REBUILT_COLUMNS = (
     "target %", "file", "seconds", "note",
 )  # fmt: skip
 REBUILT_WIDTH = 140
+TUNE_COLUMNS = ("model", "method", "step (ms)", "times ours", "extra memory", "trained", "kept", "drift", "note")
 GOAL_COLUMNS = ("goal", "measured", "met")
 WIDE = 110
 """Columns of a terminal from which on a plan is shown whole."""
@@ -92,7 +93,7 @@ def print_record(record: Record) -> None:
         screen.print(f"  {escape(reason)}", highlight=False)
 
 
-def print_bench(result: Bench | ReconstructBench) -> None:
+def print_bench(result: Bench | ReconstructBench | TuneBench) -> None:
     """A table of the rows, one of the papers' method if it was run, and one of the goals."""
     for columns, rows in _bench_tables(result):
         grid = make_table(*columns)
@@ -105,7 +106,7 @@ def print_bench(result: Bench | ReconstructBench) -> None:
         (Console(width=REBUILT_WIDTH) if is_cramped else screen).print(grid)
 
 
-def bench_markdown(result: Bench | ReconstructBench) -> str:
+def bench_markdown(result: Bench | ReconstructBench | TuneBench) -> str:
     """The same tables as text for a README."""
     blocks = []
     for columns, rows in _bench_tables(result):
@@ -114,25 +115,37 @@ def bench_markdown(result: Bench | ReconstructBench) -> str:
     return "\n\n".join(blocks)
 
 
-def _bench_tables(result: Bench | ReconstructBench) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+def _bench_tables(result: Bench | ReconstructBench | TuneBench) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
     """Heads and cells of every table of a benchmark; the last one has the goals."""
     tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
-    solved = result.rows if isinstance(result, Bench) else result.papers
-    if isinstance(result, ReconstructBench):
-        tables.append((REBUILT_COLUMNS, [_rebuilt_cells(row) for row in result.rows]))
-    tables.append((BENCH_COLUMNS, [_bench_cells(row) for row in solved]))
+    if isinstance(result, TuneBench):
+        tables.append((TUNE_COLUMNS, [_tune_cells(row) for row in result.rows]))
+    else:
+        solved = result.rows if isinstance(result, Bench) else result.papers
+        if isinstance(result, ReconstructBench):
+            tables.append((REBUILT_COLUMNS, [_rebuilt_cells(row) for row in result.rows]))
+        tables.append((BENCH_COLUMNS, [_bench_cells(row) for row in solved]))
     tables.append((GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals]))
     return tables
 
 
 def _bench_cells(row: Row) -> tuple[str, ...]:
-    def number(value: float, pattern: str) -> str:
-        return "-" if math.isnan(value) else format(value, pattern)
-
     return (
-        row.system, f"{row.excess:g}", row.method, number(row.seconds, ".3g"), number(row.ratio, ".3g"),
-        readable(row.memory), number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
+        row.system, f"{row.excess:g}", row.method, _number(row.seconds, ".3g"), _number(row.ratio, ".3g"),
+        readable(row.memory), _number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
     )  # fmt: skip
+
+
+def _tune_cells(row: TuneRow) -> tuple[str, ...]:
+    return (
+        row.model, row.method, _number(1e3 * row.seconds, ",.1f"), _number(row.ratio, ".2f"),
+        readable(row.memory) if row.memory else "-", f"{row.n_trained:,}" if row.is_run else "-",
+        f"{row.file_size:,} B" if row.is_run else "-", _number(row.drift, ".1e"), row.note,
+    )  # fmt: skip
+
+
+def _number(value: float, pattern: str) -> str:
+    return "-" if math.isnan(value) else format(value, pattern)
 
 
 def _rebuilt_cells(row: RebuiltRow) -> tuple[str, ...]:

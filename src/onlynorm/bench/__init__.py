@@ -2,6 +2,7 @@
 
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Goal, Row, bench_solve
+from onlynorm.bench.tune import TuneBench, TuneRow, bench_tune
 
 __all__ = [
     "DENSE",
@@ -17,6 +18,9 @@ __all__ = [
     "ReconstructBench",
     "Row",
     "Sizes",
+    "TuneBench",
+    "TuneRow",
     "bench_reconstruct",
     "bench_solve",
+    "bench_tune",
 ]

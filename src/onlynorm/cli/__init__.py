@@ -10,6 +10,7 @@ from onlynorm.cli.entry import app, main
 from onlynorm.cli import measure as measure
 from onlynorm.cli import plan as plan
 from onlynorm.cli import rebuild as rebuild
+from onlynorm.cli import tune as tune
 from onlynorm.cli import evidence as evidence
 # isort: on
 

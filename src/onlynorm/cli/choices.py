@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from onlynorm.data import Split, load_data
+from onlynorm.data import DATA_SETS, Split, load_data
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.models import ACTIVATIONS, BUILT_IN
 from onlynorm.reconstruction import Recipe
@@ -20,7 +20,7 @@ Weights = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="digits, cifar10, fashion_mnist, or a .safetensors or .npy file; the model's own if left out."),
+    typer.Option(help=f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; the model's own if left out."),
 ]
 Density = Annotated[float | None, typer.Option(help="Share of sparse frozen weights that are not zero.")]
 Seed = Annotated[int, typer.Option(help="Seed of the frozen weights.")]

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from onlynorm.bench import RECIPES, Bench, ReconstructBench, Sizes, bench_reconstruct, bench_solve
+from onlynorm.bench import (
+    RECIPES,
+    Bench,
+    ReconstructBench,
+    Sizes,
+    TuneBench,
+    bench_reconstruct,
+    bench_solve,
+    bench_tune,
+)
 from onlynorm.cli.entry import AsJson, Excess, FeaturesName, app, need_folder
 from onlynorm.demo import run_demo
 from onlynorm.errors import UnknownNameError
@@ -70,12 +79,14 @@ def demo(
 
 @app.command(
     epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench solve --markdown`, `onlynorm bench reconstruct "
-    "--features he_normal --images 100`"
+    "--features he_normal --images 100`, `onlynorm bench tune`"
 )
 def bench(
-    which: Annotated[str, typer.Argument(help="Which benchmark: solve or reconstruct.")] = "solve",
+    which: Annotated[str, typer.Argument(help="Which benchmark: solve, reconstruct or tune.")] = "solve",
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long.")] = False,
-    repeats: Annotated[int, typer.Option(help="solve: best of how many turns.", min=1)] = 3,
+    repeats: Annotated[
+        int | None, typer.Option(help="solve, tune: best of how many turns; 3 and 20 if left out.", min=1)
+    ] = None,
     features: Annotated[
         list[str] | None, typer.Option(help="reconstruct: kinds of features; all six if left out.")
     ] = None,
@@ -89,10 +100,13 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure onlynorm beside its competitors, in the same run; `reconstruct` resumes after a kill."""
-    result: Bench | ReconstructBench
+    result: Bench | ReconstructBench | TuneBench
     if which == "solve":
         with spinner("bench solve", hidden=False) as say:
-            result = bench_solve(quick=quick, repeats=repeats, progress=say)
+            result = bench_solve(quick=quick, repeats=repeats or 3, progress=say)
+    elif which == "tune":
+        with spinner("bench tune", hidden=False) as say:
+            result = bench_tune(quick=quick, repeats=repeats or 20, progress=say)
     elif which == "reconstruct":
         need_folder(out)
         usual = Sizes.quick() if quick else Sizes()
@@ -103,7 +117,7 @@ def bench(
                 on_row=lambda row: errors.print(f"{row.features}: {row.goal.measured}", highlight=False),
             )  # fmt: skip
     else:
-        raise UnknownNameError("benchmark", which, ("reconstruct", "solve"))
+        raise UnknownNameError("benchmark", which, ("reconstruct", "solve", "tune"))
     if as_json:
         print_json(result.as_dict())
     elif markdown:

@@ -85,6 +85,7 @@ def reconstruct(
     found = find_layers(rebuilt, strict=strict)
     share = None if error is None else _need_positive(error) / len(found.layers)
     recipe = _with_share(recipe, share, choices)
+    recipe = dataclasses.replace(recipe, precision=recipe.precision or str(precision(network)).removeprefix("torch."))
     kept = None
     if partial is not None:
         bounds = None if box is None else tensors_digest({"low": box.low, "high": box.high})

@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from onlynorm.reconstruction.activations import Ray, known
 from onlynorm.reconstruction.deep_block import DeepBlock
 from onlynorm.reconstruction.deep_slices import linear_maps
 from onlynorm.reconstruction.linearize import Window, linearize
 from onlynorm.reconstruction.norms import affine, set_affine
-from onlynorm.reconstruction.ranges import FREE_MARGIN, MARGIN, Seen, widen
+from onlynorm.reconstruction.ranges import Seen, default_margin, widen
 
 CERTIFIED = 1e-9
 """Share of the width that is added to certified ranges, for the rounding of the layers."""
@@ -102,7 +101,7 @@ def inner_ranges(
     Layers are linear on their windows, so each is one linear map of the input: intervals do not widen with depth.
     """
     if margin is None:
-        margin = FREE_MARGIN if isinstance(known(block.activation), Ray) else MARGIN
+        margin = default_margin(block.activation)
     basis = torch.eye(sum(one.cols for one in block.layers)).to(gammas)
     lows, highs = [], []
     for made in itertools.islice(linear_maps(block.weights, gammas, basis), len(gammas) - 1):

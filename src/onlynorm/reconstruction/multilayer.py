@@ -38,7 +38,7 @@ from onlynorm.solvers.spectrum import condition_number
 
 STEPS = 20
 """Steps of a solve, and below, inner iterations over the condition number at the start: medians of what was measured at
-1,024 to 9,216 equations and 3 to 10 layers, where the worst took 2.5 times as many."""
+1,024 to 9,216 equations and 3 to 10 layers, where the worst took three times as many."""
 ITERATIONS = 80
 HAAR_SECONDS = 2e-9
 """Time per n^3 of an orthogonal n x n matrix, which is drawn without LAPACK."""
@@ -108,7 +108,7 @@ def _group_costs(layers: list[Features], recipe: Recipe) -> Costs:
         flops += STEPS * equations**2 * (2.0 * n_gammas + equations / 3.0)
         seconds = flops / product_rate(torch.float64)
     else:
-        method, memory = "matrix-free", 36 * factors + 64 * equations
+        method, memory = "matrix-free", 52 * factors + 64 * equations
         inner = 4.0 * ITERATIONS * condition * equations * n_gammas / product_rate(torch.float32)
         seconds = flops / product_rate(torch.float64) + inner
     if recipe.features == "orthogonal":

@@ -19,11 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from onlynorm.reconstruction.activations import Cubic, Ray, Segment, known
 from onlynorm.reconstruction.linearize import linearize
 from onlynorm.reconstruction.multilayer_block import MultilayerBlock
 from onlynorm.reconstruction.norms import affine, set_affine
-from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, FREE_MARGIN, MARGIN, Ranges, Seen, widen
+from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, Ranges, Seen, default_margin, widen
 
 
 @torch.no_grad()
@@ -83,16 +82,9 @@ def _ranges(block: MultilayerBlock, carried: Float[Tensor, "feat cols"], seen: S
     mean = sums.sum(0) / count
     variance = (squares.sum(0) / count - mean.square()).clamp(min=0.0)
     if seen.box is None:
-        return Ranges(*widen(low, high, _margin(block.activation) if margin is None else margin), mean, variance)
+        return Ranges(*widen(low, high, default_margin(block.activation) if margin is None else margin), mean, variance)
     bounds = block.padded(seen.box.low.double()), block.padded(seen.box.high.double())
     centre = block.project((bounds[0] + bounds[1]) / 2, carried, is_first=True).movedim(1, 0).flatten(1)
     radius = block.project((bounds[1] - bounds[0]) / 2, carried.abs(), is_first=True).movedim(1, 0).flatten(1)
     low, high = (centre - radius).amin(1), (centre + radius).amax(1)
     return Ranges(*widen(low, high, CERTIFIED_MARGIN if margin is None else margin), mean, variance)
-
-
-def _margin(activation: nn.Module) -> float:
-    """As much room as the activation gives for next to nothing."""
-    found = known(activation)
-    is_free = isinstance(found, Ray | Segment) or (isinstance(found, Cubic) and found.offset == 0.0)
-    return FREE_MARGIN if is_free else MARGIN

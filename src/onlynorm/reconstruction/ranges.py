@@ -61,19 +61,22 @@ class Ranges:
 def find_ranges(block: NormOnlyBlock, seen: Seen, *, margin: float | None = None) -> Ranges:
     """The ranges of the block's features: calibrated on the batch, or certified if a box is given.
 
-    Without a margin it is `CERTIFIED_MARGIN` for a box; else `FREE_MARGIN` where room is cheap or leaving is dear (on a
-    piece that is a line, or a tangent without offset), and `MARGIN` for all other activations.
+    Without a margin it is `CERTIFIED_MARGIN` for a box, else `default_margin`.
     """
     if seen.box is not None:
         _need_inside(block, seen.inputs.double(), seen.box)
         bounds = certify(block, seen.box, margin=CERTIFIED_MARGIN if margin is None else margin)
         statistics = calibrate(block, seen.inputs.double(), margin=0.0)
         return Ranges(*bounds, statistics.mean, statistics.variance)
-    if margin is None:
-        found = known(block.activation)
-        is_free = isinstance(found, Ray | Segment) or (isinstance(found, Cubic) and found.offset == 0.0)
-        margin = FREE_MARGIN if is_free else MARGIN
-    return calibrate(block, seen.inputs.double(), margin=margin)
+    chosen = default_margin(block.activation) if margin is None else margin
+    return calibrate(block, seen.inputs.double(), margin=chosen)
+
+
+def default_margin(activation: nn.Module) -> float:
+    """`FREE_MARGIN` where room is cheap or leaving is dear (on a line, or a tangent without offset), else `MARGIN`."""
+    found = known(activation)
+    is_free = isinstance(found, Ray | Segment) or (isinstance(found, Cubic) and found.offset == 0.0)
+    return FREE_MARGIN if is_free else MARGIN
 
 
 @torch.inference_mode(False)

@@ -23,8 +23,9 @@ from onlynorm.solvers.krylov import Progress
 
 WIDTHS = ("maximum", "minimum")
 STORAGES = ("dense", "seed")
+PRECISIONS = ("float64", "float32")
 COMMON = frozenset({"construction", "features", "excess", "density", "seed", "activation", "norms", "storage",
-                    "tolerance", "window", "margin"})  # fmt: skip
+                    "tolerance", "window", "precision", "margin"})  # fmt: skip
 """Fields that every construction understands; the others belong to some of them only."""
 
 
@@ -39,6 +40,7 @@ class Recipe:
     - `storage`: "dense" keeps the frozen weights in memory, "seed" makes them again chunk by chunk on every pass.
     - `tolerance`: residual that every layer must reach, else an error; None aims at 1e-10 and reports.
     - `window`: error of the activation's linear piece, relative to the widest range of a feature.
+    - `precision`: "float32" or "float64", in which the network will run; windows are chosen for it. None: the target's.
     - `margin`: how much wider than the calibrated range the features may swing, as a share of its width; None: as
       much as the activation gives for next to nothing.
     - `kernel`: which frozen convolution holds the kernel, "first" or "second".
@@ -46,7 +48,7 @@ class Recipe:
     - `source_kernel`: kernel of the frozen convolution where it is larger than the target's.
     - `rank`, `rank_tolerance`: of the low-rank construction; None finds the rank to the tolerance.
     - `n_layers`: frozen layers of the multilayer construction.
-    - `narrow`: the k of the deep construction, features per layer in units of the target's width.
+    - `narrow`: inputs per slice of the deep construction, the paper's k.
     - `skip`: where the norm of a residual source stands, "inside" the branch or "outside" the sum.
     """
 
@@ -60,6 +62,7 @@ class Recipe:
     storage: str = "dense"
     tolerance: float | None = None
     window: float = 1e-10
+    precision: str | None = None
     margin: float | None = None
     kernel: str = "first"
     width: str = "maximum"
@@ -77,6 +80,7 @@ class Recipe:
             ("width", self.width, WIDTHS),
             ("kernel", self.kernel, ("first", "second")),
             ("skip", self.skip, ("inside", "outside")),
+            ("precision", self.precision or PRECISIONS[0], PRECISIONS),
         ):
             if value not in known:
                 raise UnknownNameError(what, str(value), known)

@@ -103,7 +103,8 @@ def settle(
     """The block with its norms set from the solutions and the ranges of its features, and the evidence."""
     need_room(block.padding, block.options, seen.inputs.shape)
     ranges = find_ranges(block, seen, margin=recipe.margin)
-    window = choose_norms(block, solutions, bias, ranges, window=recipe.window, unit_gain=unit_gain)
+    dtype = torch.float32 if recipe.precision == "float32" else torch.float64
+    window = choose_norms(block, solutions, bias, ranges, window=recipe.window, dtype=dtype, unit_gain=unit_gain)
     worst = max(solutions, key=lambda solution: solution.residual)
     return Rebuilt(
         block, worst.method, worst.residual, float(window.error_in_input.max()),
@@ -118,10 +119,12 @@ def choose_norms(
     ranges: Ranges,
     *,
     window: float,
+    dtype: torch.dtype = torch.float64,
     unit_gain: bool = False,
 ) -> Window:
     """Sets both norms of the block; returns the window in which the activation was placed.
 
+    `dtype` is the precision in which the block will run: where the activation has an offset, its rounding counts.
     `unit_gain` places it on a ray with gain one, for a second norm that must not undo any other.
     """
     gamma = torch.cat([solution.gamma for solution in solutions])
@@ -130,7 +133,7 @@ def choose_norms(
     if unit_gain:
         low, high = _as_wide_as_the_edge(block.activation, low, high)
     reach = float((high - low).max())
-    linear = linearize(block.activation, low, high, tolerance=window * max(reach, 1e-300), shared=True)
+    linear = linearize(block.activation, low, high, tolerance=window * max(reach, 1e-300), shared=True, dtype=dtype)
     scale = linear.scale.expand_as(gamma) * gamma
     set_affine(block.first_norm, scale, linear.shift.expand_as(gamma), mean=ranges.mean, variance=ranges.variance)
     gain = linear.gain.flatten()[0]

@@ -86,7 +86,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Descent:
-    """Where a descent ended: the gammas, the relative residual they leave, and what it took."""
+    """Where a descent ended: the gammas, the relative residual they leave, the count of steps, and inner iterations."""
 
     gammas: list[Tensor]
     residual: float
@@ -97,7 +97,7 @@ class Descent:
 def starts(n_layers: int, target: Float[Tensor, "out inp"]) -> list[tuple[float, int]]:
     """(tilt, seed of the signs or 0 for gamma = 1) of the descent, and of those that follow where one ends short."""
     gentle = GENTLE ** (1.0 / (n_layers - 1))
-    listed = [(gentle, 0), (STEEP, 0), (1.0 / STEEP, 1), (gentle, 2), (STEEP, 3)]
+    listed = [(gentle, 0), (STEEP, 0), (1.0 / STEEP, 1), (STEEP, 2), *((gentle, seed) for seed in range(3, 9))]
     has_low_rank = 2 * int(torch.linalg.matrix_rank(target)) <= min(target.shape)
     return [listed[1], listed[0], *listed[2:]] if has_low_rank else listed
 
@@ -110,12 +110,13 @@ def descend(
     tolerance: float,
     method: str,
     max_steps: int,
+    steps: int = 0,
     progress: Progress | None = None,
 ) -> Descent:
     """Where Levenberg-Marquardt leads from gamma = 1, or from the signs of this seed; no row of the target is zero.
 
     The rows of the target are brought to one size, `REACH` times that of the product at the start, and to its side:
-    factors that the outputs' own gammas take back. `method` is "dense" or "matrix-free".
+    factors that the outputs' own gammas take back. `method` is "dense" or "matrix-free". `steps` were taken before.
     """
     values = chain.start(seed)
     made = chain.product(values)
@@ -129,7 +130,7 @@ def descend(
         return max(relative(rest, scaled), relative(rest / factor, target))
 
     rest = made - scaled
-    damping, growth, steps, iterations = 0.3, 2.0, 0, 0
+    damping, growth, iterations = 0.3, 2.0, 0
     history = [left_over(rest)]
     system: Damped | None = None
     while history[-1] > tolerance and steps < max_steps:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.solvers.khatri_rao import KhatriRao
-from onlynorm.solvers.krylov import _conjugate_gradients as conjugate_gradients
+from onlynorm.solvers.krylov import conjugate_gradients
 
 MAX_ITERATIONS = 2000
 TRUSTED = 0.3
@@ -84,11 +84,10 @@ class KroneckerDamped:
     ) -> tuple[Float[Tensor, " feat"], Float[Tensor, "out inp"]] | None:
         """The step and what it makes, to a relative residual `tolerance` in the preconditioned norm."""
         scale = (self._model + shift).rsqrt()
-        rotated = self._left_basis.mT @ rest @ self._right_basis
-        rhs = scale * rotated
+        rhs = scale * (self._left_basis.mT @ rest @ self._right_basis)
         size = torch.linalg.vector_norm(rhs)
         while True:
-            y = scale * size * self._iterate((rhs / size), scale, shift, tolerance)
+            y = scale * size * self._iterate(rhs / size, scale, shift, tolerance)
             y = self._left_basis @ y @ self._right_basis.mT
             step = self._operator.transpose(y)
             made = self._operator.apply(step)

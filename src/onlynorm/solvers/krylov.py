@@ -144,19 +144,19 @@ def _correct(
     """
     if least_squares:
         rhs = rest.to(inner.dtype)
-        return _conjugate_gradients(
+        return conjugate_gradients(
             lambda g: inner.transpose(inner.apply(g)), rhs, 1, tolerance=tolerance, max_iterations=max_iterations
         )
     rhs = (whitening.forward(rest) if whitening else rest).to(inner.dtype)
     work = inner.scratch()
-    y, count, condition = _conjugate_gradients(
+    y, count, condition = conjugate_gradients(
         lambda p: inner.row_gram_apply(p, work=work), rhs, 2, tolerance=tolerance, max_iterations=max_iterations
     )
     y = y.to(operator.dtype)
     return operator.transpose(whitening.backward(y) if whitening else y), count, condition
 
 
-def _conjugate_gradients(
+def conjugate_gradients(
     gram: Callable[[Tensor], Tensor], rhs: Tensor, n_axes: int, *, tolerance: float, max_iterations: int
 ) -> tuple[Tensor, int, float]:
     """Solves gram(x) = rhs for every batch element; the last `n_axes` axes hold one vector.

@@ -24,6 +24,8 @@ _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = 
     (nn.GroupNorm, "group"),
 )
 _WORDS = (("batch", "batch"), ("instance", "instance"), ("rms", "rms"), ("group", "group"), ("layer", "layer"))
+_ENDINGS = (("GRN", "other"), ("BN", "batch"), ("LN", "layer"))
+"""Short forms with which class names end: global response norm, batch norm, layer norm."""
 _PLACES = ("norm", "bn", "ln")
 
 
@@ -116,13 +118,18 @@ def norm_kind(module: nn.Module) -> str | None:
     for known, kind in _KINDS:
         if isinstance(module, known):
             return kind
-    name = type(module).__name__.lower()
-    is_named = "norm" in name and "parametriz" not in type(module).__module__
-    if not is_named or any(list(child.parameters(recurse=False)) for child in module.children()):
+    class_name = type(module).__name__
+    name = class_name.lower()
+    short = next((kind for ending, kind in _ENDINGS if class_name.endswith(ending)), None)
+    is_named = ("norm" in name or short is not None) and "parametriz" not in type(module).__module__
+    if not is_named or any(True for child in module.children() for _ in child.parameters()):
         return None  # a wrapper around a norm and other layers: its children are visited on their own
+    kind = next((kind for word, kind in _WORDS if word in name), short or "other")
+    if kind != "other" and name.endswith("norm"):
+        return kind  # it may hold a matrix: a scale for each channel of each head
     if any(tensor.ndim > 1 and max(tensor.shape) != tensor.numel() for tensor in _own(module).values()):
         return None  # holds a matrix: a layer with a norm in its name
-    return next((kind for word, kind in _WORDS if word in name), "other")
+    return kind
 
 
 def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer | SkippedNorm:

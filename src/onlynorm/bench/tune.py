@@ -1,0 +1,218 @@
+"""Ways of tuning side by side: the time and memory of a step, what is trained, what must be kept, and what comes back.
+
+Everything is measured in one run on the same network and batch. Steps take turns and each way keeps its best. Memory is
+the peak of the first two steps, with gradients and the optimizer's state, above the level at which the network already
+lies there. The drift is the largest difference between outputs of the trained network and of one that was loaded again
+from what was kept, as a share of the largest output: training with batch norms in training mode moves their statistics,
+and who does not keep them gets another network back.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.bench.solve import Goal
+from onlynorm.bench.tune_subjects import Subject, subjects
+from onlynorm.bench.tuners import FULL, HALF, OURS, PEFT_LN, Full, Head, Ours, OursInHalf, PeftLN, PeftLora, Tuner
+from onlynorm.errors import MissingDataError
+from onlynorm.models import own_randomness
+from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
+from onlynorm.tuning import find_norms
+
+NOISE = 1.05
+"""A step counts as no slower up to this ratio: best times of equal steps differ by a few percent on a busy machine."""
+REPEATS = 20
+TUNERS: tuple[type[Tuner], ...] = (Ours, Full, Head, PeftLN, PeftLora)
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """One way of tuning one network; `ratio` is its step over ours (above one: ours is faster).
+
+    `has_statistics` says whether the network has running statistics.
+    """
+
+    model: str
+    method: str
+    seconds: float
+    ratio: float
+    memory: int
+    n_trained: int
+    file_size: int
+    drift: float
+    has_statistics: bool
+    note: str = ""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it was measured."""
+        return self.n_trained > 0
+
+
+@dataclass
+class TuneBench:
+    """All rows of one run; the goals follow from them."""
+
+    rows: list[TuneRow] = field(default_factory=list)
+
+    def find(self, model: str, method: str) -> TuneRow | None:
+        """The row of one way of tuning, or None if it was not run."""
+        return next((r for r in self.rows if (r.model, r.method) == (model, method) and r.is_run), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What tuning norms promises on each network, as far as this run measured it."""
+        return [goal for model in dict.fromkeys(row.model for row in self.rows) for goal in _goals(self, model)]
+
+    @property
+    def is_met(self) -> bool:
+        """Whether every goal that this run could measure was met."""
+        return all(goal.is_met for goal in self.goals)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+
+
+Progress = Callable[[str], None]
+
+
+def bench_tune(*, quick: bool = False, repeats: int = REPEATS, progress: Progress | None = None) -> TuneBench:
+    """Tunes every network in every way and judges the goals; `quick` takes tiny random networks."""
+    say = progress or (lambda _: None)
+    bench = TuneBench()
+    for name, make in subjects(quick=quick):
+        say(f"{name}: loading")
+        try:
+            subject = make()
+        except MissingDataError as error:
+            bench.rows.append(_not_run(name, "all", str(error)))
+        else:
+            bench.rows += measure_subject(subject, repeats=repeats, progress=say)
+    return bench
+
+
+def measure_subject(subject: Subject, *, repeats: int, progress: Progress) -> list[TuneRow]:
+    """The rows of one network; peers that are not installed get a row that says so."""
+    has_peft = importlib.util.find_spec("peft") is not None
+    kinds = [kind for kind in TUNERS if has_peft or not issubclass(kind, PeftLN)]
+    _Run(Full(subject)).step()  # what torch sets up once is nobody's memory
+    runs: list[_Run] = []
+    for kind in kinds:
+        progress(f"{subject.name}: {kind.name}, memory")
+        runs.append(_Run(kind(subject)))
+        runs[-1].measure_memory()
+    shuffled, dice = list(runs), random.Random(0)
+    for turn in range(repeats):
+        progress(f"{subject.name}: turn {turn + 1} of {repeats}")
+        dice.shuffle(shuffled)  # nobody has a fixed place, or always runs after the same one
+        for run in shuffled:
+            run.step()
+    rows = [run.row(runs[0].seconds) for run in runs]
+    ours = runs[0].tuner
+    assert isinstance(ours, Ours)
+    size, drift = keep(OursInHalf(ours))
+    half = replace(rows[0], method=HALF, seconds=math.nan, ratio=math.nan, memory=0, file_size=size, drift=drift)
+    rows.insert(1, replace(half, note="trained as above"))
+    missing = "not run: peft is not installed (`pip install onlynorm[bench]`)"
+    return rows + [_not_run(subject.name, kind.name, missing) for kind in TUNERS if kind not in kinds]
+
+
+class _Run:
+    """A tuner at work: its optimizer and its best step so far."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+        self.optimizer = torch.optim.AdamW(tuner.parameters(), lr=1e-3)
+        self.seconds, self.memory = math.inf, 0
+
+    def step(self) -> None:
+        """One step in training mode on the subject's batch."""
+        network, subject = self.tuner.network.train(), self.tuner.subject
+        with own_randomness(0):  # of dropout
+            start = time.perf_counter()
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(network(subject.inputs), subject.labels).backward()
+            self.optimizer.step()
+            self.seconds = min(self.seconds, time.perf_counter() - start)
+
+    def measure_memory(self) -> None:
+        """The peak of two steps, the first of which makes the optimizer's state."""
+        release_free_memory()
+        with MemoryMeter() as meter:
+            self.step()
+            self.step()
+        self.memory, self.seconds = meter.peak, math.inf  # the first steps are no fair times
+
+    def row(self, ours: float) -> TuneRow:
+        """What was measured, with the seconds of our own step to compare with."""
+        self.optimizer.zero_grad()
+        n_trained = sum(p.numel() for p in self.tuner.parameters())
+        size, drift = keep(self.tuner)
+        return TuneRow(
+            self.tuner.subject.name, self.tuner.name, self.seconds, self.seconds / ours, self.memory, n_trained, size,
+            drift, any(norm.has_statistics for norm in find_norms(self.tuner.subject.base).norms),
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def keep(tuner: Tuner) -> tuple[int, float]:
+    """(bytes kept, drift) of what was trained, saved, and loaded again onto a fresh copy of the base."""
+    probe = tuner.subject.probe
+    wanted: Tensor = tuner.network.eval()(probe)
+    with tempfile.TemporaryDirectory() as folder:
+        size = tuner.save(Path(folder))
+        again = tuner.reload(copy.deepcopy(tuner.subject.base), Path(folder)).eval()
+    found: Tensor = again(probe)
+    return size, float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def _not_run(model: str, method: str, why: str) -> TuneRow:
+    return TuneRow(model, method, math.nan, math.nan, 0, 0, 0, math.nan, False, why)
+
+
+def _goals(bench: TuneBench, model: str) -> Iterator[Goal]:
+    ours, half, theirs, full = (bench.find(model, method) for method in (OURS, HALF, PEFT_LN, FULL))
+    if ours is None or half is None or full is None:
+        return
+    yield Goal(
+        f"{model}: a reloaded network gives the same outputs to the last bit",
+        f"drift {ours.drift:.1e}",
+        ours.drift == 0.0,
+    )
+    yield Goal(
+        f"{model}: a step takes no longer than one of full fine-tuning, and no more memory",
+        f"{ours.seconds / full.seconds:.2f} of the time, {ours.memory / max(full.memory, 1):.2f} of the memory",
+        ours.seconds <= NOISE * full.seconds and ours.memory <= full.memory,
+    )
+    if theirs is None:
+        return
+    yield Goal(
+        f"{model}: a step takes no longer than one of PEFT's LN tuning",
+        f"{ours.seconds / theirs.seconds:.2f} of the time (up to {NOISE} counts as noise)",
+        ours.seconds <= NOISE * theirs.seconds,
+    )
+    yield Goal(
+        f"{model}: the adapter with statistics is no larger than PEFT's file of tensors",
+        f"{readable(ours.file_size)}, {ours.file_size / theirs.file_size:.2f} of it",
+        ours.file_size <= theirs.file_size,
+    )
+    # Without statistics PEFT's file is scales and shifts in float32 and their names: float16 is half of that, not less.
+    share, told = (1 / 3, "a third") if half.has_statistics else (0.6, "0.6")
+    yield Goal(
+        f"{model}: in float16 without statistics it is under {told} of PEFT's file",
+        f"{readable(half.file_size)}, {half.file_size / theirs.file_size:.2f} of it",
+        half.file_size < share * theirs.file_size,
+    )

@@ -1,0 +1,34 @@
+"""Data sets: digits, CIFAR-10 and CIFAR-100, Fashion-MNIST in their standard formats, teachers, files of your own.
+
+The data folder is `ONLYNORM_DATA`, else `shared/data` beside the checkout. Nothing is downloaded, and nothing that a
+file holds can run. The files read in the order: split, handwritten, plain_pickle, cifar, fashion,
+synthetic, files, corruptions.
+"""
+
+from onlynorm.data.cifar import CIFAR_MEAN, CIFAR_RECORD, CIFAR_STD, cifar10, cifar100
+from onlynorm.data.corruptions import CORRUPTIONS, corrupt
+from onlynorm.data.fashion import FASHION_MEAN, FASHION_STD, fashion_mnist
+from onlynorm.data.files import DATA_SETS, load_data
+from onlynorm.data.handwritten import digits
+from onlynorm.data.split import Split, find_data, seeded
+from onlynorm.data.synthetic import teacher
+
+__all__ = [
+    "CIFAR_MEAN",
+    "CIFAR_RECORD",
+    "CIFAR_STD",
+    "CORRUPTIONS",
+    "DATA_SETS",
+    "FASHION_MEAN",
+    "FASHION_STD",
+    "Split",
+    "cifar10",
+    "cifar100",
+    "corrupt",
+    "digits",
+    "fashion_mnist",
+    "find_data",
+    "load_data",
+    "seeded",
+    "teacher",
+]

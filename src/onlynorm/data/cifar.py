@@ -1,0 +1,132 @@
+"""CIFAR-10 and CIFAR-100, from their binary files or from those for Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onlynorm.data.plain_pickle import read_plain
+from onlynorm.data.split import Split, find_data
+from onlynorm.errors import FormatError, MissingDataError
+
+_PIXELS = 3 * 32 * 32
+CIFAR_RECORD = 1 + _PIXELS
+CIFAR_MEAN, CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""What the pretrained CIFAR networks were trained with."""
+
+
+def cifar10() -> Split:
+    """CIFAR-10 images (3, 32, 32), normalised by `CIFAR_MEAN` and `CIFAR_STD`, from however many batches are there.
+
+    The folder is `cifar-10-batches-bin`, or else `cifar-10-batches-py`.
+    """
+    folder, is_binary = _find("cifar-10-batches-bin", "cifar-10-batches-py")
+    ending = ".bin" if is_binary else ""
+    train = sorted(path for path in folder.glob(f"data_batch_*{ending}") if is_binary or not path.suffix)
+    if not train:
+        raise MissingDataError(
+            f"CIFAR-10 needs data_batch_1{ending} and so on in {folder.name}; got none. Copy one there."
+        )
+    files = [*train, folder / f"test_batch{ending}"]
+    parts = [
+        _read_binary(path, what="CIFAR-10", n_classes=10) if is_binary
+        else _read_python(path, what="CIFAR-10", labels="labels", n_classes=10)
+        for path in files
+    ]  # fmt: skip
+    train_inputs, train_labels = (torch.cat(column) for column in zip(*parts[:-1], strict=True))
+    return Split("cifar10", train_inputs, train_labels, *parts[-1])
+
+
+def cifar100(*, coarse: bool = False) -> Split:
+    """CIFAR-100 images (3, 32, 32), normalised as those of `cifar10`; 100 labels, or the 20 of its superclasses.
+
+    The folder is `cifar-100-binary`, or else `cifar-100-python`.
+    """
+    folder, is_binary = _find("cifar-100-binary", "cifar-100-python")
+    n_classes, column = (20, 0) if coarse else (100, 1)
+    name = "cifar100_coarse" if coarse else "cifar100"
+    if is_binary:
+        parts = [
+            _read_binary(folder / f"{part}.bin", what="CIFAR-100", n_classes=n_classes, n_labels=2, column=column)
+            for part in ("train", "test")
+        ]
+    else:
+        labels = "coarse_labels" if coarse else "fine_labels"
+        parts = [
+            _read_python(folder / part, what="CIFAR-100", labels=labels, n_classes=n_classes)
+            for part in ("train", "test")
+        ]
+    return Split(name, *parts[0], *parts[1])
+
+
+def _find(binary: str, python: str) -> tuple[Path, bool]:
+    """(folder, whether it has the binary files); the binary one if both or neither are there."""
+    try:
+        return find_data(binary), True
+    except MissingDataError:
+        try:
+            return find_data(python), False
+        except MissingDataError:
+            return find_data(binary), True  # the error names the folder to prefer
+
+
+def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, column: int = 0) -> tuple[Tensor, Tensor]:
+    """Images and labels of one binary file: records of label bytes and 3,072 pixel bytes."""
+    _need_file(path, what)
+    raw = np.fromfile(path, dtype=np.uint8)
+    record = n_labels + _PIXELS
+    if not raw.size or raw.size % record:
+        raise FormatError(
+            f"{path.name} needs whole records of {record} bytes; got {raw.size} bytes. Copy the file again."
+        )
+    records = torch.from_numpy(raw).reshape(-1, record)
+    labels = records[:, column].long()
+    _need_labels(labels, path, what, n_classes)
+    return _normalised(records[:, n_labels:]), labels
+
+
+def _read_python(path: Path, *, what: str, labels: str, n_classes: int) -> tuple[Tensor, Tensor]:
+    """Images and labels of one file for Python: a pickled dict with an array of pixels and a list of labels."""
+    _need_file(path, what)
+    found = read_plain(path.read_bytes(), name=path.name)
+    content: dict[Any, Any] = found if isinstance(found, dict) else {}
+    pixels, given = (content.get(key.encode(), content.get(key)) for key in ("data", labels))
+    is_sound = isinstance(pixels, np.ndarray) and pixels.shape[1:] == (_PIXELS,) and len(pixels) > 0
+    if not is_sound or not isinstance(given, list) or not all(type(label) is int for label in given):
+        raise FormatError(
+            f"{path.name} needs a dict with data, an array (n, {_PIXELS}) of bytes, and {labels}, a list of numbers; "
+            f"got {_keys(content) or type(found).__name__}. Copy the file again."
+        )
+    assert isinstance(pixels, np.ndarray)
+    if len(given) != len(pixels) or max(given) >= 2**31 or min(given) < 0:
+        raise FormatError(
+            f"{path.name} needs one label per image, {len(pixels)}; got {len(given)} labels. Copy the file again."
+        )
+    made = torch.tensor(given)
+    _need_labels(made, path, what, n_classes)
+    return _normalised(torch.from_numpy(np.array(pixels, order="C"))), made
+
+
+def _keys(content: dict[Any, Any]) -> str:
+    return ", ".join(repr(key)[:40] for key in list(content)[:5] if isinstance(key, bytes | str))
+
+
+def _normalised(pixels: Tensor) -> Tensor:
+    """Images from bytes, channel after channel, row after row."""
+    images = pixels.reshape(-1, 3, 32, 32).float() / 255.0
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
+    return (images - mean) / std
+
+
+def _need_file(path: Path, what: str) -> None:
+    if not path.exists():
+        raise MissingDataError(f"{what} needs {path.name} in {path.parent.name}; it is not there. Copy it there.")
+
+
+def _need_labels(labels: Tensor, path: Path, what: str, n_classes: int) -> None:
+    if int(labels.max()) >= n_classes:
+        raise FormatError(f"{path.name} needs labels from 0 to {n_classes - 1}; got {int(labels.max())}. Is it {what}?")

@@ -1,0 +1,103 @@
+"""`corrupt`: images with noise, blurred, with less contrast or inverted colours; pure functions of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.data.split import seeded
+from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+
+CORRUPTIONS = ("noise", "blur", "contrast", "invert")
+"""Corruptions by name."""
+MOST_SEVERE = 5.0
+_NOISE, _BLUR, _CONTRAST = 0.02, 0.2, 0.18
+"""What one unit of severity adds: standard deviation of the noise, pixels of the blur, share of the contrast lost."""
+
+
+def corrupt(
+    images: Float[Tensor, "n channels height width"],
+    kind: str,
+    *,
+    severity: float = 3.0,
+    seed: int = 0,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Float[Tensor, "n channels height width"]:
+    """The images with this corruption, from 0 (untouched) to 5, cut to the range of pixels; the given ones stay.
+
+    - "noise": gaussian noise of standard deviation 0.02 severity, drawn from the seed.
+    - "blur": a gaussian of 0.2 severity pixels, mirrored at the border.
+    - "contrast": each image moved towards its mean, 0.18 severity of the way.
+    - "invert": colours inverted above a brightness of 1 - severity / 5, which at 5 is all of them.
+
+    Pixels lie in [0, 1]; for images that were normalised by channel, give `mean` and `std`, and they are again after.
+    """
+    if kind not in CORRUPTIONS:
+        raise UnknownNameError("corruption", kind, CORRUPTIONS)
+    if not 0.0 <= severity <= MOST_SEVERE:
+        raise ValueRangeError(f"severity needs to lie in [0, 5]; got {severity}. Try 3.")
+    _need_images(images)
+    generator = seeded(seed)
+    shift, scale = _statistics(images, mean, std)
+    pixels = images * scale + shift
+    _need_pixels(pixels)
+    if severity == 0.0:
+        return images.clone()
+    if kind == "noise":
+        drawn = torch.randn(images.shape, generator=generator, dtype=torch.float64)
+        pixels = pixels + _NOISE * severity * drawn.to(images)
+    elif kind == "blur":
+        pixels = _blur(pixels, _BLUR * severity)
+    elif kind == "contrast":
+        pixels = pixels + _CONTRAST * severity * (pixels.mean((1, 2, 3), keepdim=True) - pixels)
+    else:
+        pixels = torch.where(pixels >= 1.0 - severity / MOST_SEVERE, 1.0 - pixels, pixels)
+    return (pixels.clamp(0.0, 1.0) - shift) / scale
+
+
+def _blur(pixels: Tensor, sigma: float) -> Tensor:
+    """A gaussian blur, rows and columns one after the other."""
+    reach = min(math.ceil(3.0 * sigma), min(pixels.shape[-2:]) - 1)  # a mirror shows no more than the image
+    steps = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    weights = torch.exp(-0.5 * (steps / sigma) ** 2)
+    kernel = (weights / weights.sum()).to(pixels)
+    n, channels, height, width = pixels.shape
+    rows = functional.pad(pixels.reshape(n * channels, 1, height, width), (reach,) * 4, mode="reflect")
+    rows = functional.conv2d(rows, kernel.reshape(1, 1, 1, -1))
+    return functional.conv2d(rows, kernel.reshape(1, 1, -1, 1)).reshape(n, channels, height, width)
+
+
+def _statistics(images: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+    """Shift and scale that turn the images into pixels, per channel."""
+    n_channels = images.shape[1]
+    shift, scale = ([0.0] * n_channels if mean is None else mean), ([1.0] * n_channels if std is None else std)
+    if len(shift) != n_channels or len(scale) != n_channels or not all(value > 0.0 for value in scale):
+        raise ShapeError(
+            f"mean and std need one number per channel, {n_channels}, and std positive ones; got {tuple(shift)} and "
+            f"{tuple(scale)}. Pass those the images were normalised by."
+        )
+    return tuple(torch.tensor(values).to(images).reshape(-1, 1, 1) for values in (shift, scale))  # type: ignore[return-value]
+
+
+def _need_images(images: Tensor) -> None:
+    if images.ndim != 4 or not images.is_floating_point() or not images.numel():
+        raise ShapeError(
+            f"corrupt needs floating-point images (n, channels, height, width); got {images.dtype} of shape "
+            f"{tuple(images.shape)}. Reshape them, and divide bytes by 255."
+        )
+
+
+def _need_pixels(pixels: Tensor) -> None:
+    low, high = float(pixels.min()), float(pixels.max())
+    slack = 1e-2 if pixels.dtype in (torch.float16, torch.bfloat16) else 1e-5  # of normalising and going back
+    if not (low >= -slack and high <= 1.0 + slack):
+        raise ValueRangeError(
+            f"corrupt needs pixels in [0, 1]; got values from {low:.3g} to {high:.3g}. Pass the mean and std that the "
+            "images were normalised by, such as CIFAR_MEAN and CIFAR_STD."
+        )

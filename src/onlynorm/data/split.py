@@ -1,0 +1,57 @@
+"""A data set cut in two, where data sets lie, and generators of one's own."""
+
+from __future__ import annotations
+
+import operator
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from onlynorm.errors import MissingDataError, ValueRangeError
+
+
+@dataclass(frozen=True)
+class Split:
+    """A data set cut into a part to learn from and a part to judge by; without labels, those are empty."""
+
+    name: str
+    train_inputs: Float[Tensor, "n_train ..."]
+    train_labels: Int[Tensor, " n_train"]
+    test_inputs: Float[Tensor, "n_test ..."]
+    test_labels: Int[Tensor, " n_test"]
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the part to judge by says what is right."""
+        return len(self.test_labels) > 0
+
+    def __str__(self) -> str:
+        shape = tuple(self.train_inputs.shape[1:])
+        return f"{self.name}: {len(self.train_inputs)} train, {len(self.test_inputs)} test samples of shape {shape}"
+
+
+def find_data(name: str) -> Path:
+    """The file or folder of that name in the data folder, or an error that says where it was looked for."""
+    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
+    folder = Path(os.environ["ONLYNORM_DATA"]) if "ONLYNORM_DATA" in os.environ else beside
+    if not (folder / name).exists():
+        raise MissingDataError(
+            f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "
+            "format, or set ONLYNORM_DATA to the folder that holds it."
+        )
+    return folder / name
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own for this seed, so that the global one stays as it is."""
+    try:
+        word = operator.index(seed)
+    except TypeError:
+        word = -1
+    if not 0 <= word < 2**64:
+        raise ValueRangeError(f"seed needs a whole number in [0, 2^64); got {seed!r}. Reduce it: seed % 2**64.")
+    return torch.Generator().manual_seed(word)

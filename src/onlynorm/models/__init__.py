@@ -1,0 +1,32 @@
+"""Reference networks, and networks by name: built in, or made by a function of your own.
+
+The files read from small to large: parts, plain, residual, transformer, by_name.
+"""
+
+from onlynorm.models.by_name import BUILT_IN, BuiltIn, load_model, load_weights, make_model
+from onlynorm.models.parts import INITS, NORMS, own_randomness
+from onlynorm.models.plain import ACTIVATIONS, VGG_STAGES, mlp, vgg
+from onlynorm.models.residual import CifarBlock, CifarResNet, ResNet, cifar_resnet, resnet
+from onlynorm.models.transformer import ViT, vit
+
+__all__ = [
+    "ACTIVATIONS",
+    "BUILT_IN",
+    "INITS",
+    "NORMS",
+    "VGG_STAGES",
+    "BuiltIn",
+    "CifarBlock",
+    "CifarResNet",
+    "ResNet",
+    "ViT",
+    "cifar_resnet",
+    "load_model",
+    "load_weights",
+    "make_model",
+    "mlp",
+    "own_randomness",
+    "resnet",
+    "vgg",
+    "vit",
+]

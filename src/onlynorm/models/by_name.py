@@ -1,0 +1,140 @@
+"""Networks by name: built in, or made by a function of your own, with the weights of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from onlynorm.data import find_data
+from onlynorm.errors import ConversionError, FormatError, MissingDataError, UnknownNameError
+from onlynorm.models.parts import own_randomness
+from onlynorm.models.plain import mlp, vgg
+from onlynorm.models.residual import CifarResNet, ResNet
+from onlynorm.models.transformer import vit
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A network by name: how to make it, what one input looks like, its usual data set and its trained weights."""
+
+    make: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    data: str
+    weights: str = ""
+
+
+_CIFAR, _IMAGENET = (3, 32, 32), (3, 224, 224)
+BUILT_IN: dict[str, BuiltIn] = {
+    "mlp": BuiltIn(functools.partial(mlp, (64, 32, 10)), (64,), "digits"),
+    "mlp_bn": BuiltIn(functools.partial(mlp, (64, 128, 128, 10), norm="batch"), (64,), "digits"),
+    "resnet18": BuiltIn(functools.partial(ResNet, 18), _IMAGENET, "cifar10"),
+    "resnet20": BuiltIn(CifarResNet, _CIFAR, "cifar10", "weights/resnet20_cifar10.safetensors"),
+    "resnet32": BuiltIn(functools.partial(CifarResNet, 32), _CIFAR, "cifar10"),
+    "resnet44": BuiltIn(functools.partial(CifarResNet, 44), _CIFAR, "cifar10"),
+    "resnet50": BuiltIn(functools.partial(ResNet, 50), _IMAGENET, "cifar10"),
+    "resnet56": BuiltIn(functools.partial(CifarResNet, 56), _CIFAR, "cifar10"),
+    "vgg": BuiltIn(vgg, _CIFAR, "cifar10"),
+    "vit": BuiltIn(vit, _CIFAR, "cifar10"),
+}
+"""Networks the command line knows by name."""
+
+
+def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
+    """The network of `make_model` in evaluation mode with the weights of a file, or its own if it has any.
+
+    Without a file, resnet20 takes its trained weights from the data folder; other built-in networks stay as drawn.
+    """
+    network = make_model(spec)
+    built_in = BUILT_IN.get(spec)
+    if weights is None and built_in is not None and built_in.weights:
+        weights = find_data(built_in.weights)
+    return network if weights is None else load_weights(network, weights).eval()
+
+
+def make_model(spec: str) -> nn.Module:
+    """A network in evaluation mode: a built-in name, or "package.module:factory", which imports and runs that code."""
+    if ":" not in spec:
+        if spec not in BUILT_IN:
+            raise UnknownNameError("model", spec, (*BUILT_IN, "package.module:factory"))
+        with own_randomness(0):
+            return BUILT_IN[spec].make().eval()
+    module_name, _, name = spec.partition(":")
+    try:
+        with _current_folder_importable():
+            found = getattr(importlib.import_module(module_name), name, None)
+            made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:  # whatever the user's code raises belongs beside the name of that code
+        raise ConversionError(
+            f"a model needs code that imports and runs; {spec} gave {type(error).__name__}: {error}. "
+            "The factory is called without arguments, from the current folder."
+        ) from error
+    if not isinstance(made, nn.Module):
+        what = "no such name" if found is None else f"a {type(made).__name__}"
+        raise ConversionError(
+            f"a model needs a function without arguments that returns a torch Module; got {what} from {spec}. "
+            "Write package.module:factory."
+        )
+    return made.eval()
+
+
+def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
+    """The network with the weights of a safetensors or PyTorch file, every name matched; nothing in it can run."""
+    weights = _read_weights(Path(path))
+    own = network.state_dict()
+    counters = {name for name in own if name.endswith("num_batches_tracked")}
+    missing, unknown = own.keys() - weights.keys() - counters, weights.keys() - own.keys()
+    if missing or unknown:
+        raise FormatError(
+            f"the file needs the network's own tensors; got {len(missing)} missing ({', '.join(sorted(missing)[:3])}), "
+            f"{len(unknown)} unknown ({', '.join(sorted(unknown)[:3])}). Is it a file for this architecture?"
+        )
+    for name, value in weights.items():
+        if value.shape != own[name].shape:
+            raise FormatError(
+                f"the file needs {name} of shape {tuple(own[name].shape)}; got {tuple(value.shape)}. Is it a file for "
+                "this architecture?"
+            )
+    network.load_state_dict(weights, strict=False)
+    return network
+
+
+def _read_weights(path: Path) -> Mapping[str, Tensor]:
+    """The tensors of a safetensors file or, with any other ending, of a PyTorch file that holds nothing else."""
+    if not path.is_file():
+        raise MissingDataError(f"weights need a file; there is none at {path}. Check the path.")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else "no more"
+        raise FormatError(
+            f"{path.name} needs to be a whole file of tensors; got {type(error).__name__}: {first}. Save "
+            "network.state_dict(): whole pickled networks are not read, because they could run code."
+        ) from error
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise FormatError(f"{path.name} needs a state dict of tensors; got others. Save network.state_dict().")
+    return {str(name).removeprefix("module."): value for name, value in found.items()}  # as DataParallel saves it
+
+
+@contextlib.contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """As with `python -m`, for the console script too."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")

@@ -1,0 +1,91 @@
+"""Networks without skips: fully connected, and VGG-like with convolutions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from onlynorm.errors import ShapeError
+from onlynorm.models.parts import image_norm, initialise, need_norm, own_randomness, vector_norm
+
+VGG_STAGES = ((64,) * 2, (64,) * 2, (64,) * 4, (64,) * 4, (64,) * 5)
+"""17 convolutions of 64 channels, the size of the targets of burkholz2024, which does not say where they pool."""
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "celu": nn.CELU, "elu": nn.ELU, "gelu": nn.GELU, "hardsigmoid": nn.Hardsigmoid, "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh, "leaky_relu": nn.LeakyReLU, "logsigmoid": nn.LogSigmoid, "mish": nn.Mish,
+    "relu": nn.ReLU, "relu6": nn.ReLU6, "selu": nn.SELU, "sigmoid": nn.Sigmoid, "silu": nn.SiLU,
+    "softplus": nn.Softplus, "tanh": nn.Tanh,
+}  # fmt: skip
+"""Activations by name."""
+
+
+def mlp(
+    widths: Sequence[int],
+    *,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    norm: str = "none",
+    init: str = "standard",
+    seed: int = 0,
+) -> nn.Sequential:
+    """A fully connected network through the given widths, inputs first, with norms and activations in between."""
+    if len(widths) < 2 or min(widths) < 1:
+        raise ShapeError(f"mlp needs at least two widths, all positive; got {tuple(widths)}. Try (64, 32, 10).")
+    need_norm(norm)
+    layers: list[nn.Module] = []
+    with own_randomness(seed):
+        for n_in, n_out in itertools.pairwise(widths):
+            layers += [nn.Linear(n_in, n_out), *_norms(vector_norm(norm, n_out)), activation()]
+        network = nn.Sequential(*layers[: -1 if norm == "none" else -2])
+        initialise(network, init)
+    return network
+
+
+def vgg(
+    stages: Sequence[Sequence[int]] = VGG_STAGES,
+    *,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+    norm: str = "batch",
+    init: str = "standard",
+    n_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
+    seed: int = 0,
+) -> nn.Sequential:
+    """A plain convolutional network: 3 x 3 convolutions through the widths of each stage, images halved in between.
+
+    Every convolution is followed by a norm (unless `norm` is "none") and the activation; the last stage by the mean
+    over positions and one linear layer.
+    """
+    widths = [width for stage in stages for width in stage]
+    if not stages or not all(stages) or min(*widths, n_classes, in_channels) < 1:
+        raise ShapeError(
+            f"vgg needs stages of positive widths, with positive in_channels and n_classes; got {tuple(stages)}, "
+            f"{in_channels} and {n_classes}. Try [[8, 8], [16, 16]]."
+        )
+    if image_size < 2 ** (len(stages) - 1):
+        raise ShapeError(
+            f"vgg halves its images {len(stages) - 1} times and needs {2 ** (len(stages) - 1)} pixels or more; got "
+            f"image_size={image_size}. Take fewer stages."
+        )
+    need_norm(norm)
+    layers: list[nn.Module] = []
+    n_in = in_channels
+    with own_randomness(seed):
+        for place, stage in enumerate(stages):
+            layers += [nn.MaxPool2d(2)] if place else []
+            for n_out in stage:
+                layers += [nn.Conv2d(n_in, n_out, 3, padding=1, bias=norm == "none")]
+                layers += [*_norms(image_norm(norm, n_out)), activation()]
+                n_in = n_out
+        layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, n_classes)]
+        network = nn.Sequential(*layers)
+        initialise(network, init)
+    return network
+
+
+def _norms(norm: nn.Module) -> list[nn.Module]:
+    """The norm, or nothing in place of an Identity."""
+    return [] if isinstance(norm, nn.Identity) else [norm]

