@@ -157,7 +157,6 @@ def test_goals_are_met_up_to_their_limits() -> None:
     assert len(rows().goals) == 5
     assert rows().is_met
     assert rows(OURS, seconds=1.05).is_met
-    assert rows(HALF, has_statistics=False, file_size=179).is_met, "without statistics float16 is more than half"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +168,7 @@ def test_goals_are_met_up_to_their_limits() -> None:
         (PEFT_LN, {"seconds": 0.9}, "no longer than one of PEFT's LN tuning"),
         (OURS, {"file_size": 301}, "no larger than PEFT's"),
         (HALF, {"file_size": 100}, "under a third"),
-        (HALF, {"has_statistics": False, "file_size": 180}, "under 0.6"),
+        (HALF, {"has_statistics": False, "file_size": 180}, "under a third"),
     ],
 )
 def test_each_goal_can_be_missed(method: str, changes: dict[str, Any], aim: str) -> None:

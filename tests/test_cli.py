@@ -223,7 +223,10 @@ def test_without_a_command_the_help_is_shown(run: RunCli) -> None:
         ("nope", "No such command 'nope'"),
         ("plan 4,4 --nope", "No such option: --nope"),
         ("plan", "Missing argument 'MODEL|SHAPE'"),
-        ("plan abc", "model needs a known name; got 'abc'. Known: mlp, mlp_bn, package.module:factory, resnet18, resnet20"),
+        (
+            "plan abc",
+            "model needs a known name; got 'abc'. Known: mlp, mlp_bn, package.module:factory, resnet18, resnet20",
+        ),
         ("plan resnet21", "model needs a known name; got 'resnet21'. Did you mean 'resnet32' or 'resnet20'"),
         ("plan 4a,4", "a shape needs whole numbers as in 64,64,3,3; got '4a,4'. Separate them by commas."),
         ("plan ''", "a shape needs whole numbers"),

@@ -10,6 +10,7 @@ import torch
 
 import onlynorm as on
 from onlynorm.models import vgg
+from onlynorm.papers import depth as depth  # binds width against depth
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.run import Outcome, Run
 from onlynorm.papers.vgg_targets import ACTIVATIONS, DEPTHS, rebuild

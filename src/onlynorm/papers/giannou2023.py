@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onlynorm.papers import depth as depth  # binds the errors of theorem 2
 from onlynorm.papers import sparse_threshold as sparse_threshold  # binds the figure of remark 3
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.norm_training import construct_norms, train_norms
