@@ -21,7 +21,7 @@ TINY: dict[str, Any] = {"data": "CIFAR-10", "width": 2, "n_train": 200, "n_epoch
 
 def test_every_function_has_its_table_and_every_table_its_function() -> None:
     ids = {id.partition(":")[2] for id in FOUND if id.startswith("burkholz2024:")}
-    assert ids == {"table-1", "table-2", "width-100", "reconstruction-error"}
+    assert ids == {"table-1", "table-2", "width-100", "reconstruction-error", "width-depth"}
 
 
 def test_the_printed_tables_have_a_target_and_four_distributions_per_activation() -> None:

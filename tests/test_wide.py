@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, ValueRangeError
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
 from onlynorm.models import mlp
 from onlynorm.reconstruction import find_layers, reconstruct, verify
 from onlynorm.reconstruction.blocks import Block
