@@ -329,3 +329,12 @@ def test_durations_and_anchors_read_well() -> None:
 def test_equal_values_have_equal_digests_whatever_their_order() -> None:
     assert digest({"a": 1, "b": (1, 2)}) == digest({"b": [1, 2], "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+def test_the_legend_of_a_narrow_figure_stays_inside_it() -> None:
+    curves = [Curve(f"a rather long label, number {i}", [1.0, 2.0], [1.0, 2.0]) for i in range(5)]
+    figure = draw_figure(make_record(curves=curves, panels=[Panel("")]))
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1

@@ -76,13 +76,18 @@ def draw_figure(record: Record) -> Figure:
         axes.set(title=_plain(panel.title), xlabel=_plain(panel.x_label), ylabel=_plain(panel.y_label))
         axes.set_xscale("log" if panel.x_log else "linear")
         axes.set_yscale("log" if panel.y_log else "linear")
-    figure.legend(
-        list(named.values()),
-        [_plain(label) for label in named],
-        loc="outside lower center",
-        ncols=min(4, len(named)),
-    )
+    _add_legend(figure, named)
     return figure
+
+
+def _add_legend(figure: Figure, named: dict[str, Any]) -> None:
+    """One legend below all panels, in as many columns, four at most, as fit into the figure."""
+    labels = [_plain(label) for label in named]
+    for n_columns in range(min(4, len(named)), 0, -1):
+        legend = figure.legend(list(named.values()), labels, loc="outside lower center", ncols=n_columns)
+        if legend.get_window_extent().width <= figure.bbox.width or n_columns == 1:
+            return
+        legend.remove()
 
 
 def curve_styles(record: Record) -> dict[str, int]:
