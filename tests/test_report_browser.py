@@ -193,6 +193,7 @@ def test_hovering_over_a_curve_names_it(browser: Any) -> None:
     point = place.find_element("css selector", ".scatterlayer .trace .point")
     ActionChains(browser).move_to_element(point).perform()
     wait_for(lambda: place.find_elements("css selector", ".hoverlayer .hovertext"), "the label under the pointer")
+    assert place.find_element("css selector", ".hoverlayer .hovertext").text
 
 
 def test_statements_are_filtered_by_words_and_by_verdict(browser: Any) -> None:

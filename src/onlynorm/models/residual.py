@@ -37,7 +37,7 @@ def resnet(
     init: str = "standard",
     seed: int = 0,
 ) -> ResNet:
-    """The residual network of ImageNet's shape of this depth, drawn from the seed; torchvision's weights fit it."""
+    """The residual network of ImageNet's shape of this depth, drawn from the seed, named like torchvision's."""
     with own_randomness(seed):
         return ResNet(depth, n_classes=n_classes, width=width, in_channels=in_channels, norm=norm, init=init)
 

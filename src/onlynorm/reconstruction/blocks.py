@@ -290,6 +290,15 @@ def per_output(values: Tensor, weight: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (weight.ndim - 1))
 
 
+def pad_inputs(x: Tensor, *, axes: int, padding: tuple[int, ...], options: dict[str, Any]) -> Tensor:
+    """What a layer would have taken, as (samples, channels, *positions) with the target's padding around it."""
+    if not axes:
+        return x.reshape(-1, x.shape[-1])
+    batch = x if x.ndim == axes + 2 else x[None]
+    mode = options["padding_mode"]
+    return functional.pad(batch, padding, mode="constant" if mode == "zeros" else mode)
+
+
 def plain_layer(weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> nn.Module:
     """The Linear, or the Conv of these options, with this weight and bias."""
     layer: nn.Module

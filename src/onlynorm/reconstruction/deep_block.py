@@ -30,6 +30,7 @@ from onlynorm.reconstruction.blocks import (
     Block,
     explicit_padding,
     options_from_settings,
+    pad_inputs,
     plain_layer,
     source_from_settings,
     source_settings,
@@ -135,11 +136,7 @@ class DeepBlock(Block):
 
     def padded(self, x: Tensor) -> Tensor:
         """The input as (samples, channels, *positions), with the target's padding."""
-        if not self.axes:
-            return x.reshape(-1, x.shape[-1])
-        batch = x if x.ndim == self.axes + 2 else x[None]
-        mode = self.options["padding_mode"]
-        return functional.pad(batch, self.padding, mode="constant" if mode == "zeros" else mode)
+        return pad_inputs(x, axes=self.axes, padding=self.padding, options=self.options)
 
     def hidden(self, i: int, batch: Tensor, values: Tensor | None) -> Float[Tensor, "samples *positions feat"]:
         """What norm i receives of the padded batch and of the layer before, features last."""

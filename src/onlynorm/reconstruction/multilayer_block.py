@@ -23,6 +23,7 @@ from onlynorm.reconstruction.blocks import (
     Block,
     explicit_padding,
     options_from_settings,
+    pad_inputs,
     plain_layer,
     source_from_settings,
     source_settings,
@@ -140,11 +141,7 @@ class MultilayerBlock(Block):
 
     def padded(self, x: Tensor) -> Tensor:
         """The input as (samples, channels, *positions), with the target's padding."""
-        if not self.axes:
-            return x.reshape(-1, x.shape[-1])
-        batch = x if x.ndim == self.axes + 2 else x[None]
-        mode = self.options["padding_mode"]
-        return functional.pad(batch, self.padding, mode="constant" if mode == "zeros" else mode)
+        return pad_inputs(x, axes=self.axes, padding=self.padding, options=self.options)
 
     def samples(self, batch: Tensor) -> tuple[Tensor, ...]:
         """A padded batch in parts whose hidden activations fit into `CHUNK_BYTES`; whole while norms learn from it."""
