@@ -17,12 +17,12 @@ from torch import nn
 
 from onlynorm import theorems as registry
 from onlynorm.bench import Bench, Goal, RebuiltRow, ReconstructBench, Row
+from onlynorm.bench.reconstruct import COLUMNS as REBUILT_COLUMNS
+from onlynorm.bench.solve import COLUMNS as BENCH_COLUMNS
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record, Verdict
 from onlynorm.reconstruction import plan, reconstruct
 from onlynorm.screen import (
-    BENCH_COLUMNS,
-    REBUILT_COLUMNS,
     WIDE,
     bar,
     bench_markdown,

@@ -14,28 +14,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from onlynorm import theorems as registry
-from onlynorm.bench import Bench, RebuiltRow, ReconstructBench, Row, TuneBench, TuneRow
+from onlynorm.bench import Measured
+from onlynorm.bench import Table as BenchTable
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record
 from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
 from onlynorm.reconstruction.plan import Plan
 from onlynorm.reconstruction.result import Reconstruction
-from onlynorm.solvers.memory import readable
 from onlynorm.solvers.needs import DEFAULT_TOLERANCE
 from onlynorm.theorems import Finding, Verdict
 
 screen = Console()
 errors = Console(stderr=True)
 
-BENCH_COLUMNS = (
-    "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
-)  # fmt: skip
-REBUILT_COLUMNS = (
-    "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
-    "target %", "file", "seconds", "note",
-)  # fmt: skip
-REBUILT_WIDTH = 140
-TUNE_COLUMNS = ("model", "method", "step (ms)", "times ours", "extra memory", "trained", "kept", "drift", "note")
 GOAL_COLUMNS = ("goal", "measured", "met")
 WIDE = 110
 """Columns of a terminal from which on a plan is shown whole."""
@@ -93,68 +84,32 @@ def print_record(record: Record) -> None:
         screen.print(f"  {escape(reason)}", highlight=False)
 
 
-def print_bench(result: Bench | ReconstructBench | TuneBench) -> None:
-    """A table of the rows, one of the papers' method if it was run, and one of the goals."""
-    for columns, rows in _bench_tables(result):
-        grid = make_table(*columns)
-        for row in rows:
+def print_bench(result: Measured) -> None:
+    """The tables of a benchmark, and one of its goals."""
+    for table in (*result.tables(), _goal_table(result)):
+        grid = make_table(*table.columns)
+        for row in table.rows:
             cells = [escape(cell) for cell in row]
-            if columns == GOAL_COLUMNS:
+            if table.columns == GOAL_COLUMNS:
                 cells[-1] = f"[green]{cells[-1]}[/]" if cells[-1] == "yes" else f"[red]{cells[-1]}[/]"
             grid.add_row(*cells)
-        is_cramped = columns == REBUILT_COLUMNS and screen.width < REBUILT_WIDTH  # folded, it could not be read
-        (Console(width=REBUILT_WIDTH) if is_cramped else screen).print(grid)
+        # folded into fewer columns than it needs, a table could not be read
+        (Console(width=table.width) if screen.width < table.width else screen).print(grid)
 
 
-def bench_markdown(result: Bench | ReconstructBench | TuneBench) -> str:
+def bench_markdown(result: Measured) -> str:
     """The same tables as text for a README."""
     blocks = []
-    for columns, rows in _bench_tables(result):
-        lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-        blocks.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]))
+    for table in (*result.tables(), _goal_table(result)):
+        lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
+        blocks.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table.rows)]))
     return "\n\n".join(blocks)
 
 
-def _bench_tables(result: Bench | ReconstructBench | TuneBench) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Heads and cells of every table of a benchmark; the last one has the goals."""
-    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
-    if isinstance(result, TuneBench):
-        tables.append((TUNE_COLUMNS, [_tune_cells(row) for row in result.rows]))
-    else:
-        solved = result.rows if isinstance(result, Bench) else result.papers
-        if isinstance(result, ReconstructBench):
-            tables.append((REBUILT_COLUMNS, [_rebuilt_cells(row) for row in result.rows]))
-        tables.append((BENCH_COLUMNS, [_bench_cells(row) for row in solved]))
-    tables.append((GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals]))
-    return tables
-
-
-def _bench_cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.system, f"{row.excess:g}", row.method, _number(row.seconds, ".3g"), _number(row.ratio, ".3g"),
-        readable(row.memory), _number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
-    )  # fmt: skip
-
-
-def _tune_cells(row: TuneRow) -> tuple[str, ...]:
-    return (
-        row.model, row.method, _number(1e3 * row.seconds, ",.1f"), _number(row.ratio, ".2f"),
-        readable(row.memory) if row.memory else "-", f"{row.n_trained:,}" if row.is_run else "-",
-        f"{row.file_size:,} B" if row.is_run else "-", _number(row.drift, ".1e"), row.note,
-    )  # fmt: skip
-
-
-def _number(value: float, pattern: str) -> str:
-    return "-" if math.isnan(value) else format(value, pattern)
-
-
-def _rebuilt_cells(row: RebuiltRow) -> tuple[str, ...]:
-    shares = (row.outside, row.agreement, row.collapsed_agreement, row.accuracy, row.target_accuracy)
-    return (
-        row.features, f"{row.solve_seconds:.3g}", f"{row.residual:.1e}", f"{row.error:.1e}",
-        *(f"{100 * share:.2f}" for share in shares), readable(row.file_size),
-        f"{row.seconds:.0f}", row.note,
-    )  # fmt: skip
+def _goal_table(result: Measured) -> BenchTable:
+    return BenchTable(
+        GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals]
+    )
 
 
 def print_plan(title: str, plan: Plan) -> None:

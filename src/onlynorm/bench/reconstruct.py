@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onlynorm.bench.solve import OURS, PAPERS, Goal, Row, Solver, race
+from onlynorm.bench.goals import Goal, Table
+from onlynorm.bench.solve import OURS, PAPERS, Row, Solver, race, solver_table
 from onlynorm.data import Split, cifar10, find_data
 from onlynorm.errors import FormatError, UnknownNameError
 from onlynorm.features import draw
@@ -29,6 +30,7 @@ from onlynorm.reconstruction.compare import Comparison, compare
 from onlynorm.reconstruction.partial import tensors_digest
 from onlynorm.report.sealed import digest, read_sealed, write_sealed
 from onlynorm.solvers import KhatriRao, solve
+from onlynorm.solvers.memory import readable
 from onlynorm.solvers.polish import solve_as_papers
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -46,6 +48,12 @@ PAPERS_EXCESSES = (1.0, 1.25)
 ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
 """Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
 KIND = "onlynorm-bench-reconstruct"
+COLUMNS = (
+    "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
+    "target %", "file", "seconds", "note",
+)  # fmt: skip
+WIDTH = 140
+"""Columns of a terminal that the table needs."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +126,9 @@ class ReconstructBench:
         """What every row promised, and whether it was kept."""
         return [row.goal for row in self.rows]
 
-    @property
-    def is_met(self) -> bool:
-        """Whether every row is what was promised."""
-        return all(goal.is_met for goal in self.goals)
+    def tables(self) -> list[Table]:
+        """The rebuilt networks, and the papers' method beside ours on a few layers."""
+        return [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), solver_table(self.papers)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
@@ -130,6 +137,15 @@ class ReconstructBench:
             "papers": [asdict(row) for row in self.papers],
             "goals": [asdict(goal) for goal in self.goals],
         }
+
+
+def _cells(row: RebuiltRow) -> tuple[str, ...]:
+    shares = (row.outside, row.agreement, row.collapsed_agreement, row.accuracy, row.target_accuracy)
+    return (
+        row.features, f"{row.solve_seconds:.3g}", f"{row.residual:.1e}", f"{row.error:.1e}",
+        *(f"{100 * share:.2f}" for share in shares), readable(row.file_size),
+        f"{row.seconds:.0f}", row.note,
+    )  # fmt: skip
 
 
 Say = Callable[[str], None]

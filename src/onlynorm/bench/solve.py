@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
+from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao, solve
 from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
@@ -28,6 +29,9 @@ DENSE = "dense float64 LU"
 FIRST = "dense LU, first N features"
 PAPERS = "float32 + LBFGS"
 LSMR = "scipy LSMR"
+COLUMNS = (
+    "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
+)  # fmt: skip
 TOLERANCE = 1e-10
 LSMR_STEPS = 1000
 DENSE_LIMIT = 10_000
@@ -60,26 +64,12 @@ class Row:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Goal:
-    """A stated aim, what was measured for it, and whether it was met."""
-
-    aim: str
-    measured: str
-    is_met: bool
-
-
 @dataclass
 class Bench:
     """All rows and goals of one run."""
 
     rows: list[Row] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
-
-    @property
-    def is_met(self) -> bool:
-        """Whether every goal that this run could measure was met."""
-        return all(goal.is_met for goal in self.goals)
 
     def find(self, system: str, excess: float, method: str) -> Row | None:
         """The row of one competitor, or None if it was not run."""
@@ -88,9 +78,27 @@ class Bench:
                 return row
         return None
 
+    def tables(self) -> list[Table]:
+        """One table of all rows."""
+        return [solver_table(self.rows)]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
         return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+
+
+def solver_table(rows: Sequence[Row]) -> Table:
+    """Rows of solvers as text."""
+    return Table(
+        COLUMNS,
+        [
+            (
+                row.system, f"{row.excess:g}", row.method, number(row.seconds, ".3g"), number(row.ratio, ".3g"),
+                readable(row.memory), number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
 
 
 @dataclass

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.bench.solve import Goal
+from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.bench.tune_subjects import Subject, subjects
 from onlynorm.bench.tuners import FULL, HALF, OURS, PEFT_LN, Full, Head, Ours, OursInHalf, PeftLN, PeftLora, Tuner
 from onlynorm.errors import MissingDataError
@@ -34,6 +34,7 @@ from onlynorm.tuning import find_norms
 NOISE = 1.05
 """A step counts as no slower up to this ratio: best times of equal steps differ by a few percent on a busy machine."""
 REPEATS = 20
+COLUMNS = ("model", "method", "step (ms)", "times ours", "extra memory", "trained", "kept", "drift", "note")
 TUNERS: tuple[type[Tuner], ...] = (Ours, Full, Head, PeftLN, PeftLora)
 
 
@@ -76,14 +77,21 @@ class TuneBench:
         """What tuning norms promises on each network, as far as this run measured it."""
         return [goal for model in dict.fromkeys(row.model for row in self.rows) for goal in _goals(self, model)]
 
-    @property
-    def is_met(self) -> bool:
-        """Whether every goal that this run could measure was met."""
-        return all(goal.is_met for goal in self.goals)
+    def tables(self) -> list[Table]:
+        """One table of all rows."""
+        return [Table(COLUMNS, [_cells(row) for row in self.rows])]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
         return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+
+
+def _cells(row: TuneRow) -> tuple[str, ...]:
+    return (
+        row.model, row.method, number(1e3 * row.seconds, ",.1f"), number(row.ratio, ".2f"),
+        readable(row.memory) if row.memory else "-", f"{row.n_trained:,}" if row.is_run else "-",
+        f"{row.file_size:,} B" if row.is_run else "-", number(row.drift, ".1e"), row.note,
+    )  # fmt: skip
 
 
 Progress = Callable[[str], None]

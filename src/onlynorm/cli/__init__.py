@@ -7,11 +7,12 @@ output, so that both can be piped.
 # The order of the imports is the order of the commands in the help.
 # isort: off
 from onlynorm.cli.entry import app, main
-from onlynorm.cli import measure as measure
+from onlynorm.cli import demo as demo
 from onlynorm.cli import plan as plan
 from onlynorm.cli import rebuild as rebuild
 from onlynorm.cli import tune as tune
 from onlynorm.cli import evidence as evidence
+from onlynorm.cli import measure as measure
 # isort: on
 
 __all__ = ["app", "main"]
