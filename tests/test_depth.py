@@ -23,12 +23,15 @@ def test_the_errors_of_theorem_2_stand_beside_the_unique_solution(tmp_path: Path
     assert record.table is not None
     assert [row[:3] for row in record.table.rows] == [(16, 1, 1.25), (16, 1, 2.0), (16, 16, 1.25), (16, 16, 2.0)]
     assert [curve.label for curve in record.curves] == ["d = 16, k = 1", "d = 16, k = 16"]
+    assert all(row[6] <= 1e-9 for row in record.table.rows if row[2] == 2.0)
     reached = {row[:3]: row[5] for row in record.table.rows}
     assert record.values["d = 16, largest error over k at excess 2"] == max(reached[16, 1, 2.0], reached[16, 16, 2.0])
 
 
 def test_deeper_sources_are_narrower_and_not_cheaper(tmp_path: Path) -> None:
-    one = small("burkholz2024:width-depth", shape=[32, 32, 3, 3], measured=[5, 5], n_layers=[2, 10])
+    one = small(
+        "burkholz2024:width-depth", shape=[32, 32, 3, 3], measured=[5, 5], n_layers=[2, 10], network=[64, 8, 10]
+    )
     (record,) = reproduce(one, out=tmp_path)
     assert record.verdict is Outcome.CAVEAT, record.reasons
     assert record.table is not None
@@ -36,6 +39,7 @@ def test_deeper_sources_are_narrower_and_not_cheaper(tmp_path: Path) -> None:
     assert (two[0], ten[0]) == (2, 10)
     assert ten[1] < two[1] / 5
     assert ten[3] > two[3]
+    assert record.values["a whole network on digits: lowest share of equal predictions"] == 1.0
 
 
 def test_lost_digits_are_not_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +50,6 @@ def test_lost_digits_are_not_reproduced(tmp_path: Path, monkeypatch: pytest.Monk
         return dataclasses.replace(found, rows=tuple(dataclasses.replace(row, residual=1e-6) for row in found.rows))
 
     monkeypatch.setattr(depth, "tradeoff", inexact)
-    one = small("burkholz2024:width-depth", shape=[32, 32, 3, 3], measured=[4, 4], n_layers=[2, 10])
+    one = small("burkholz2024:width-depth", shape=[32, 32, 3, 3], measured=[4, 4], n_layers=[2, 3], network=[64, 2, 10])
     (record,) = reproduce(one, out=tmp_path)
     assert record.verdict is Outcome.NOT_REPRODUCED
