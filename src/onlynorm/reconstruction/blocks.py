@@ -17,6 +17,7 @@ Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
@@ -27,7 +28,8 @@ from torch.nn import functional
 
 from onlynorm.features import Features, draw
 from onlynorm.reconstruction.kernels import kernel_margins, plain_kernel
-from onlynorm.reconstruction.norms import affine, make_norm, normalise
+from onlynorm.reconstruction.norms import Affine, affine, make_norm, normalise
+from onlynorm.reconstruction.streaming import PATCH_BYTES, Chunk, Patches, n_rows, stream
 from onlynorm.reconstruction.target import CONVOLUTIONS
 
 CHUNK_BYTES = 64 * 2**20
@@ -151,6 +153,9 @@ class NormOnlyBlock(Block):
         batch = self.as_batch(x)
         outputs = []
         for group, features, inputs in self.group_inputs(batch):
+            if self.axes and self._is_fixed_map(inputs, features):
+                outputs.append(self._stream(inputs, features, group))
+                continue
             total: Tensor | None = None
             for start, stop in self.chunks(features, inputs):
                 which = self.where(group, start, stop)
@@ -167,6 +172,43 @@ class NormOnlyBlock(Block):
         if not self.axes:
             return whole.reshape(*x.shape[:-1], whole.shape[1])
         return whole if x.ndim == self.axes + 2 else whole[0]
+
+    def _is_fixed_map(self, inputs: Tensor, features: Features) -> bool:
+        """Whether nothing is learned from this pass, so that a convolution may run as matrix products in place."""
+        learns = torch.is_grad_enabled() and (inputs.requires_grad or self.first_norm.weight.requires_grad)
+        is_fixed = isinstance(self.first_norm, Affine) or not self.first_norm.training
+        fits = self.storage == "dense" or self._patches(features).n_bytes(inputs) <= CHUNK_BYTES
+        return features.kernel != "second" and is_fixed and not learns and fits and len(inputs) > 0
+
+    def _patches(self, features: Features) -> Patches:
+        return Patches(tuple(features.shape[2:]), self.options["stride"], self.options["dilation"])
+
+    def _stream(self, inputs: Tensor, features: Features, group: int) -> Tensor:
+        """The output of a group's second layer; samples go in parts where kept weights make that cheap."""
+        seen, n_parts = self._patches(features), 1
+        if self.storage == "dense" and len(self.features) == 1:
+            n_parts = min(len(inputs), -(-seen.n_bytes(inputs) // PATCH_BYTES))
+        made = []
+        for part in inputs.tensor_split(n_parts):
+            columns = seen.columns(part)
+            watch = None if self.watch is None else functools.partial(self._watch_rows, len(part))
+            total = stream(columns, self._frozen(features, group, columns), activation=self.activation, watch=watch)
+            made.append(total.view(features.shape[0], len(part), *seen.positions(part)).movedim(0, 1))
+        return torch.cat(made)
+
+    def _frozen(self, features: Features, group: int, columns: Tensor) -> Iterator[Chunk]:
+        scale, shift = affine(self.first_norm)
+        step = n_rows(columns.shape[1], columns.element_size())
+        for start in range(0, features.n_features, step):
+            stop = min(start + step, features.n_features)
+            which = self.where(group, start, stop)
+            right, left = (self._weights(side, features, group, start, stop) for side in ("right", "left"))
+            yield Chunk(right.to(columns.dtype), left.to(columns.dtype), scale[which], shift[which], which)
+
+    def _watch_rows(self, n_samples: int, hidden: Tensor, which: slice) -> None:
+        assert self.watch is not None
+        by_sample = hidden.view(len(hidden), n_samples, -1).movedim(0, 1)
+        self.watch(by_sample, self.low[which], self.high[which], is_first=which.start == 0)
 
     def finish(self, made: Tensor, batch: Tensor) -> Tensor:
         """The output (samples, out, *positions) from what the second frozen layer made of the batch."""

@@ -148,9 +148,8 @@ class Outside:
 
     def see(self, block: Block, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
         """A chunk of features of a call, the first chunk or a later one."""
-        shape = (-1, *(1,) * (hidden.ndim - 2))
-        outside = (hidden < low.reshape(shape)) | (hidden > high.reshape(shape))
-        samples = outside.flatten(1).any(1).cpu()
+        lowest, highest = hidden[..., None].flatten(2).aminmax(dim=2)
+        samples = ((lowest < low) | (highest > high)).any(1).cpu()
         calls = self._calls.setdefault(block, [])
         if is_first:
             calls.append(samples)
