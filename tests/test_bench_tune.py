@@ -19,7 +19,7 @@ import torch
 from onlynorm import cli
 from onlynorm.bench import TuneBench, TuneRow, bench_tune, is_met
 from onlynorm.bench.tune import keep, measure_subject
-from onlynorm.bench.tune_subjects import images_subject, text_subject
+from onlynorm.bench.tune_subjects import images_subject, random_subject, text_subject
 from onlynorm.bench.tuners import FULL, HALF, HEAD, OURS, PEFT_LN, PEFT_LORA, Ours, OursInHalf, PeftLN, PeftLora, Tuner
 from onlynorm.cli import measure as measuring
 from onlynorm.screen import bench_markdown, screen
@@ -27,7 +27,8 @@ from onlynorm.tuning import find_norms
 
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
 
-RESNET, BERT = "ResNet-8, narrow", "BERT, tiny"
+RESNET, RESNET18, BERT = "ResNet-8, narrow", "ResNet-18, narrow", "BERT, tiny"
+MODELS = (RESNET, RESNET18, BERT)
 METHODS = [OURS, HALF, FULL, HEAD, PEFT_LN, PEFT_LORA]
 
 
@@ -52,16 +53,16 @@ def trained(kind: type[Tuner], steps: int = 3) -> Tuner:
 
 
 def test_every_way_is_measured_on_every_network(quick: TuneBench) -> None:
-    assert [(row.model, row.method) for row in quick.rows] == [(m, way) for m in (RESNET, BERT) for way in METHODS]
+    assert [(row.model, row.method) for row in quick.rows] == [(m, way) for m in MODELS for way in METHODS]
     for row in quick.rows:
         assert row.is_run
         assert row.file_size > 0
         assert math.isnan(row.seconds) if row.method == HALF else row.seconds > 0.0
-        assert row.has_statistics == (row.model == RESNET)
-    assert [quick.find(model, OURS).ratio for model in (RESNET, BERT)] == [1.0, 1.0]  # type: ignore[union-attr]
+        assert row.has_statistics == (row.model != BERT)
+    assert [quick.find(model, OURS).ratio for model in MODELS] == [1.0, 1.0, 1.0]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("make", "name"), [(images_subject, RESNET), (text_subject, BERT)])
+@pytest.mark.parametrize(("make", "name"), [(images_subject, RESNET), (random_subject, RESNET18), (text_subject, BERT)])
 def test_the_counts_are_those_of_the_network(quick: TuneBench, make: Any, name: str) -> None:
     subject = make(quick=True)
     norms = 2 * sum(norm.n_channels for norm in find_norms(subject.base).norms)
@@ -73,7 +74,7 @@ def test_the_counts_are_those_of_the_network(quick: TuneBench, make: Any, name: 
 
 def test_what_does_not_hang_on_the_clock_is_met(quick: TuneBench) -> None:
     judged = [goal for goal in quick.goals if "step" not in goal.aim]
-    assert len(judged) == 6
+    assert len(judged) == 9
     missed = [goal for goal in judged if not goal.is_met]
     assert ["PEFT's file holds no statistics" in goal.measured for goal in missed] == [True], "half is the least there"
 
@@ -98,6 +99,12 @@ def test_lora_drifts_because_it_does_not_keep_the_statistics(tmp_path: Path) -> 
         wanted = tuner.network.eval()(tuner.subject.probe)
         assert torch.equal(again(tuner.subject.probe), wanted), "with the statistics put back by hand it does not"
     assert size == (tmp_path / "adapter_model.safetensors").stat().st_size
+
+
+def test_on_a_resnet_18_ours_comes_back_and_lora_does_not(quick: TuneBench) -> None:
+    drifts = {row.method: row.drift for row in quick.rows if row.model == RESNET18}
+    assert drifts[OURS] == drifts[FULL] == 0.0
+    assert drifts[PEFT_LORA] > 0.01
 
 
 def test_half_precision_is_the_same_training_in_fewer_bytes() -> None:

@@ -11,16 +11,14 @@ from onlynorm.reconstruction import (
     Reconstruction,
     Verification,
     collapse,
-    fold,
     load,
     plan,
     reconstruct,
     save,
-    unfold,
     verify,
 )
 from onlynorm.solvers import KhatriRao, Solution, choose, solve, solve_features, spectrum
-from onlynorm.tuning import Adapters, Schedule, find_norms, fit, load_adapter, only_norms, save_adapter
+from onlynorm.tuning import Adapters, Schedule, find_norms, fit, fold, load_adapter, only_norms, save_adapter, unfold
 
 __version__ = "0.1.0"
 

@@ -1,19 +1,31 @@
 """Benchmarks: what onlynorm promises, measured beside its competitors and judged by code."""
 
+from onlynorm.bench.adapt import bench_adapt
+from onlynorm.bench.adapt_results import AdaptBench, AdaptRun, AdaptSizes
+from onlynorm.bench.frozen import NETWORKS, bench_frozen
+from onlynorm.bench.frozen_results import FrozenBench, FrozenRun, FrozenSizes
 from onlynorm.bench.goals import Goal, Measured, Table, is_met
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Row, bench_solve
+from onlynorm.bench.text import TextBench, TextRow, TextRun, TextSizes, bench_text
 from onlynorm.bench.tune import TuneBench, TuneRow, bench_tune
 
 __all__ = [
     "DENSE",
     "FIRST",
     "LSMR",
+    "NETWORKS",
     "OURS",
     "PAPERS",
     "RECIPES",
     "TOLERANCE",
+    "AdaptBench",
+    "AdaptRun",
+    "AdaptSizes",
     "Bench",
+    "FrozenBench",
+    "FrozenRun",
+    "FrozenSizes",
     "Goal",
     "Measured",
     "RebuiltRow",
@@ -21,10 +33,17 @@ __all__ = [
     "Row",
     "Sizes",
     "Table",
+    "TextBench",
+    "TextRow",
+    "TextRun",
+    "TextSizes",
     "TuneBench",
     "TuneRow",
+    "bench_adapt",
+    "bench_frozen",
     "bench_reconstruct",
     "bench_solve",
+    "bench_text",
     "bench_tune",
     "is_met",
 ]

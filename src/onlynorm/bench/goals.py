@@ -22,7 +22,7 @@ class Table:
     """Heads and rows of text. `width` is how many columns of a terminal it needs to be readable at all."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     width: int = 0
 
 

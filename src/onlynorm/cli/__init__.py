@@ -13,6 +13,7 @@ from onlynorm.cli import rebuild as rebuild
 from onlynorm.cli import tune as tune
 from onlynorm.cli import evidence as evidence
 from onlynorm.cli import measure as measure
+from onlynorm.cli import measure_text as measure_text
 # isort: on
 
 __all__ = ["app", "main"]

@@ -8,8 +8,21 @@ from typing import Annotated
 
 import typer
 
-from onlynorm.bench import RECIPES, Measured, Sizes, bench_reconstruct, bench_solve, bench_tune, is_met
+from onlynorm.bench import (
+    RECIPES,
+    AdaptSizes,
+    FrozenSizes,
+    Measured,
+    Sizes,
+    bench_adapt,
+    bench_frozen,
+    bench_reconstruct,
+    bench_solve,
+    bench_tune,
+    is_met,
+)
 from onlynorm.cli.entry import AsJson, app, need_folder
+from onlynorm.data import CORRUPTIONS
 from onlynorm.screen import bench_markdown, errors, print_bench, print_json, spinner
 
 benches = typer.Typer(
@@ -20,6 +33,11 @@ benches = typer.Typer(
 app.add_typer(benches, name="bench")
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables for a README.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out what takes long.")]
+Out = Annotated[Path, typer.Option(help="Folder for records and what was made.")]
+Force = Annotated[bool, typer.Option("--force", help="Make finished rows again.")]
+Epochs = Annotated[int | None, typer.Option(help="Epochs of training.", min=1)]
+Images = Annotated[int | None, typer.Option(help="Training images.", min=1)]
+OUT = Path("onlynorm-out/bench")
 
 
 @benches.callback()
@@ -58,8 +76,8 @@ def measure_reconstruct(
     features: Annotated[list[str] | None, typer.Option(help="Kinds of features; all six if left out.")] = None,
     images: Annotated[int | None, typer.Option(help="Test images in float32.", min=1)] = None,
     calibration: Annotated[int | None, typer.Option(help="Training images for the ranges.", min=1)] = None,
-    out: Annotated[Path, typer.Option(help="Folder for records and networks.")] = Path("onlynorm-out/bench"),
-    force: Annotated[bool, typer.Option("--force", help="Make finished rows again.")] = False,
+    out: Out = OUT,
+    force: Force = False,
     markdown: AsMarkdown = False,
     as_json: AsJson = False,
 ) -> None:
@@ -86,3 +104,59 @@ def measure_tune(
     with spinner("bench tune", hidden=False) as say:
         result = bench_tune(quick=quick, repeats=repeats, progress=say)
     show(result, markdown=markdown, as_json=as_json)
+
+
+@benches.command("adapt", epilog="Example: `onlynorm bench adapt --corruptions blur --seeds 3`")
+def measure_adapt(
+    quick: Quick = False,
+    corruptions: Annotated[list[str] | None, typer.Option(help="Kinds of images; all four if left out.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each way; 5, and 3 if quick.", min=1)] = None,
+    severity: Annotated[float, typer.Option(help="Of the corruptions, up to 5.")] = 3.0,
+    epochs: Epochs = None,
+    images: Images = None,
+    out: Out = OUT,
+    force: Force = False,
+    markdown: AsMarkdown = False,
+    as_json: AsJson = False,
+) -> None:
+    """A trained ResNet-20 adapted to corrupted images in six ways; resumes after a kill."""
+    need_folder(out)
+    usual = AdaptSizes.quick() if quick else AdaptSizes()
+    sizes = dataclasses.replace(usual, epochs=epochs or usual.epochs, n_train=images or usual.n_train)
+    with spinner("bench adapt", hidden=False) as say:
+        result = bench_adapt(
+            corruptions=corruptions or CORRUPTIONS, n_seeds=seeds or (3 if quick else 5), severity=severity,
+            sizes=sizes, out=out, force=force, progress=say,
+            on_row=lambda run: _tell(f"{run.images}, {run.way}, seed {run.seed}", run.accuracy),
+        )  # fmt: skip
+    show(result, markdown=markdown, as_json=as_json)
+
+
+@benches.command("frozen", epilog="Example: `onlynorm bench frozen --epochs 40 --images 20000`")
+def measure_frozen(
+    quick: Quick = False,
+    seeds: Annotated[int, typer.Option(help="Runs of each way.", min=1)] = 3,
+    epochs: Epochs = None,
+    images: Images = None,
+    out: Out = OUT,
+    force: Force = False,
+    markdown: AsMarkdown = False,
+    as_json: AsJson = False,
+) -> None:
+    """Frozen random ResNets that learn by their norms alone; resumes after a kill."""
+    need_folder(out)
+    usual = FrozenSizes.quick() if quick else FrozenSizes()
+    sizes = dataclasses.replace(usual, epochs=epochs or usual.epochs, n_train=images or usual.n_train)
+    with spinner("bench frozen", hidden=False) as say:
+        result = bench_frozen(
+            n_seeds=seeds, sizes=sizes, quick=quick, out=out, force=force, progress=say,
+            on_row=lambda run: _tell(
+                f"ResNet-{run.depth}, width {run.width}, {run.way}, seed {run.seed}", run.accuracy
+            ),
+        )  # fmt: skip
+    errors.print(f"the histogram of the scales: {result.figure}", highlight=False)
+    show(result, markdown=markdown, as_json=as_json)
+
+
+def _tell(what: str, share: float) -> None:
+    errors.print(f"{what}: {100 * share:.1f} %", highlight=False)

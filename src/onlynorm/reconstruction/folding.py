@@ -8,13 +8,14 @@ What a layer returned may be used elsewhere too, so a fold is kept only if the n
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError
+from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.reconstruction.calls import (
     Inputs,
     cast,
@@ -30,12 +31,31 @@ from onlynorm.reconstruction.norms import BatchNorm, fold
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
 
+Pair: TypeAlias = tuple[str, str]
+"""The places of a layer and of the norm that follows it."""
 SAME = 1e-10
 """Largest relative change of the output, in float64, that a fold may leave: rounding, with room for depth."""
+NOT_BEHIND = "what it receives is not what a Linear or Conv returned"
 
 
 class FoldedNorm(nn.Identity):
-    """Where a norm was before it became part of the layer in front of it."""
+    """Where a norm was before it became part of the layer in front of it.
+
+    `n_axes` is how many axes its input has, if the norm would work along another one with more: behind a Linear.
+    """
+
+    def __init__(self, n_axes: int | None = None) -> None:
+        super().__init__()
+        self.n_axes = n_axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, which the layer has already scaled and shifted."""
+        if self.n_axes is not None and x.ndim != self.n_axes:
+            raise ShapeError(
+                f"a norm folded into a Linear needs inputs with {self.n_axes} axes; got {tuple(x.shape)}, which the "
+                "norm would have scaled along another axis. Unfold the network, or reshape the inputs."
+            )
+        return x
 
 
 @dataclass(frozen=True)
@@ -57,20 +77,27 @@ def fold_network(network: nn.Module, inputs: Inputs) -> Folded:
     need_batch("folding", network, inputs)
     dtype, given = precision(network), cast(inputs, torch.float64)
     plain = copy_network(network).double()
-    before = outputs_of(run(plain, given))
+    kept = same_pairs(plain, given, pairs=find_pairs(plain, given)[0])
+    return Folded(fold_pairs(plain, kept).to(dtype), tuple(norm for _, norm in kept))
+
+
+def same_pairs(network: nn.Module, inputs: tuple[Tensor, ...], *, pairs: list[Pair]) -> list[Pair]:
+    """The pairs that can be folded together with the network's output, in float64, left as it is."""
+    before = outputs_of(run(network, inputs))
     if not before:
         raise ConversionError("folding needs a network that returns tensors to compare; got none. Return its logits.")
 
-    def is_same(pairs: list[tuple[str, str]]) -> bool:
-        return relative_difference(outputs_of(run(_fold_pairs(plain, pairs), given)), before) <= SAME
+    def is_same(tried: list[Pair]) -> bool:
+        folded = fold_pairs(copy_network(network), tried)
+        return relative_difference(outputs_of(run(folded, inputs)), before) <= SAME
 
-    kept = _find_pairs(plain, given)
-    if not is_same(kept):  # some output is used elsewhere as well: find out which
-        found, kept = kept, []
-        for pair in found:
-            if is_same([*kept, pair]):
-                kept.append(pair)
-    return Folded(_fold_pairs(plain, kept).to(dtype), tuple(norm for _, norm in kept))
+    if is_same(pairs):
+        return pairs
+    kept: list[Pair] = []  # some output is used elsewhere as well: find out which
+    for pair in pairs:
+        if is_same([*kept, pair]):
+            kept.append(pair)
+    return kept
 
 
 def folded_places(network: nn.Module) -> list[str]:
@@ -78,26 +105,35 @@ def folded_places(network: nn.Module) -> list[str]:
     return [n for n, module in network.named_modules(remove_duplicate=False) if isinstance(module, FoldedNorm)]
 
 
-def _fold_pairs(network: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
-    """A copy with the norms of these (layer, norm) folded."""
-    folded = copy_network(network)
-    places = places_of(folded)
+def fold_pairs(network: nn.Module, pairs: list[Pair]) -> nn.Module:
+    """The network itself with the norms of these pairs folded; every layer keeps its precision."""
+    places = places_of(network)
     for name, norm_name in pairs:
-        layer, norm = folded.get_submodule(name), folded.get_submodule(norm_name)
+        layer, norm = network.get_submodule(name), network.get_submodule(norm_name)
         assert isinstance(layer, LINEAR + CONVOLUTIONS)
         assert isinstance(norm, BatchNorm)
-        map = fold(norm)
-        scale, shift = map.weight.detach(), map.bias.detach()
-        weight = scale.reshape(-1, *(1,) * (layer.weight.ndim - 1)) * layer.weight.detach()
-        bias = shift if layer.bias is None else shift + scale * layer.bias.detach()
-        layer.weight, layer.bias = nn.Parameter(weight), nn.Parameter(bias)
+        weight, bias = folded_numbers(layer.weight, layer.bias, norm=norm)
+        is_trained = layer.weight.requires_grad
+        layer.weight, layer.bias = (nn.Parameter(t, requires_grad=is_trained) for t in (weight, bias))
         for place in places[norm]:
-            swap(folded, place, FoldedNorm())
-    return folded
+            swap(network, place, FoldedNorm(2 if isinstance(layer, LINEAR) else None))
+    return network
 
 
-def _find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[str, str]]:
-    """(layer, norm) wherever a norm receives what a layer returned, unchanged, and both are called once."""
+def folded_numbers(weight: Tensor, bias: Tensor | None, *, norm: BatchNorm) -> tuple[Tensor, Tensor]:
+    """(weight, bias) of a layer with the norm folded in, computed in float64 and rounded once."""
+    map = fold(copy.deepcopy(norm).double())
+    scale, shift = map.weight.detach(), map.bias.detach()
+    made = scale.reshape(-1, *(1,) * (weight.ndim - 1)) * weight.detach().double()
+    moved = shift if bias is None else shift + scale * bias.detach().double()
+    return made.to(weight.dtype), moved.to(weight.dtype)
+
+
+def find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[list[Pair], dict[str, str]]:
+    """(layer, norm) wherever a norm receives what a layer returned, and why each other norm with statistics does not.
+
+    Layer and norm are called once and nothing changes the tensor between them.
+    """
     returned: dict[str, list[tuple[Tensor, int]]] = {}
     received: dict[str, list[tuple[Tensor, int]]] = {}
     hooks = []
@@ -109,9 +145,10 @@ def _find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[st
 
             hooks.append(module.register_forward_hook(leave))
         elif isinstance(module, BatchNorm) and module.running_var is not None:
+            received[name] = []
 
             def enter(norm: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
-                received.setdefault(name, []).append((args[0], args[0]._version))
+                received[name].append((args[0], args[0]._version))
 
             hooks.append(module.register_forward_pre_hook(enter))
     try:
@@ -119,15 +156,21 @@ def _find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[st
     finally:
         for hook in hooks:
             hook.remove()
-    left = {id(calls[0][0]): (name, *calls[0]) for name, calls in returned.items() if len(calls) == 1}
-    pairs = []
+    makers = {id(tensor): (name, version) for name, calls in returned.items() for tensor, version in calls}
+    pairs, reasons = [], {}
     for norm, calls in received.items():
-        name, tensor, version = left.get(id(calls[0][0]), ("", None, 0))
-        # An activation that works in place would hand on the same tensor with other numbers, hence the version.
-        if tensor is None or len(calls) != 1 or calls[0][1] != version:
-            continue
-        # Channels second in both: a norm behind a Linear with leading axes works along another axis.
-        layer = network.get_submodule(name)
-        if tensor.ndim == layer.weight.ndim:
+        name, version = makers.get(id(calls[0][0]), ("", 0)) if calls else ("", 0)
+        if len(calls) != 1:
+            reasons[norm] = f"it is called {len(calls)} times"
+        elif not name:
+            reasons[norm] = NOT_BEHIND
+        elif len(returned[name]) != 1:
+            reasons[norm] = f"its layer {name} is called {len(returned[name])} times"
+        elif calls[0][1] != version:  # an activation that works in place hands on the same tensor with other numbers
+            reasons[norm] = f"what {name} returned is changed in place before it"
+        elif calls[0][0].ndim != network.get_submodule(name).weight.ndim:
+            # Channels second in both: a norm behind a Linear with leading axes works along another axis.
+            reasons[norm] = f"it works along another axis than {name}"
+        else:
             pairs.append((name, norm))
-    return pairs
+    return pairs, reasons

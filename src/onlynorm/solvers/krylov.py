@@ -170,7 +170,7 @@ def conjugate_gradients(
     p = rhs.clone()
     rr = r.square().sum(axes, keepdim=True)
     stop, broken = rr * tolerance**2, rr * DIVERGED**2
-    steps: list[tuple[float, float]] = []
+    steps: list[tuple[Tensor, Tensor]] = []
     tiny = torch.finfo(rhs.dtype).tiny
     while len(steps) < max_iterations and bool(((rr > stop) & (rr <= broken)).any()):
         q = gram(p)
@@ -180,16 +180,15 @@ def conjugate_gradients(
         previous, rr = rr, r.square().sum(axes, keepdim=True)
         beta = rr / previous.clamp_min(tiny)
         p = torch.add(r, beta * p, out=p)
-        steps.append((float(alpha.flatten()[0]), float(beta.flatten()[0])))
+        steps.append((alpha, beta))  # read at the end: a number asked for here would stop the device at every step
     return x, len(steps), _condition_from_steps(steps)
 
 
-def _condition_from_steps(steps: list[tuple[float, float]]) -> float:
+def _condition_from_steps(steps: list[tuple[Tensor, Tensor]]) -> float:
     """sqrt(largest / smallest Ritz value): a lower bound of kappa(M) that converges within the solve."""
     if len(steps) < 2:
         return 1.0
-    alpha = np.array([a for a, _ in steps[:400]])
-    beta = np.array([b for _, b in steps[:400]])
+    alpha, beta = (np.array([float(c.flatten()[0]) for c in column]) for column in zip(*steps[:400], strict=True))
     if not (np.all(alpha > 0) and np.all(np.isfinite(alpha)) and np.all(beta >= 0)):
         return math.nan
     diagonal = 1.0 / alpha

@@ -66,7 +66,10 @@ def climb(
         found = _run(operator, target, name, tolerance, precondition, limit, progress)
         if found is None:
             return None
-        left = _left_over(operator, target, found.gamma)
+        if isinstance(found, KrylovResult) and name == "krylov":
+            left = found.history[-1]  # this very number, measured in float64
+        else:
+            left = _left_over(operator, target, found.gamma)
         return Attempt(found.gamma, name, found.iterations, found.condition, reason, left)
 
     best = attempt(choice.method, choice.reason)

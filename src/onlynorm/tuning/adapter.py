@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError, UnknownNameError
+from onlynorm.reconstruction.folding import folded_places
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning.fingerprint import fingerprint, need_same_base
 from onlynorm.tuning.norms import find_norms
@@ -120,6 +121,8 @@ def apply_adapter(model: nn.Module, adapter: Adapter) -> None:
 
 def need_fit(model: nn.Module, adapter: Adapter) -> None:
     """Raises ConversionError unless every tensor of the adapter has its place in the model and the base is the same."""
+    if (gone := folded_places(model)) and any(name.rpartition(".")[0] in gone for name in adapter.tensors):
+        raise ConversionError("the adapter needs the norms of the model; they are folded. Call unfold(model) first.")
     state = model.state_dict()
     missing = sorted(adapter.tensors.keys() - state.keys())
     odd = [

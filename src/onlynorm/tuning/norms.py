@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from onlynorm.reconstruction.folding import FoldedNorm
+
 SCALES = ("weight", "gamma", "scale", "g", "a_2")
 SHIFTS = ("bias", "beta", "shift", "b", "b_2")
 """Names under which norms keep their two parameters, most common first."""
@@ -138,11 +140,12 @@ def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer
     shift = next((name for name in SHIFTS if name in own), None)
     class_name = type(module).__name__
     if scale is None and shift is None:
-        reason = (
-            "no scale and no shift (affine=False); add_affine=True gives it both"
-            if not own
-            else (f"its tensors ({', '.join(own)}) are not called like a scale or a shift")
-        )
+        if isinstance(module, FoldedNorm):
+            reason = "part of the layer before it (folded); unfold(model) brings it back"
+        elif not own:
+            reason = "no scale and no shift (affine=False); add_affine=True gives it both"
+        else:
+            reason = f"its tensors ({', '.join(own)}) are not called like a scale or a shift"
         return SkippedNorm(names[0], class_name, reason)
     sizes = [own[name].numel() for name in (scale, shift) if name is not None]
     parameters = dict(module.named_parameters(recurse=False))
