@@ -5,6 +5,7 @@ The walk: target -> plan -> features -> solve -> norm parameters -> network -> v
 
 from onlynorm import theorems
 from onlynorm.features import Features, draw
+from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
 from onlynorm.reconstruction import (
     Box,
     Plan,
@@ -25,8 +26,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Adapters",
     "Box",
+    "Factorization",
     "Features",
     "KhatriRao",
+    "Memorizer",
     "Plan",
     "Reconstruction",
     "Schedule",
@@ -36,11 +39,14 @@ __all__ = [
     "choose",
     "collapse",
     "draw",
+    "factorize",
     "find_norms",
     "fit",
     "fold",
     "load",
     "load_adapter",
+    "memorize",
+    "memorize_norms",
     "only_norms",
     "plan",
     "reconstruct",

@@ -148,7 +148,8 @@ class Outside:
 
     def see(self, block: Block, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
         """A chunk of features of a call, the first chunk or a later one."""
-        lowest, highest = hidden[..., None].flatten(2).aminmax(dim=2)
+        by_sample = hidden[..., None].flatten(2)
+        lowest, highest = by_sample.amin(2), by_sample.amax(2)  # many times faster than aminmax on a CPU
         samples = ((lowest < low) | (highest > high)).any(1).cpu()
         calls = self._calls.setdefault(block, [])
         if is_first:

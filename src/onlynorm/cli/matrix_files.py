@@ -1,0 +1,72 @@
+"""A matrix from a file: .npy, .safetensors or text with commas. Nothing in such a file can run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from onlynorm.errors import FormatError, MissingDataError, UnknownNameError
+
+ENDINGS = (".npy", ".safetensors", ".csv")
+
+
+def read_matrix(path: Path | str, *, name: str | None = None) -> Tensor:
+    """The matrix in a file, in float64; of a .safetensors file with several tensors, the one called `name`."""
+    path = Path(path)
+    if path.suffix not in ENDINGS:
+        raise UnknownNameError("ending of a matrix file", path.suffix or path.name, ENDINGS)
+    if not path.is_file():
+        raise MissingDataError(f"a matrix needs a file; there is none at {path}. Check the path, or try --random 8.")
+    if name is not None and path.suffix != ".safetensors":
+        raise FormatError(f"--name needs a .safetensors file; {path.name} holds one matrix. Leave --name out.")
+    try:
+        if path.suffix == ".safetensors":
+            found = _pick(load_file(path), path, name)
+        else:
+            found = torch.from_numpy(_read_csv(path) if path.suffix == ".csv" else _read_npy(path))
+    except (OSError, ValueError, TypeError, EOFError, MemoryError, SafetensorError) as error:
+        if isinstance(error, FormatError | UnknownNameError):
+            raise
+        first = (str(error).splitlines() or ["no more"])[0]
+        raise FormatError(
+            f"{path.name} needs to be a whole {path.suffix} file of plain numbers; got {type(error).__name__}: "
+            f"{first}. Save it again; objects, words and headings are not read."
+        ) from error
+    if found.ndim != 2:
+        raise FormatError(f"{path.name} needs a matrix (rows, columns); got shape {tuple(found.shape)}. Reshape it.")
+    return found.to(torch.float64)
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
+        raise ValueError(f"{getattr(array, 'dtype', type(array).__name__)} where real numbers belong")
+    return array.astype(np.float64)
+
+
+def _read_csv(path: Path) -> np.ndarray:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # an empty file is an empty matrix, which is refused below
+        array = np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
+    if not array.size:
+        raise ValueError("no numbers")
+    return array
+
+
+def _pick(tensors: dict[str, Tensor], path: Path, name: str | None) -> Tensor:
+    if name is not None:
+        if name not in tensors:
+            raise UnknownNameError(f"tensor of {path.name}", name, tensors)
+        return tensors[name]
+    if len(tensors) != 1:
+        some = ", ".join(sorted(tensors)[:5]) or "none"
+        raise FormatError(
+            f"{path.name} needs one tensor, or --name; got {len(tensors)}: {some}. Name the one you mean."
+        )
+    return next(iter(tensors.values()))

@@ -1,0 +1,212 @@
+"""A matrix as a product of layers I + A near the identity: stored by runs of like layers, applied, made a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onlynorm.errors import ShapeError
+from onlynorm.identity.rotations import Rotation
+from onlynorm.solvers.memory import memory_limit, need_memory
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """`count` layers I + A_j with A_j = G^j core G^-j, one turn of the rotation G further each; equal ones without G.
+
+    All layers of a run have the same spectral norm.
+    """
+
+    core: Float[Tensor, "dim dim"]
+    count: int
+    rotation: Rotation | None = None
+
+    def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
+        """The A_j in the order in which they are applied."""
+        for place in range(self.count):
+            yield self.layer(place)
+
+    def layer(self, place: int) -> Float[Tensor, "dim dim"]:
+        """A_j for j = place."""
+        if self.rotation is None or place == 0:
+            return self.core
+        turned = self.rotation.power(place)
+        return turned @ self.core @ turned.mT
+
+    def product(self) -> Float[Tensor, "dim dim"]:
+        """The product of all layers, G^count (G^-1 (I + core))^count, by repeated squaring."""
+        whole = self.core + torch.eye(len(self.core), dtype=self.core.dtype, device=self.core.device)
+        if self.rotation is None:
+            return torch.linalg.matrix_power(whole, self.count)
+        return self.rotation.power(self.count) @ torch.linalg.matrix_power(self.rotation.power(-1) @ whole, self.count)
+
+    def apply(self, columns: Float[Tensor, "dim n"]) -> Float[Tensor, "dim n"]:
+        """The columns after one layer after the other; no layer but the first is ever built."""
+        core, rotation = self.core.to(columns), self.rotation
+        if rotation is None:
+            for _ in range(self.count):
+                columns = columns + core @ columns
+            return columns
+        basis = rotation.basis.to(columns)
+        rotation = Rotation(basis, rotation.angles.to(columns))
+        core = basis.mT @ core @ basis
+        inside = basis.mT @ columns
+        for place in range(self.count):
+            inside = inside + rotation.turn(core @ rotation.turn(inside, -place), place)
+        return basis @ inside
+
+
+@dataclass(frozen=True)
+class Option:
+    """A construction that was weighed: its largest norm, or what stands in its way."""
+
+    method: str
+    max_norm: float = float("nan")
+    obstacle: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.obstacle}" if self.obstacle else f"{self.method} {self.max_norm:.3g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Factorization:
+    """R = (I + A_l) ... (I + A_1) with small |A_i|: the layers, and what is known about them.
+
+    `max_norm` is the largest spectral norm, `bound` the paper's promise for it, `least_norm` what no factorization of
+    this depth can be below. `product_error` is relative and measured, of the product and layer by layer. `stretch` is
+    the largest |log| of a singular value. With `n_extra` = 1 the layers act in one dimension more than R, because
+    its determinant is negative; see `usage`.
+    """
+
+    runs: tuple[Run, ...] = field(repr=False)
+    method: str
+    reason: str
+    max_norm: float
+    bound: float
+    least_norm: float
+    product_error: float
+    stretch: float
+    seconds: float
+    n_extra: int = 0
+    options: tuple[Option, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """The number of layers."""
+        return sum(run.count for run in self.runs)
+
+    @property
+    def dim(self) -> int:
+        """The size of R, without an extra dimension."""
+        return len(self.runs[0].core) - self.n_extra
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the depth is large enough for the paper's bound, depth >= 3 * stretch."""
+        return self.depth >= 3.0 * self.stretch
+
+    @property
+    def usage(self) -> str:
+        """How to use the factors where they act in one dimension more; empty where they do not."""
+        if not self.n_extra:
+            return ""
+        odd = " In odd dimension the factors of -R, with the sign of the output flipped, do it too." * (self.dim % 2)
+        return (
+            "det(R) < 0, which no product of layers near the identity has: the factors are those of [[R, 0], [0, -c]], "
+            f"c > 0. Append a zero to x and drop the last output, as apply and to_network do.{odd}"
+        )
+
+    def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
+        """A_1, A_2, ..., A_l in the order in which they are applied, each built when it is asked for."""
+        for run in self.runs:
+            yield from run.layers()
+
+    def factors(self) -> Float[Tensor, "depth dim dim"]:
+        """All A_i in one tensor, A_1 first; refused where memory does not hold it, since `layers` needs none."""
+        whole = self.dim + self.n_extra
+        need_memory(
+            f"a tensor of {self.depth} factors", 8 * self.depth * whole**2, memory_limit(),
+            "Go through layers() one by one.",
+        )  # fmt: skip
+        return torch.stack(list(self.layers()))
+
+    def product(self) -> Float[Tensor, "dim dim"]:
+        """(I + A_l) ... (I + A_1), with the extra dimension if there is one."""
+        made = self.runs[0].product()
+        for run in self.runs[1:]:
+            made = run.product() @ made
+        return made
+
+    def apply(self, x: Float[Tensor, "*batch inp"]) -> Float[Tensor, "*batch out"]:
+        """R x for every row of x, layer by layer, in the dtype and on the device of x."""
+        if not x.ndim or x.shape[-1] != self.dim:
+            raise ShapeError(
+                f"apply needs inputs (..., {self.dim}); got {tuple(x.shape)}. Pass samples as rows, x.mT if they are "
+                "columns."
+            )
+        columns = x.reshape(-1, self.dim).mT
+        if self.n_extra:
+            columns = torch.cat([columns, columns.new_zeros(1, columns.shape[1])])
+        for run in self.runs:
+            columns = run.apply(columns)
+        return columns[: self.dim].mT.reshape(x.shape)
+
+    def to_network(self) -> nn.Sequential:
+        """A residual linear network in float64, a trainable layer x + A x per factor; needs the memory of `factors`."""
+        weights = self.factors()
+        layers: list[nn.Module] = [NearIdentity(weight) for weight in weights]
+        if self.n_extra:
+            layers = [nn.ConstantPad1d((0, 1), 0.0), *layers, Keep(self.dim)]
+        return nn.Sequential(*layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the numbers of the factors, ready for JSON."""
+        return {
+            "dim": self.dim, "depth": self.depth, "method": self.method, "reason": self.reason,
+            "max_norm": self.max_norm, "bound": self.bound, "is_promised": self.is_promised,
+            "least_norm": self.least_norm, "product_error": self.product_error, "stretch": self.stretch,
+            "n_extra": self.n_extra, "usage": self.usage, "seconds": self.seconds,
+            "runs": [run.count for run in self.runs],
+            "options": [{"method": o.method, "max_norm": o.max_norm, "obstacle": o.obstacle} for o in self.options],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        size = f"{self.dim} x {self.dim}" + " and one dimension more" * self.n_extra
+        promise = "the paper promises" if self.is_promised else "the paper, for greater depth, would promise"
+        text = (
+            f"{size} as {self.depth} layers I + A by {self.method}: largest |A| {self.max_norm:.4g} ({promise} "
+            f"{self.bound:.4g}, none can be below {self.least_norm:.4g}), product error {self.product_error:.1e}, "
+            f"{self.seconds:.2g} s\n  {self.reason}"
+        )
+        return f"{text}\n  {self.usage}" if self.n_extra else text
+
+
+class NearIdentity(nn.Module):
+    """A layer x + A x."""
+
+    def __init__(self, weight: Float[Tensor, "dim dim"]) -> None:
+        super().__init__()
+        if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
+            raise ShapeError(f"a layer x + A x needs a square A; got {tuple(weight.shape)}. Pass A, not I + A.")
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + A x for every row of x."""
+        return x + x @ self.weight.mT
+
+
+class Keep(nn.Module):
+    """The first `n` outputs."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first n numbers of every row."""
+        return x[..., : self.n]

@@ -1,0 +1,223 @@
+"""The risk of deep linear networks near the identity: its gradient, how large it must be, and descents along it.
+
+A network of l square layers A_1, ..., A_l computes (I + A_l) ... (I + A_1) x, or A_l ... A_1 x in the standard
+parameterization. Both learn y = R x + noise. Only the first has no bad critical point where training starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
+from onlynorm.identity.matrices import EPS, need_matrix
+
+BLOW_UP = 1e6
+"""A descent stops where the risk has grown by this factor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dominance:
+    """Both sides of inequality 2.3 at one point: |grad f|^2 >= 4 l (1 - tau)^(2l-2) s_min(Sigma) (f - min f).
+
+    `tau` is the largest distance of a layer from the identity; from one on the inequality says nothing and the bounds
+    are zero. `printed` is the right side with the square of s_min(Sigma) that stands in the paper.
+    Theory: hardt_ma2017:ineq-2.3
+    """
+
+    gradient: float
+    bound: float
+    printed: float
+    tau: float
+
+    @property
+    def ratio(self) -> float:
+        """Left side over right side: at least one, says the theory; infinite where the right side is zero."""
+        return self.gradient / self.bound if self.bound > 0.0 else math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """A path of gradient descent: risks, squared gradients, largest distances from the identity, right sides of 2.3.
+
+    All lists begin at the start. `path` has the layers at every step where it was asked for.
+    """
+
+    risks: tuple[float, ...]
+    gradients: tuple[float, ...]
+    norms: tuple[float, ...]
+    bounds: tuple[float, ...]
+    rate: float
+    end: Float[Tensor, "depth dim dim"] = field(repr=False)
+    path: Float[Tensor, "steps depth dim dim"] | None = field(default=None, repr=False)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Left side of inequality 2.3 over its right side, where the right side is not zero."""
+        return tuple(g / b for g, b in zip(self.gradients, self.bounds, strict=True) if b > 0.0)
+
+    def __str__(self) -> str:
+        smallest = f"{min(self.ratios):.3g}" if self.ratios else "nowhere defined"
+        return (
+            f"{len(self.risks) - 1} steps of rate {self.rate:.3g}: risk {self.risks[0]:.3g} to {self.risks[-1]:.3g}, "
+            f"largest |A| {max(self.norms):.3g}, smallest ratio of inequality 2.3: {smallest}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Landscape:
+    """The population risk f(A) = |(product - R) Sigma^(1/2)|_F^2 + noise as a function of the layers, A_1 first.
+
+    `noise` is E |noise|^2, the least risk there is. `covariance` is Sigma = E x x^T, the identity if left out.
+    Theory: hardt_ma2017:claim-2.3
+    """
+
+    target: Float[Tensor, "dim dim"]
+    covariance: Float[Tensor, "dim dim"] | None = None
+    noise: float = 0.0
+    is_residual: bool = True
+
+    def __post_init__(self) -> None:
+        target = need_matrix(self.target, what="a landscape")
+        if not 0.0 <= self.noise < math.inf:
+            raise ValueRangeError(f"a landscape needs noise >= 0, its mean square; got {self.noise}. Zero is none.")
+        given = torch.eye(len(target)).to(target) if self.covariance is None else self.covariance
+        covariance = need_matrix(given, what="a covariance")
+        if covariance.shape != target.shape:
+            raise ShapeError(
+                f"a landscape needs a covariance of the shape of R, {tuple(target.shape)}; got "
+                f"{tuple(covariance.shape)}."
+            )
+        values = torch.linalg.eigvalsh(covariance)
+        slack = len(values) * EPS * float(values.abs().max())
+        if float((covariance - covariance.mT).abs().max()) > slack or float(values[0]) < -slack:
+            raise ValueRangeError(
+                f"a covariance needs to be symmetric without negative eigenvalues; got a smallest one of "
+                f"{float(values[0]):.2g}. Pass x.mT @ x / len(x)."
+            )
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "covariance", covariance)
+
+    @property
+    def sigma(self) -> Float[Tensor, "dim dim"]:
+        """The covariance, given or not."""
+        assert self.covariance is not None  # __post_init__ has set it
+        return self.covariance
+
+    @functools.cached_property
+    def least_variance(self) -> float:
+        """s_min(Sigma)."""
+        return max(float(torch.linalg.eigvalsh(self.sigma)[0]), 0.0)
+
+    def risk(self, layers: Float[Tensor, "*batch depth dim dim"]) -> Float[Tensor, "*batch"]:
+        """f at one point, or at every point of a batch."""
+        weights = self._weights(layers)
+        product = weights[..., 0, :, :]
+        for place in range(1, weights.shape[-3]):
+            product = weights[..., place, :, :] @ product
+        error = product - self.target
+        return ((error @ self.sigma) * error).sum((-2, -1)) + self.noise
+
+    def gradient(self, layers: Float[Tensor, "depth dim dim"]) -> Float[Tensor, "depth dim dim"]:
+        """The gradient of f with respect to every layer, in closed form: two sweeps of products.
+
+        For layer i it is 2 after_i^T (product - R) Sigma before_i^T, with the products of the layers after and before.
+        Theory: hardt_ma2017:lemma-2.4
+        """
+        weights = self._weights(layers)
+        before = [torch.eye(len(self.target)).to(weights)]
+        after = [before[0]]
+        for place in range(len(weights) - 1):
+            before.append(weights[place] @ before[-1])
+            after.append(after[-1] @ weights[len(weights) - 1 - place])
+        middle = (weights[-1] @ before[-1] - self.target) @ self.sigma
+        return 2.0 * torch.stack(after[::-1]).mT @ middle @ torch.stack(before).mT
+
+    def dominance(self, layers: Float[Tensor, "depth dim dim"]) -> Dominance:
+        """Both sides of inequality 2.3 at this point."""
+        return self._dominance(layers, float(self.risk(layers)), self.gradient(layers))
+
+    def _dominance(self, layers: Tensor, risk: float, gradient: Tensor) -> Dominance:
+        tau = float(torch.linalg.matrix_norm(self._weights(layers) - torch.eye(len(self.target)).to(layers), 2).max())
+        share = (1.0 - tau) ** (2 * len(layers) - 2) if tau < 1.0 else 0.0
+        unit = 4.0 * len(layers) * share * max(risk - self.noise, 0.0)
+        least = self.least_variance
+        return Dominance(float(gradient.square().sum()), unit * least, unit * least**2, tau)
+
+    def usual_rate(self, depth: int) -> float:
+        """A rate at which descents from the identity stay stable: 1 / (4 l |Sigma| max(1, |R|)^2)."""
+        size = max(1.0, float(torch.linalg.matrix_norm(self.target, 2)))
+        variance = float(torch.linalg.matrix_norm(self.sigma, 2)) or 1.0
+        return 0.25 / (depth * variance * size**2)
+
+    def descend(
+        self,
+        start: Float[Tensor, "depth dim dim"],
+        *,
+        n_steps: int = 1000,
+        rate: float | None = None,
+        keep_path: bool = False,
+        progress: Callable[[int, float], None] | None = None,
+    ) -> Descent:
+        """Plain gradient descent from `start`, with both sides of inequality 2.3 at every step."""
+        if n_steps < 1:
+            raise ValueRangeError(f"a descent needs one step or more; got {n_steps}.")
+        rate = self.usual_rate(len(start)) if rate is None else rate
+        if not 0.0 < rate < math.inf:
+            raise ValueRangeError(f"a descent needs a positive rate; got {rate}. Leave it out for the usual one.")
+        layers = start.detach().to(self.target)
+        risks: list[float] = []
+        seen: list[Dominance] = []
+        path = [layers] if keep_path else []
+        for step in range(n_steps + 1):
+            risks.append(float(self.risk(layers)))
+            if not risks[-1] <= BLOW_UP * risks[0]:
+                raise TrainingError(
+                    f"a descent needs a rate at which the risk falls; at {rate:.2g} it rose from {risks[0]:.2g} to "
+                    f"{risks[-1]:.2g} in {step} steps. Take a smaller rate."
+                )
+            gradient = self.gradient(layers)
+            seen.append(self._dominance(layers, risks[-1], gradient))
+            if progress is not None:
+                progress(step, risks[-1])
+            if step < n_steps:
+                layers = layers - rate * gradient
+                path += [layers] if keep_path else []
+        return Descent(
+            risks=tuple(risks),
+            gradients=tuple(one.gradient for one in seen),
+            norms=tuple(one.tau for one in seen),
+            bounds=tuple(one.bound for one in seen),
+            rate=rate,
+            end=layers,
+            path=torch.stack(path) if keep_path else None,
+        )
+
+    def on_plane(
+        self,
+        across: Float[Tensor, "depth dim dim"],
+        up: Float[Tensor, "depth dim dim"],
+        *,
+        reach: float = 1.0,
+        n_places: int = 101,
+    ) -> tuple[Float[Tensor, " places"], Float[Tensor, "places places"]]:
+        """(places, risks) with risks[i, j] = f(places[j] across + places[i] up): what a contour plot draws."""
+        if not reach > 0.0 or n_places < 2:
+            raise ValueRangeError(f"a plane needs a positive reach and two places or more; got {reach} and {n_places}.")
+        places = torch.linspace(-reach, reach, n_places).to(self.target)
+        rows = [self.risk(places[:, None, None, None] * across + place * up) for place in places]
+        return places, torch.stack(rows)
+
+    def _weights(self, layers: Float[Tensor, "*batch depth dim dim"]) -> Float[Tensor, "*batch depth dim dim"]:
+        if layers.ndim < 3 or layers.shape[-2:] != self.target.shape or not layers.shape[-3]:
+            raise ShapeError(
+                f"a landscape needs layers (depth, {len(self.target)}, {len(self.target)}), one at least; got "
+                f"{tuple(layers.shape)}. Stack them, the first one first."
+            )
+        return layers + torch.eye(len(self.target)).to(layers) if self.is_residual else layers

@@ -1,0 +1,143 @@
+"""`Memorizer`: the residual network that `memorize` fills, as an ordinary module.
+
+    h_0 = lift(x),    h_j = h_(j-1) + outer_j(relu(inner_j(h_(j-1)))),    y = values(relu(cues(h_l)))
+
+The last coordinate of the hidden vector is a flag: +1 for a point that no block has moved yet, -1 for one that arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onlynorm.errors import ShapeError
+
+ROWS = 8192
+"""Samples that pass through the blocks together: what the forward pass holds does not grow with the batch."""
+SILENT = -1
+"""The class of an input at which no output is positive: the network has nothing to say about it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorizerFacts:
+    """What `memorize` built, and how much room it leaves.
+
+    `constant` is n_parameters / (n log n + r^2), the constant of theorem 3.2; `smallest_gap` is the least distance,
+    in hidden units, between a point and the largest other value at its neuron; `rounding` bounds the error of any
+    output at the training points in float64.
+    """
+
+    n_points: int
+    n_merged: int
+    n_outputs: int
+    width: int
+    n_blocks: int
+    n_parameters: int
+    constant: float
+    smallest_gap: float
+    n_tilted: int
+    rounding: float
+    projection: str
+    seed: int
+    seconds: float
+
+    def __str__(self) -> str:
+        merged = f" ({self.n_merged} repeated ones merged)" if self.n_merged else ""
+        tilted = f", {self.n_tilted} directions tilted apart" if self.n_tilted else ""
+        return (
+            f"{self.n_points:,} points{merged} in {self.n_blocks:,} blocks of width {self.width}, "
+            f"{self.n_outputs} outputs\n"
+            f"{self.n_parameters:,} parameters = {self.constant:.3g} (n log n + r^2)\n"
+            f"smallest gap {self.smallest_gap:.2e}{tilted}; outputs exact to {self.rounding:.1e}\n"
+            f"{self.projection} projection, seed {self.seed}, built in {self.seconds:.3g} s"
+        )
+
+
+class Block(nn.Module):
+    """h -> h + outer(relu(inner(h))); with all weights zero it is the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = _zero_linear(width, width)
+        self.outer = _zero_linear(width, width, bias=False)
+
+    def forward(self, h: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
+        """The hidden vectors behind the block."""
+        return h + self.outer(functional.relu(self.inner(h), inplace=True))
+
+
+class Memorizer(nn.Module):
+    """A residual network of theorem 3.2; made here it is all zeros, `memorize` and `load_state_dict` fill it.
+
+    `n_cues` counts the neurons of the last layer: one per class, or two per real output. Parameters are float64.
+
+    Theory: hardt_ma2017:thm-3.2
+    """
+
+    def __init__(self, n_inputs: int, n_outputs: int, *, width: int, n_blocks: int, n_cues: int) -> None:
+        super().__init__()
+        self.n_inputs, self.n_outputs, self.width, self.n_cues = n_inputs, n_outputs, width, n_cues
+        self.lift = _zero_linear(n_inputs, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(n_blocks))
+        self.cues = _zero_linear(width, n_cues)
+        self.values = _zero_linear(n_cues, n_outputs, bias=False)
+        self.facts: MemorizerFacts | None = None
+
+    def forward(self, x: Tensor) -> Float[Tensor, "n n_outputs"]:
+        """Outputs for samples of any shape and dtype, computed in the network's own dtype, `ROWS` at a time.
+
+        Without gradients the memory does not depend on the number of blocks or samples, outputs aside.
+        """
+        return torch.cat([self.read(self.move(self.enter(part))) for part in self.rows(x).split(ROWS)])
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The samples as rows, checked."""
+        flat = x.flatten(1) if x.ndim > 1 else x[:, None] if x.ndim == 1 and self.n_inputs == 1 else x
+        if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not len(flat):
+            raise ShapeError(
+                f"this memorizer needs samples of {self.n_inputs} numbers, one sample at least; got a tensor of shape "
+                f"{tuple(x.shape)}. Put the samples along the first axis."
+            )
+        return flat
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """Rows lifted into the hidden space, where their flag is +1."""
+        own = next(self.parameters())
+        lifted: Tensor = self.lift(rows.to(own))
+        return lifted
+
+    def move(self, h: Tensor) -> Tensor:
+        """Hidden vectors behind all blocks; those of the training points have reached the vectors of their classes."""
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def read(self, h: Tensor) -> Tensor:
+        """Outputs from the hidden vectors behind the last block."""
+        outputs: Tensor = self.values(functional.relu(self.cues(h)))
+        return outputs
+
+    @torch.no_grad()
+    def classify(self, x: Tensor) -> Int[Tensor, " n"]:
+        """The class with the largest output, or `SILENT` (-1) where no output is positive."""
+        outputs = self(x)
+        largest, classes = outputs.max(1)
+        return torch.where(largest > 0.0, classes, SILENT)
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers the network holds."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def _zero_linear(n_inputs: int, n_outputs: int, *, bias: bool = True) -> nn.Linear:
+    # Made without numbers: the usual initialisation would draw from the global generator.
+    layer = nn.Linear(n_inputs, n_outputs, bias=bias, device="meta")
+    layer.weight = nn.Parameter(torch.zeros(n_outputs, n_inputs, dtype=torch.float64))
+    if bias:
+        layer.bias = nn.Parameter(torch.zeros(n_outputs, dtype=torch.float64))
+    return layer

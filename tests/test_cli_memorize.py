@@ -1,0 +1,182 @@
+"""`onlynorm memorize`: what it builds, tells, writes and draws, files of one's own, and wrong use in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from onlynorm import cli
+from onlynorm.cli import memorize as memorize  # registers the command
+from onlynorm.data import digits
+from onlynorm.identity.memorizer_file import load_memorizer
+from onlynorm.screen import screen
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left: its exit code and both streams, folded lines joined."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def err(self) -> str:
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
+
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+RunCli = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
+    """Runs `onlynorm memorize` in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "width", 300)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def call(*args: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["onlynorm", "memorize", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        seen = capsys.readouterr()
+        assert "Traceback" not in seen.out + seen.err
+        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
+
+    return call
+
+
+def test_digits_are_memorized_and_the_table_says_what_that_is_worth(run: RunCli) -> None:
+    ran = run("digits", "--points", 300)
+    assert ran.code == 0
+    for word in ("300", "wrong training points", "held-out samples", "silent %", "parameters over n log n + r^2"):
+        assert word in ran.stdout
+    assert re.search(r"all training points right\s+yes", ran.stdout)
+
+
+def test_json_is_one_document_and_nothing_else(run: RunCli) -> None:
+    ran = run("digits", "--points", 200, "--noise", 0.0, "--noise", 0.5, "--json", "--seed", 4)
+    facts = ran.json()
+    assert ran.code == 0
+    assert ran.stderr == ""
+    assert facts["points"] == 200
+    assert facts["wrong training points"] == 0
+    assert facts["seed"] == 4
+    off = facts["off the sample"]
+    assert [row[0] for row in off["noise"]] == [0.0, 0.5]
+    assert off["noise"][0][1] == {"right": 1.0, "silent": 0.0, "wrong": 0.0}
+    assert off["n_held_out"] == len(digits().test_labels)
+
+
+def test_the_file_holds_the_network_and_the_figure_is_a_picture(run: RunCli, tmp_path: Path) -> None:
+    ran = run("digits", "--points", 150, "--projection", "principal", "--width", 40, "--out", "deep/net.safetensors",
+              "--figure", "noise.png", "--json")  # fmt: skip
+    assert ran.code == 0
+    network = load_memorizer(tmp_path / "deep" / "net.safetensors")
+    split = digits()
+    assert torch.equal(network.classify(split.train_inputs[:150]), split.train_labels[:150])
+    assert network.width == 40
+    assert network.facts is not None
+    assert network.facts.projection == "principal"
+    assert ran.json()["bytes"] == (tmp_path / "deep" / "net.safetensors").stat().st_size
+    picture = (tmp_path / "noise.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 5000
+
+
+@pytest.mark.parametrize("ending", [".npz", ".safetensors"])
+def test_a_file_of_ones_own_is_read_with_its_held_out_samples(run: RunCli, tmp_path: Path, ending: str) -> None:
+    split = digits()
+    tensors = {
+        "inputs": split.train_inputs[:90].clone(), "labels": split.train_labels[:90].clone(),
+        "test_inputs": split.test_inputs[:20].clone(), "test_labels": split.test_labels[:20].clone(),
+    }  # fmt: skip
+    path = tmp_path / f"own{ending}"
+    if ending == ".npz":
+        np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    else:
+        save_file(tensors, path)
+    facts = run(path.name, "--noise", 0.01, "--json").json()
+    assert facts["points"] == 90
+    assert facts["off the sample"]["n_held_out"] == 20
+
+
+def test_real_targets_are_memorized_up_to_rounding(run: RunCli, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    np.savez(tmp_path / "own.npz", inputs=generator.normal(size=(50, 6)), targets=generator.normal(size=(50, 3)))
+    ran = run("own.npz", "--json")
+    facts = ran.json()
+    assert ran.code == 0
+    assert facts["outputs"] == 3
+    assert facts["largest error"] <= facts["rounding may cost"] < 1e-9
+    assert "off the sample" not in facts
+    assert "real targets. Leave them out" in run("own.npz", "--noise", 0.1).err
+
+
+def test_a_file_with_objects_is_never_unpickled(run: RunCli, tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", inputs=np.array([{"a": 1}], dtype=object), labels=np.zeros(1, dtype=np.int64))
+    ran = run("own.npz")
+    assert ran.code == 2
+    assert "own.npz needs a whole .npz file of plain numbers" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"x": np.zeros((2, 2))}, "needs inputs and one of labels"),
+        ({"inputs": np.zeros((2, 2)), "labels": np.zeros(2, int), "targets": np.zeros(2)}, "one of labels"),
+        ({"inputs": np.eye(2), "labels": np.zeros(2)}, "labels as whole numbers"),
+        ({"inputs": np.ones((2, 2)), "labels": np.arange(2)}, "equal points with different targets at 0 and 1"),
+        ({"inputs": np.eye(3), "labels": np.arange(2)}, "one label per point, 3 whole numbers"),
+        ({"inputs": np.full((2, 2), np.nan), "labels": np.arange(2)}, "finite points"),
+        ({"inputs": np.zeros((0, 2)), "labels": np.zeros(0, int)}, "one point and one number per point at least"),
+        ({"inputs": np.float64(1.0), "labels": np.zeros(1, int)}, "needs inputs and one of labels"),
+    ],
+)
+def test_files_that_cannot_be_memorized_say_why(
+    run: RunCli, tmp_path: Path, unchecked: None, content: dict[str, Any], words: str
+) -> None:
+    np.savez(tmp_path / "own.npz", **content)
+    ran = run("own.npz")
+    assert ran.code == 2
+    assert words in ran.err
+
+
+def test_wrong_use_is_one_line(run: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 no more")
+    (tmp_path / "cut.safetensors").write_bytes(b"12")
+    for arguments, words in (
+        (("digit",), "Did you mean 'digits'?"),
+        (("none.npz",), "there is none at none.npz"),
+        (("cut.npz",), "needs a whole .npz file"),
+        (("cut.safetensors",), "needs a whole safetensors file"),
+        (("digits", "--points", 10**6), "Ask for fewer"),
+        (("digits", "--points", 20, "--width", 1), "width needs a whole number from 3 on"),
+        (("digits", "--points", 20, "--projection", "best"), "projection needs a known name"),
+        (("digits", "--points", 20, "--noise", -1), "zero or more"),
+        (("digits", "--out", "."), "is a folder"),
+        (("digits", "--points", 20, "--noise", 0, "--figure", "a.png"), "noise above zero"),
+    ):
+        ran = run(*arguments)
+        assert ran.code == 2, arguments
+        assert words in ran.err, arguments
+
+
+def test_help_has_examples(run: RunCli) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert "onlynorm memorize fashion_mnist" in " ".join(ran.stdout.split())

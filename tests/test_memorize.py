@@ -1,0 +1,489 @@
+"""`memorize`: every training point right, for any distinct points, within the parameters of the theorem."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm import theorems
+from onlynorm.data import digits
+from onlynorm.errors import FormatError, MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.features import draw
+from onlynorm.identity import checks_memorize
+from onlynorm.identity.memorize import FACTOR, memorize
+from onlynorm.identity.memorizer import SILENT, Block, Memorizer
+from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
+from onlynorm.identity.off_sample import margins, measure_off_sample
+from onlynorm.identity.thresholds import by_length, largest_later, separate
+
+
+def normals(rows: int, columns: int, *, seed: int = 0) -> Tensor:
+    return draw("er_normal", (rows, 1), n_features=columns, density=1.0, seed=seed, layer="test").left().contiguous()
+
+
+def some_labels(n: int, r: int, *, seed: int = 0) -> Tensor:
+    return (normals(n, 1, seed=seed)[:, 0].abs() * 1e6).long() % r
+
+
+@pytest.fixture(scope="module")
+def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    split = digits()
+    return split.train_inputs, split.train_labels, split.test_inputs, split.test_labels
+
+
+@pytest.fixture(scope="module")
+def network(images: tuple[Tensor, Tensor, Tensor, Tensor]) -> Memorizer:
+    return memorize(images[0][:600], images[1][:600], seed=3)
+
+
+# ------------------------------------------------------------------------------------- exact on the sample
+
+
+def test_every_digit_gets_its_class_and_a_one_hot_output(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    x, labels = images[0][:600], images[1][:600]
+    assert torch.equal(network.classify(x), labels)
+    assert network.facts is not None
+    error = float((network(x) - functional.one_hot(labels, 10)).abs().max().detach())
+    assert error <= network.facts.rounding < 1e-6
+
+
+def test_the_classes_do_not_depend_on_the_batch_or_its_order(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    x, labels = images[0][:600], images[1][:600]
+    one_by_one = torch.cat([network.classify(x[i : i + 1]) for i in range(0, 600, 7)])
+    assert torch.equal(one_by_one, labels[::7])
+    assert torch.equal(network.classify(x.flip(0)), labels.flip(0))
+
+
+def test_a_point_stays_bit_for_bit_until_its_block_and_then_never_moves_again(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    h = network.enter(network.rows(images[0][:600])).detach()
+    moves = torch.zeros(600, dtype=torch.long)
+    for block in network.blocks:
+        after = block(h).detach()
+        moves += (after != h).any(1)
+        h = after
+    assert torch.equal(moves, torch.ones(600, dtype=torch.long))
+    torch.testing.assert_close(h[:, -1], -torch.ones(600).double(), rtol=0, atol=1e-9)
+
+
+def test_the_blocks_are_as_many_and_as_wide_as_the_theorem_says(network: Memorizer) -> None:
+    facts = network.facts
+    assert facts is not None
+    assert facts.width == math.ceil(FACTOR * math.log(600))
+    assert facts.n_blocks == len(network.blocks) == math.ceil(600 / facts.width)
+    counted = sum(p.numel() for p in network.parameters())
+    k, r, d = facts.width, 10, 64
+    assert facts.n_parameters == counted == k * d + k + facts.n_blocks * (2 * k * k + k) + k * r + r + r * r
+    assert facts.constant == pytest.approx(counted / (600 * math.log(600) + r * r))
+
+
+def test_the_constant_does_not_grow_with_the_sample() -> None:
+    constants = []
+    for n in (100, 400, 1600):
+        facts = memorize(normals(n, 12), some_labels(n, 5)).facts
+        assert facts is not None
+        constants.append(facts.constant)
+    assert max(constants) <= 12.0
+    assert constants[-1] <= constants[0]
+
+
+@pytest.mark.parametrize("projection", ["random", "principal"])
+def test_real_targets_come_out_up_to_rounding(projection: str) -> None:
+    x, targets = normals(300, 20), 100.0 * normals(300, 4, seed=1) + 7.0
+    network = memorize(x, targets, projection=projection)
+    assert network.facts is not None
+    error = float((network(x) - targets).abs().max().detach())
+    assert error <= network.facts.rounding <= 1e-7 * float(targets.abs().max())
+
+
+def test_real_targets_may_have_one_axis_or_more_outputs_than_points_need() -> None:
+    x = normals(5, 3)
+    single = memorize(x, normals(5, 1)[:, 0])
+    assert single(x).shape == (5, 1)
+    many = memorize(x, normals(5, 40))
+    assert many.width == 41
+    torch.testing.assert_close(many(x).detach(), normals(5, 40), rtol=0, atol=1e-12)
+
+
+def test_constant_targets_far_from_zero_are_reached() -> None:
+    x = normals(6, 2)
+    network = memorize(x, torch.full((6, 1), 1e6, dtype=torch.float64))
+    torch.testing.assert_close(network(x).detach(), torch.full((6, 1), 1e6, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 8), st.integers(0, 2**32))
+def test_any_small_sample_is_memorized(n: int, d: int, r: int, seed: int) -> None:
+    x, labels = normals(n, d, seed=seed), some_labels(n, r, seed=seed)
+    assert torch.equal(memorize(x, labels, n_classes=r, seed=seed).classify(x), labels)
+
+
+@pytest.mark.parametrize(("n", "d", "r"), [(1, 1, 1), (1, 3, 4), (2, 1, 2), (150, 1, 150), (40, 2, 1)])
+def test_one_point_one_class_one_input_and_a_class_per_point_are_no_special_cases(n: int, d: int, r: int) -> None:
+    x, labels = normals(n, d), torch.arange(n) % r
+    assert torch.equal(memorize(x, labels, n_classes=r).classify(x), labels)
+
+
+def test_points_on_a_grid_and_on_a_line_are_memorized() -> None:
+    grid = torch.cartesian_prod(torch.arange(12.0), torch.arange(12.0))  # many equal lengths, points inside the hull
+    labels = some_labels(144, 3)
+    assert torch.equal(memorize(grid, labels).classify(grid), labels)
+    line = torch.arange(500.0)
+    assert torch.equal(memorize(line, torch.arange(500) % 2).classify(line), torch.arange(500) % 2)
+
+
+@pytest.mark.parametrize("apart", [1e-3, 1e-6, 1e-8])
+def test_very_close_points_with_different_labels_are_told_apart(apart: float) -> None:
+    x = normals(60, 20)
+    x = torch.cat([x, x + apart * normals(60, 20, seed=1), x[:5] + apart * normals(5, 20, seed=2)])
+    labels = torch.arange(125) % 7
+    network = memorize(x, labels)
+    assert torch.equal(network.classify(x), labels)
+    assert network.facts is not None
+    assert network.facts.n_tilted > 0 or apart > 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.uint8, torch.int64])
+def test_inputs_of_any_dtype_count_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+    x = (normals(80, 10) * 40.0 + 120.0).to(dtype)
+    labels = some_labels(80, 3)
+    network = memorize(x, labels)
+    assert network.lift.weight.dtype == torch.float64
+    assert torch.equal(network.classify(x), labels)
+    assert torch.equal(network.classify(x.double()), labels)
+
+
+def test_images_keep_their_shape_at_the_door(images: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, labels = images[0][:50].reshape(50, 1, 8, 8), images[1][:50]
+    network = memorize(x, labels)
+    assert torch.equal(network.classify(x), network.classify(x.flatten(1)))
+
+
+def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
+    x, labels = normals(40, 6), some_labels(40, 3)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again, other = memorize(x, labels, seed=1), memorize(x, labels, seed=1), memorize(x, labels, seed=2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.lift.weight, other.lift.weight)
+
+
+# ------------------------------------------------------------------------------------- order and thresholds
+
+
+def test_by_length_no_later_point_hides_an_earlier_one_and_without_it_many_do() -> None:
+    points = normals(300, 6)
+    ordered = points[by_length(points)]
+    own = ordered.square().sum(1)
+    assert bool((largest_later(ordered) < own).all())
+    products = points @ points.mT
+    hidden = (products - torch.diag(torch.full((300,), torch.inf).double())).amax(1) >= points.square().sum(1)
+    assert int(hidden.sum()) > 100
+
+
+def test_the_gap_is_at_least_half_the_squared_distance_to_the_nearest_later_point() -> None:
+    ordered = normals(200, 8)
+    ordered = ordered[by_length(ordered)]
+    gaps = ordered.square().sum(1) - largest_later(ordered)
+    for i in range(199):
+        nearest = (ordered[i] - ordered[i + 1 :]).square().sum(1).min()
+        assert float(gaps[i]) >= float(nearest) / 2.0 * (1.0 - 1e-12)
+
+
+def test_streamed_maxima_equal_those_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = normals(97, 5)
+    whole = (points @ points.mT).masked_fill(torch.ones(97, 97).tril().bool(), -torch.inf).amax(1)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr("onlynorm.identity.thresholds.CHUNK", 300)
+    torch.testing.assert_close(largest_later(points, progress=lambda *at: seen.append(at)), whole)
+    assert seen[-1] == (97, 97)
+    assert len(seen) > 10
+
+
+def test_a_tilted_direction_leaves_a_gap_of_the_order_of_the_distance() -> None:
+    points = normals(50, 20)
+    points = torch.cat([points, points[:1] + 1e-9 * normals(1, 20, seed=1)])
+    ordered = points[by_length(points)]
+    noise = torch.full((51,), 1e-15).double()
+    found = separate(ordered, noise=noise, names=torch.arange(51))
+    assert found.n_tilted == 1
+    lengths = torch.linalg.vector_norm(found.directions, dim=1)
+    distance = float((points[50] - points[0]).norm())
+    assert float((found.gaps / lengths).min()) >= 0.05 * distance  # the plain direction leaves distance^2, 1e-18
+    for i in range(50):
+        said = (ordered[i] - ordered[i + 1 :]) @ found.directions[i]
+        assert float(said.min()) >= float(found.gaps[i]) * (1.0 - 1e-6)
+
+
+# ------------------------------------------------------------------------------------- the module
+
+
+def test_a_fresh_memorizer_is_all_identity_and_silence() -> None:
+    empty = Memorizer(4, 3, width=5, n_blocks=2, n_cues=3)
+    h = normals(7, 5)
+    assert torch.equal(empty.move(h), h)
+    assert torch.equal(empty.classify(normals(7, 4)), torch.full((7,), SILENT))
+
+
+def test_streaming_over_rows_changes_nothing(network: Memorizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normals(40, 64)
+    whole = network(x).detach()
+    monkeypatch.setattr("onlynorm.identity.memorizer.ROWS", 7)
+    torch.testing.assert_close(network(x).detach(), whole, rtol=0, atol=1e-9)
+
+
+def test_a_state_dict_and_a_file_bring_the_same_network_back(network: Memorizer, tmp_path: Path) -> None:
+    facts = network.facts
+    assert facts is not None
+    twin = Memorizer(64, 10, width=facts.width, n_blocks=facts.n_blocks, n_cues=10)
+    twin.load_state_dict(network.state_dict())
+    save_memorizer(network, tmp_path / "net.safetensors")
+    loaded = load_memorizer(tmp_path / "net.safetensors")
+    x = normals(9, 64)
+    assert torch.equal(twin(x), network(x))
+    assert torch.equal(loaded(x), network(x))
+    assert loaded.facts == facts
+    assert str(facts.width) in str(loaded.facts)
+
+
+def test_an_altered_file_is_refused(network: Memorizer, tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    save_memorizer(network, path)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        load_memorizer(path)
+
+
+def test_a_file_whose_sizes_do_not_fit_its_numbers_is_refused(network: Memorizer, tmp_path: Path) -> None:
+    wrong = Memorizer(64, 10, width=4, n_blocks=1, n_cues=10)
+    wrong.width = 5
+    save_memorizer(wrong, tmp_path / "net.safetensors")
+    with pytest.raises(FormatError, match="sizes that fit its numbers"):
+        load_memorizer(tmp_path / "net.safetensors")
+
+
+def test_gradients_reach_the_input_and_all_weights_that_fire() -> None:
+    x, labels = normals(30, 6), some_labels(30, 3)
+    network = memorize(x, labels)
+    x.requires_grad_()
+    functional.cross_entropy(network(x), labels).backward()
+    assert x.grad is not None
+    assert bool((x.grad.abs().sum(1) > 0).all())
+    first = network.blocks[0]
+    assert isinstance(first, Block)
+    assert first.inner.weight.grad is not None
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("shape", [(3, 5), (4,), (0, 6)])
+def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    network = memorize(normals(4, 6), torch.arange(4))
+    with pytest.raises(ShapeError, match="needs samples of 6 numbers"):
+        network(torch.zeros(shape))
+
+
+def test_at_a_class_vector_its_own_cue_speaks_alone(network: Memorizer) -> None:
+    vectors = network.cues.weight.detach()  # the cues are the class vectors themselves
+    fires = network.cues(vectors).detach() > 0.0
+    assert torch.equal(fires, torch.eye(10, dtype=torch.bool))
+    torch.testing.assert_close(network.read(vectors).detach(), torch.eye(10).double(), rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------- merging and refusing
+
+
+def test_repeated_points_with_equal_labels_merge() -> None:
+    x, labels = normals(20, 4), some_labels(20, 3)
+    x[3], labels[3] = x[11], labels[11]
+    twice = torch.cat([x, x, -0.0 * x[:1]])
+    many = torch.cat([labels, labels, labels[:1]])
+    network = memorize(twice, many)
+    assert network.facts is not None
+    assert network.facts.n_points == 20
+    assert network.facts.n_merged == 21
+    assert torch.equal(network.classify(twice), many)
+
+
+def test_repeated_points_with_different_labels_are_named() -> None:
+    x, labels = normals(20, 4), some_labels(20, 3)
+    x[3], labels[3], labels[11] = x[11], 0, 1
+    with pytest.raises(ValueRangeError, match="equal points with different targets at 3 and 11"):
+        memorize(x, labels)
+    with pytest.raises(ValueRangeError, match="at 3 and 11"):
+        memorize(x, labels.double())
+
+
+def test_many_conflicts_are_counted() -> None:
+    x = normals(10, 4)
+    with pytest.raises(ValueRangeError, match=r"4 and 14 and 5 more"):
+        memorize(torch.cat([x, x]), torch.arange(20))
+
+
+def test_points_that_the_principal_directions_drop_are_named() -> None:
+    x = torch.zeros(40, 30, dtype=torch.float64)
+    x[:, :2] = normals(40, 2)
+    x[1, :2] = x[0, :2]
+    x[1, 20] = 1e-9  # a direction of next to no variance
+    with pytest.raises(ValueRangeError, match=r"(at 0 and 1|got 1 and 0|got 0 and 1)"):
+        memorize(x, torch.arange(40), projection="principal", width=3)
+
+
+def test_points_below_the_resolution_of_float64_are_named() -> None:
+    x = normals(30, 8)
+    x[17] = x[4] * (1.0 + 4e-16)
+    with pytest.raises(ValueRangeError, match=r"float64 can tell apart.*(17 and 4|4 and 17)|projected.*4 and 17"):
+        memorize(x, torch.arange(30))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_points_and_targets_that_cannot_be_memorized_are_refused() -> None:
+    x, labels = normals(5, 3), torch.arange(5)
+    bad = x.clone()
+    bad[2, 1] = torch.nan
+    with pytest.raises(ValueRangeError, match="finite points; got NaN or infinity at 2"):
+        memorize(bad, labels)
+    with pytest.raises(ValueRangeError, match="finite targets"):
+        memorize(x, torch.tensor([0.0, 1.0, torch.inf, 0.0, 0.0]))
+    with pytest.raises(ShapeError, match="one point and one number"):
+        memorize(x[:0], labels[:0])
+    with pytest.raises(ShapeError, match="one point and one number"):
+        memorize(torch.tensor(1.0), torch.tensor(0))
+    with pytest.raises(ShapeError, match="one label per point, 5 whole numbers"):
+        memorize(x, labels[:4])
+    with pytest.raises(ShapeError, match="argmax"):
+        memorize(x, torch.eye(5).long())
+    with pytest.raises(ValueRangeError, match="from 0 to 4; got -1 to 3"):
+        memorize(x, labels - 1, n_classes=5)
+    with pytest.raises(ValueRangeError, match="from 0 to 2; got 0 to 4"):
+        memorize(x, labels, n_classes=3)
+    with pytest.raises(ValueRangeError, match="n_classes needs whole-number labels"):
+        memorize(x, labels.double(), n_classes=3)
+    with pytest.raises(MemoryLimitError, match="Number the classes without gaps"):
+        memorize(x, labels * 10**7)
+    with pytest.raises(ValueRangeError, match="squares fit into float64"):
+        memorize(x * 1e200, labels)
+
+
+def test_odd_options_are_refused() -> None:
+    x, labels = normals(5, 3), torch.arange(5)
+    for width in (1, 2):
+        with pytest.raises(ValueRangeError, match="width needs a whole number from 3 on"):
+            memorize(x, labels, width=width)
+    with pytest.raises(ValueRangeError, match="from 8 on"):
+        memorize(x, normals(5, 7), width=5)
+    with pytest.raises(UnknownNameError, match="principal"):
+        memorize(x, labels, projection="principle")
+    with pytest.raises(ValueRangeError, match="seed needs"):
+        memorize(x, labels, seed=-1)
+
+
+# ------------------------------------------------------------------------------------- off the sample
+
+
+def test_inside_its_margin_a_point_meets_the_same_neurons(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    x = images[0][:40].double()
+    safe = margins(network, x)
+    assert bool((safe > 0.0).all())
+    step = normals(40, 64, seed=9)
+    step = step / torch.linalg.vector_norm(step, dim=1, keepdim=True)
+
+    def first_firing(points: Tensor) -> list[Tensor]:
+        h, found = network.enter(points).detach(), []
+        waits = torch.ones(len(h), dtype=torch.bool)
+        for block in network.blocks:
+            assert isinstance(block, Block)
+            fires = block.inner(h) > 0
+            found.append(fires & waits[:, None])
+            waits &= ~fires.any(1)
+        return found
+
+    inside = first_firing(x + 0.999 * safe[:, None] * step)
+    assert all(torch.equal(a, b) for a, b in zip(first_firing(x), inside, strict=True))
+
+
+def test_the_margin_is_the_distance_to_the_threshold_itself(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    x = images[0][:600].double()
+    at = network.enter(x).detach()
+    block = network.blocks[0]
+    assert isinstance(block, Block)
+    said, steep = block.inner(at).detach(), block.inner.weight.detach() @ network.lift.weight.detach()
+    first = int(by_length(at[:, :-1])[0])  # the longest point has its neuron in the first block
+    expected = (said[first].abs() / torch.linalg.vector_norm(steep, dim=1)).min()
+    torch.testing.assert_close(margins(network, x)[first], expected)
+
+
+def test_off_the_sample_everything_is_counted(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
+) -> None:
+    x, labels, test, test_labels = images
+    x, labels = x[:600], labels[:600]
+    told: list[tuple[int, int]] = []
+    found = measure_off_sample(
+        network, x, labels=labels, held_out=(test, test_labels), sizes=(0.0, 1e-4, 0.1, 1.0), most=300,
+        progress=lambda *at: told.append(at),
+    )  # fmt: skip
+    assert [size for size, _ in found.noise] == [0.0, 1e-4, 0.1, 1.0]
+    assert found.noise[0][1].right == 1.0
+    assert found.noise[1][1].right == 1.0  # far below the smallest margin
+    assert found.margins[0] > 1e-4
+    assert found.noise[3][1].right < 0.5
+    assert found.noise[2][1].wrong < found.noise[2][1].silent  # a cue speaks for its class alone
+    for answers in (found.held_out, *(answers for _, answers in found.noise)):
+        assert answers is not None
+        assert answers.right + answers.silent + answers.wrong == pytest.approx(1.0)
+    assert found.held_out is not None
+    assert found.held_out.right < 0.5 < found.held_out.silent  # it does not generalise, and mostly says so
+    assert found.n_noisy == 300
+    assert told[-1] == (6, 6)
+    assert "held-out" in str(found)
+    again = measure_off_sample(network, x, labels=labels, sizes=(0.1,), most=300)
+    assert again.noise[0] == found.noise[2]
+    assert again.held_out is None
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_off_sample_measures_refuse_what_they_cannot_judge(network: Memorizer) -> None:
+    x = normals(6, 64)
+    with pytest.raises(ShapeError, match="real targets have none"):
+        measure_off_sample(network, x, labels=torch.zeros(6))
+    with pytest.raises(ValueRangeError, match="zero or more"):
+        measure_off_sample(network, x, labels=torch.arange(6), sizes=(-1.0,))
+
+
+# ------------------------------------------------------------------------------------- the paper
+
+
+@pytest.mark.parametrize("key", ["thm-3.2", "lemma-3.3", "lemma-B.1", "lemma-B.2"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_statements_about_memorizing_hold_once_corrected(key: str, seed: int) -> None:
+    found = theorems.run_check(f"hardt_ma2017:{key}", seed=seed)
+    assert found.verdict is theorems.Verdict.CORRECTED, found.evidence
+
+
+def test_the_checks_would_notice_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_memorize, "by_length", lambda points: torch.arange(len(points)))
+    assert theorems.run_check("hardt_ma2017:lemma-B.2").verdict is theorems.Verdict.FAILS
+
+
+def test_the_checks_would_notice_a_wrong_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Memorizer, "classify", lambda self, x: torch.zeros(len(x), dtype=torch.long))
+    assert theorems.run_check("hardt_ma2017:thm-3.2").verdict is theorems.Verdict.FAILS

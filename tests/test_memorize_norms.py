@@ -1,0 +1,116 @@
+"""`memorize_norms`: frozen random weights, norms chosen, every training point right; and the same by reconstruction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.data import digits
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.identity.memorize import memorize
+from onlynorm.identity.memorize_norms import NormMemorizer, memorize_norms
+from onlynorm.reconstruction import reconstruct, verify
+from onlynorm.solvers.checks import normal
+
+
+@pytest.fixture(scope="module")
+def sample() -> tuple[Tensor, Tensor]:
+    split = digits()
+    return split.train_inputs[:250], split.train_labels[:250]
+
+
+@pytest.fixture(scope="module")
+def network(sample: tuple[Tensor, Tensor]) -> NormMemorizer:
+    return memorize_norms(*sample, seed=2)
+
+
+def test_norms_alone_have_every_digit_right(sample: tuple[Tensor, Tensor], network: NormMemorizer) -> None:
+    x, labels = sample
+    assert torch.equal(network.classify(x), labels)
+    facts = network.facts
+    assert facts is not None
+    error = float((network(x)[:, 0] - labels).abs().max().detach())
+    assert error == pytest.approx(facts.error, rel=1e-3, abs=1e-12)
+    assert facts.error < 1e-6
+
+
+def test_only_norms_are_parameters_and_the_rest_comes_from_the_seed(
+    sample: tuple[Tensor, Tensor], network: NormMemorizer
+) -> None:
+    facts = network.facts
+    assert facts is not None
+    assert {name.split(".")[0] for name, _ in network.named_parameters()} == {"norm1", "norm2"}
+    assert set(network.state_dict()) == {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}
+    assert facts.n_norm_parameters == 4 * facts.n_features
+    assert facts.n_features == round(1.25 * 250)
+    assert torch.equal(network.right, network.features.right())
+    twin = NormMemorizer(network.features, code="number")
+    twin.load_state_dict(network.state_dict())
+    assert torch.equal(twin(sample[0]), network(sample[0]))
+    assert str(facts.n_features) in str(facts)
+
+
+def test_another_seed_gives_another_network_that_is_right_as_well(sample: tuple[Tensor, Tensor]) -> None:
+    x, labels = sample[0][:60], sample[1][:60]
+    first, second = memorize_norms(x, labels, seed=0), memorize_norms(x, labels, seed=1)
+    assert not torch.equal(first.right, second.right)
+    assert torch.equal(first.classify(x), second.classify(x))
+
+
+def test_one_hot_outputs_take_a_feature_per_point_and_class(sample: tuple[Tensor, Tensor]) -> None:
+    x, labels = sample[0][:40], sample[1][:40]
+    network = memorize_norms(x, labels, code="one-hot")
+    facts = network.facts
+    assert facts is not None
+    assert facts.n_equations == 400
+    assert facts.n_features == 500
+    assert torch.equal(network.classify(x), labels)
+    torch.testing.assert_close(network(x).detach(), functional.one_hot(labels, 10).double(), rtol=0, atol=1e-6)
+
+
+def test_real_targets_are_reached_up_to_the_residual(sample: tuple[Tensor, Tensor]) -> None:
+    x, targets = sample[0][:50], normal(0, "targets", 50, 2)
+    network = memorize_norms(x, targets)
+    assert network.facts is not None
+    error = torch.linalg.vector_norm(network(x) - targets).detach() / torch.linalg.vector_norm(targets)
+    assert float(error) == pytest.approx(network.facts.residual, rel=0.5, abs=1e-11)
+    assert float(error) < 1e-8
+
+
+def test_fewer_features_than_points_cannot_remember_random_targets(sample: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(InsufficientFeaturesError, match=r"an excess of 1 or more; got 0\.9"):
+        memorize_norms(*sample, excess=0.9)
+
+
+def test_points_that_no_feature_tells_apart_are_refused() -> None:
+    x = torch.zeros(6, 2, dtype=torch.float64)
+    x[:, 0] = 1.0
+    x[:, 1] = 1e-17 * torch.arange(6)  # drowned by the first coordinate
+    with pytest.raises(ToleranceError, match=r"within 0\.5 of its class"):
+        memorize_norms(x, torch.arange(6))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_use_is_refused(sample: tuple[Tensor, Tensor], network: NormMemorizer) -> None:
+    x, labels = sample
+    with pytest.raises(UnknownNameError, match="one-hot"):
+        memorize_norms(x, labels, code="onehot")
+    with pytest.raises(ValueRangeError, match="equal points with different targets at 0 and 2"):
+        memorize_norms(x[[0, 1, 0]], torch.arange(3))
+    with pytest.raises(ShapeError, match="needs samples of 64 numbers"):
+        network(torch.zeros(3, 5))
+
+
+def test_a_memorizer_rebuilt_by_its_norms_is_right_everywhere_too(sample: tuple[Tensor, Tensor]) -> None:
+    x, labels = sample[0][:40].double(), sample[1][:40]
+    plain = memorize(x, labels)
+    made = reconstruct(plain, inputs=x, seed=0)
+    assert torch.equal(made.network(x).argmax(1), labels)
+    check = verify(plain, made.network, x)
+    assert check.is_reproducible
+    assert check.n_other == 0  # every number is frozen or in a norm
+    direct = memorize_norms(x, labels)
+    assert direct.facts is not None
+    assert made.n_norm_parameters > 5 * direct.facts.n_norm_parameters
