@@ -176,7 +176,9 @@ def test_every_command_of_the_module_is_known_here() -> None:
         "demo", "plan", "reconstruct", "verify", "tune", "factorize", "memorize", "theorems", "reproduce", "report",
         "bench",
     }  # fmt: skip
-    assert set(BENCHES) == {f"bench {name}" for name in ("solve", "reconstruct", "tune", "adapt", "frozen", "text")}
+    assert set(BENCHES) == {
+        f"bench {name}" for name in ("solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain")
+    }
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

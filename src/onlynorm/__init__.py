@@ -6,6 +6,7 @@ The walk: target -> plan -> features -> solve -> norm parameters -> network -> v
 from onlynorm import theorems
 from onlynorm.features import Features, draw
 from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
+from onlynorm.rank import Chain, rank_ratio, simulate, soft_rank
 from onlynorm.reconstruction import (
     Box,
     Plan,
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Adapters",
     "Box",
+    "Chain",
     "Factorization",
     "Features",
     "KhatriRao",
@@ -49,9 +51,12 @@ __all__ = [
     "memorize_norms",
     "only_norms",
     "plan",
+    "rank_ratio",
     "reconstruct",
     "save",
     "save_adapter",
+    "simulate",
+    "soft_rank",
     "solve",
     "solve_features",
     "spectrum",

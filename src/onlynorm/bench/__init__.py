@@ -2,6 +2,7 @@
 
 from onlynorm.bench.adapt import bench_adapt
 from onlynorm.bench.adapt_results import AdaptBench, AdaptRun, AdaptSizes
+from onlynorm.bench.chain import ChainBench, ChainRow, bench_chain
 from onlynorm.bench.frozen import NETWORKS, bench_frozen
 from onlynorm.bench.frozen_results import FrozenBench, FrozenRun, FrozenSizes
 from onlynorm.bench.goals import Goal, Measured, Table, is_met
@@ -23,6 +24,8 @@ __all__ = [
     "AdaptRun",
     "AdaptSizes",
     "Bench",
+    "ChainBench",
+    "ChainRow",
     "FrozenBench",
     "FrozenRun",
     "FrozenSizes",
@@ -40,6 +43,7 @@ __all__ = [
     "TuneBench",
     "TuneRow",
     "bench_adapt",
+    "bench_chain",
     "bench_frozen",
     "bench_reconstruct",
     "bench_solve",

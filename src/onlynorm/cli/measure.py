@@ -15,6 +15,7 @@ from onlynorm.bench import (
     Measured,
     Sizes,
     bench_adapt,
+    bench_chain,
     bench_frozen,
     bench_reconstruct,
     bench_solve,
@@ -160,3 +161,16 @@ def measure_frozen(
 
 def _tell(what: str, share: float) -> None:
     errors.print(f"{what}: {100 * share:.1f} %", highlight=False)
+
+
+@benches.command("chain", epilog="Example: `onlynorm bench chain --quick`")
+def measure_chain(
+    quick: Quick = False,
+    repeats: Annotated[int, typer.Option(help="Best of how many turns.", min=1)] = 40,
+    markdown: AsMarkdown = False,
+    as_json: AsJson = False,
+) -> None:
+    """Random networks as batched chains beside the obvious loop with singular values."""
+    with spinner("bench chain", hidden=False) as say:
+        result = bench_chain(quick=quick, repeats=repeats, progress=say)
+    show(result, markdown=markdown, as_json=as_json)

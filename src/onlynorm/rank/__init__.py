@@ -1,0 +1,47 @@
+"""Does the signal survive depth? Measures of its rank, and the chains that predict them."""
+
+from onlynorm.rank.chain import ACTIVATIONS, Chain, walk
+from onlynorm.rank.chain_averages import Estimate
+from onlynorm.rank.drift import drift_of_eigenvalues, frobenius_drift
+from onlynorm.rank.measures import (
+    Cosines,
+    as_matrix,
+    cosines,
+    effective_rank,
+    exact_rank,
+    rank_ratio,
+    regularity,
+    second_moments,
+    soft_rank,
+    top_eigenvalues,
+    unit_rows,
+    unit_scale,
+)
+from onlynorm.rank.simulation import ChainAverages, simulate
+
+__all__ = [
+    "ACTIVATIONS",
+    "Chain",
+    "ChainAverages",
+    "Cosines",
+    "Estimate",
+    "as_matrix",
+    "cosines",
+    "drift_of_eigenvalues",
+    "effective_rank",
+    "exact_rank",
+    "frobenius_drift",
+    "rank_ratio",
+    "regularity",
+    "second_moments",
+    "simulate",
+    "soft_rank",
+    "top_eigenvalues",
+    "unit_rows",
+    "unit_scale",
+    "walk",
+]
+
+from onlynorm.rank import checks_chain as _checks_chain  # noqa: F401
+from onlynorm.rank import checks_law as _checks_law  # noqa: F401
+from onlynorm.rank import checks_spectrum as _checks_spectrum  # noqa: F401

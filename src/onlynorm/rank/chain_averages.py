@@ -1,0 +1,87 @@
+"""Averages along chains with error bars, in memory that does not grow with the number of steps.
+
+Observations of one chain are correlated, so their spread says nothing about the error of their mean. They are summed
+in batches of equal length; when there is no room for another batch, neighbours are merged and batches are twice as
+long from then on. Batches that are long against the memory of the chain are independent, and so are chains: the spread
+of about `GROUPS` means, over chains and stretches of time, gives the error. Where there are that many chains,
+stretches are whole chains.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROOM = 64
+GROUPS = 32
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An average with its standard error, and the spread of single observations around it."""
+
+    value: float
+    error: float
+    deviation: float = math.nan
+
+    def __str__(self) -> str:
+        return f"{self.value:.5g} +- {self.error:.2g}"
+
+
+class BatchMeans:
+    """Sums of observations (chains, quantities) in at most `ROOM` batches of equal length, in float64."""
+
+    def __init__(self, n_chains: int, n_quantities: int) -> None:
+        self.sums = torch.zeros(ROOM, n_chains, n_quantities, dtype=torch.float64)
+        self.squares = torch.zeros(n_chains, n_quantities, dtype=torch.float64)
+        self.length = 1
+        self.n_observed = 0
+
+    def add(self, values: Tensor) -> None:
+        """Count one more observation of every chain."""
+        if self.n_observed == ROOM * self.length:
+            pairs = self.sums.view(ROOM // 2, 2, *self.sums.shape[1:]).sum(1)
+            self.sums.zero_()[: ROOM // 2] = pairs
+            self.length *= 2
+        self.sums[self.n_observed // self.length] += values
+        self.squares += values.square()
+        self.n_observed += 1
+
+    def group_means(self) -> tuple[Tensor, float]:
+        """(groups, quantities): means over stretches of chains; and how many such stretches all data would make."""
+        n_chains = self.sums.shape[1]
+        n_full = self.n_observed // self.length
+        per_chain = max(1, min(-(-GROUPS // n_chains), n_full))
+        together = n_full // per_chain  # batches in a stretch; what does not fill one only shortens the error
+        stretches = self.sums[: per_chain * together].view(per_chain, together, *self.sums.shape[1:]).sum(1)
+        length = together * self.length
+        return (stretches / length).flatten(0, 1), n_chains * self.n_observed / length
+
+    def means(self) -> Tensor:
+        """(chains, quantities): the mean of every chain over all its observations."""
+        return self.sums.sum(0) / self.n_observed
+
+    def estimate(self, place: int) -> Estimate:
+        """The average of one quantity."""
+        value = float(self.means()[:, place].mean())
+        spread = float(self.squares[:, place].mean()) / self.n_observed - value**2
+        groups, n_groups = self.group_means()
+        error = _standard_error(groups[:, place], n_groups)
+        return Estimate(value, error, math.sqrt(max(spread, 0.0)))
+
+    def estimate_quotient(self, above: int, below: int) -> Estimate:
+        """The quotient of two averages; its error to first order, correlations included."""
+        top, bottom = self.means()[:, [above, below]].mean(0).tolist()
+        if bottom == 0.0:
+            return Estimate(math.nan, math.nan)
+        groups, n_groups = self.group_means()
+        deviations = (groups[:, above] - top / bottom * groups[:, below]) / bottom
+        return Estimate(top / bottom, _standard_error(deviations, n_groups))
+
+
+def _standard_error(means: Tensor, n: float) -> float:
+    """Of the mean of n independent numbers that spread like these; infinite where there is only one."""
+    return float(means.std() / math.sqrt(n)) if len(means) > 1 else math.inf

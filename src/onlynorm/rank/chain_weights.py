@@ -1,0 +1,65 @@
+"""The random weights of a chain: step t of every chain is a fixed stretch of one row of random words.
+
+Whoever asks for steps [start, stop) gets the same numbers, however a run was cut: the generator, PCG64 DXSM, is set to
+any place of its row at once. Random bits are what a fast chain spends a third of its time on. This generator takes half
+the time of the one for frozen features, and uniform weights take 16 bits each: odd whole numbers between -32767 and
+32767, a symmetric grid of 2^15 points with mean zero and, after scaling, variance exactly one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from onlynorm.errors import UnknownNameError
+from onlynorm.features.streams import Stream
+
+LAWS = ("uniform", "normal", "asymmetric")
+_LAYER = "rank/chain"
+_ODD = np.uint64(0x0001_0001_0001_0001)
+_LEVELS = 2**15
+
+
+class ChainWeights:
+    """W = scale * numbers, numbers (chains, width, width) for every step. All laws have variance one.
+
+    "uniform" is U(-sqrt 3, sqrt 3), the paper's; "normal" is N(0, 1); "asymmetric" is U(0, 2 sqrt 3), the uniform law
+    moved to the positive numbers: mean sqrt 3.
+    """
+
+    def __init__(self, law: str, *, seed: int, n_chains: int, width: int, dtype: torch.dtype, device: str) -> None:
+        if law not in LAWS:
+            raise UnknownNameError("weights", law, LAWS)
+        self.law, self.dtype, self.device = law, dtype, device
+        self.shape = (n_chains, width, width)
+        self.scale = math.sqrt(2.0) if law == "normal" else math.sqrt(3.0 / (_LEVELS**2 - 1))
+        self._key = Stream(seed, _LAYER, f"weights/{law}").key
+        self._n_words = -(-math.prod(self.shape) // (2 if law == "normal" else 4))
+
+    def steps(self, start: int, stop: int) -> Iterator[Tensor]:
+        """The numbers of steps start, ..., stop - 1, each in the same tensor: use it before asking for the next."""
+        numbers = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        flat = numbers.view(-1)
+        generator = np.random.PCG64DXSM(self._key).advance(start * self._n_words)
+        for _ in range(start, stop):
+            flat.copy_(self._from_words(generator.random_raw(self._n_words))[: len(flat)])
+            if self.law == "asymmetric":
+                numbers.add_(_LEVELS)
+            yield numbers
+
+    def _from_words(self, words: npt.NDArray[np.uint64]) -> Tensor:
+        """Odd whole numbers, or the inverse error function of a uniform grid of 2^32 points."""
+        if self.law != "normal":
+            words |= _ODD
+            return torch.from_numpy(words.astype("<u8", copy=False).view("<i2"))
+        grid = torch.from_numpy(words.astype("<u8", copy=False).view("<i4")).to(torch.float64)
+        return grid.add_(0.5).mul_(2.0**-31).erfinv_()
+
+    def step(self, t: int) -> Tensor:
+        """W of step t, scaled."""
+        return next(self.steps(t, t + 1)) * self.scale

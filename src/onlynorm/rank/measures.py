@@ -1,0 +1,223 @@
+"""How many directions a signal has: the ratio r, soft, exact and effective rank, eigenvalues, regularity, cosines.
+
+H is features x samples, M(H) = H H^T / N. All measures take leading batch axes, follow the device of their input, work
+at least in float32, and refuse what has no rank to speak of: one sample, numbers that are none. Everything but the
+counts (`soft_rank`, `exact_rank`) can be differentiated. Eigenvalues of M other than zero are those of H^T H / N, so
+the smaller of the two matrices serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+
+POSITIONS = ("pool", "samples")
+METHODS = ("inertia", "eigenvalues")
+BETWEEN = ("samples", "features")
+
+
+def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1) -> Tensor:
+    """H, features x columns, from the activations of a layer, samples first and channels on the axis `channels`.
+
+    (samples, features) is turned over. With further axes, positions in an image or a sequence, "pool" makes every
+    position of every sample a column of its own: channels x (samples * positions), what a batch norm sees. "samples"
+    keeps one column per sample: (channels * positions) x samples. Transformers have their channels last: channels=-1.
+    """
+    if positions not in POSITIONS:
+        raise UnknownNameError("positions", positions, POSITIONS)
+    shape = tuple(activations.shape)
+    axis = channels % max(activations.ndim, 1)
+    if activations.ndim < 2 or axis == 0 or not -activations.ndim <= channels < activations.ndim:
+        raise ShapeError(
+            f"as_matrix needs activations (samples, channels, positions...) and an axis of channels behind the first; "
+            f"got {shape} and channels={channels}. Pass a whole batch, and channels=-1 where they come last."
+        )
+    moved = activations.movedim(axis, 0) if positions == "pool" else activations.movedim(axis, 1).movedim(0, -1)
+    matrix = moved.reshape(shape[axis], -1) if positions == "pool" else moved.reshape(-1, shape[0])
+    return _ready(matrix, "as_matrix")
+
+
+def second_moments(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d d"]:
+    """M(H) = H H^T / N, the second moments of the features; nothing is centred."""
+    H = _ready(H, "second_moments")
+    return H @ H.mT / H.shape[-1]
+
+
+def unit_rows(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
+    """H with every row scaled to norm sqrt(N), as a batch norm without centring leaves it: M has unit diagonal."""
+    H = _ready(H, "unit_rows")
+    norms = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
+    n_dead = int((norms == 0).sum())
+    if n_dead:
+        raise ValueRangeError(
+            f"unit_rows needs rows that are not zero; got {n_dead} zero rows of {norms.numel()}: dead units. "
+            "Leave them out: H[H.abs().sum(1) > 0]."
+        )
+    return H * (H.shape[-1] ** 0.5 / norms)
+
+
+def unit_scale(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
+    """H times one number, so that Tr M = d: soft ranks then compare with those of `unit_rows`."""
+    H = _ready(H, "unit_scale")
+    _refuse_zero(H, "unit_scale")
+    norms = torch.linalg.matrix_norm(H, keepdim=True)
+    return H * ((H.shape[-1] * H.shape[-2]) ** 0.5 / norms)
+
+
+def rank_ratio(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
+    """r(H) = Tr(M)^2 / |M|_F^2, a lower bound of the rank between 1 and min(d, N) that needs no eigenvalues.
+
+    Theory: daneshmand2020:lemma-1
+    """
+    H = _ready(H, "rank_ratio")
+    _refuse_zero(H, "rank_ratio")
+    H = H / H.detach().abs().amax((-2, -1), keepdim=True)  # r does not change, and fourth powers stay in range
+    G = _smaller_gram(H)
+    return G.diagonal(dim1=-2, dim2=-1).sum(-1).square() / G.square().sum((-2, -1))
+
+
+def soft_rank(H: Float[Tensor, "*batch d n"], tau: float, *, method: str | None = None) -> Int[Tensor, "*batch"]:
+    """rank_tau(H): how many singular values have sigma^2 / N >= tau. It depends on the scale of H, see `unit_scale`.
+
+    "inertia" counts the positive pivots of one LDL^T of M - tau I (Sylvester), a quarter of the time of "eigenvalues";
+    it is the default on CPUs. Both may differ where an eigenvalue equals tau up to rounding.
+    Theory: daneshmand2020:lemma-2
+    """
+    if not tau >= 0.0:
+        raise ValueRangeError(f"soft_rank needs tau >= 0; got {tau!r}. Try tau=0.5 on unit_rows(H).")
+    if method is not None and method not in METHODS:
+        raise UnknownNameError("method", method, METHODS)
+    H = _ready(H.detach(), "soft_rank")
+    if tau == 0.0:
+        return torch.full(H.shape[:-2], H.shape[-2], dtype=torch.int64, device=H.device)
+    return count_at_least(_smaller_gram(H) / H.shape[-1], tau, method=method)
+
+
+def count_at_least(M: Float[Tensor, "*batch d d"], tau: float, *, method: str | None = None) -> Int[Tensor, "*batch"]:
+    """How many eigenvalues of symmetric matrices are at least tau, by inertia or by eigenvalues."""
+    if method == "eigenvalues" or (method is None and M.device.type != "cpu"):
+        return (torch.linalg.eigvalsh(M) >= tau).sum(-1)
+    shifted = M.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).sub_(tau)
+    factors, pivots, _ = torch.linalg.ldl_factor_ex(shifted)
+    # A negative pivot index marks half of a 2 x 2 block, and such a block has one eigenvalue on either side of zero.
+    single = (pivots > 0) & (factors.diagonal(dim1=-2, dim2=-1) >= 0)
+    return single.sum(-1) + (pivots < 0).sum(-1) // 2
+
+
+def exact_rank(H: Float[Tensor, "*batch d n"], *, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
+    """The number of singular values above `tolerance` times the largest, by default max(d, N) times eps."""
+    return torch.linalg.matrix_rank(_ready(H.detach(), "exact_rank"), rtol=tolerance)
+
+
+def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
+    """exp of the entropy of the shares sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank."""
+    H = _ready(H, "effective_rank")
+    _refuse_zero(H, "effective_rank")
+    sigma = torch.linalg.svdvals(H)
+    shares = sigma / sigma.sum(-1, keepdim=True)
+    return torch.special.entr(shares.clamp(min=torch.finfo(shares.dtype).tiny)).sum(-1).exp()
+
+
+def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor, "*batch k"]:
+    """The k largest eigenvalues of M(H), largest first; through singular values, so that small ones keep digits."""
+    H = _ready(H, "top_eigenvalues")
+    limit = min(H.shape[-2:])
+    if not 1 <= k <= limit:
+        raise ValueRangeError(
+            f"top_eigenvalues needs 1 <= k <= {limit}, the smaller side of H {tuple(H.shape[-2:])}; got {k}. Lower k."
+        )
+    return torch.linalg.svdvals(H)[..., :k].square() / H.shape[-1]
+
+
+def regularity(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, ""]:
+    """alpha = E Tr(diag(M^2)^2) / E Tr(M^3) over all matrices of the batch, their rows scaled to norm sqrt(N).
+
+    At most one, and less unless all columns of M are its eigenvectors. Theory: daneshmand2020:lemma-15
+    """
+    M = second_moments(unit_rows(H))
+    squares = M.square().sum(-1)
+    return squares.square().sum(-1).mean() / ((M @ M) * M).sum((-2, -1)).mean()
+
+
+@dataclass(frozen=True)
+class Cosines:
+    """Pairwise cosines of the samples or of the features: their mean, mean size, and the largest size.
+
+    Zero vectors have no direction: they are left out and counted. Without two others the statistics are NaN.
+    """
+
+    mean: Tensor
+    mean_absolute: Tensor
+    largest: Tensor
+    n_zero: Tensor
+    between: str
+
+    def __str__(self) -> str:
+        parts = (("mean", self.mean), ("mean size", self.mean_absolute), ("largest", self.largest))
+        numbers = ", ".join(f"{word} {float(value.mean()):.3f}" for word, value in parts)
+        return f"cosines between {self.between}: {numbers}; {int(self.n_zero.sum())} zero vectors left out"
+
+
+def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosines:
+    """Statistics of the cosines between all pairs of columns ("samples") or rows ("features")."""
+    if between not in BETWEEN:
+        raise UnknownNameError("between", between, BETWEEN)
+    H = _ready(H, "cosines")
+    vectors = H.mT if between == "samples" else H
+    norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
+    alive = norms > 0
+    units = vectors / torch.where(alive, norms, torch.ones_like(norms))
+    angles = units @ units.mT
+    angles = angles - torch.diag_embed(angles.diagonal(dim1=-2, dim2=-1))
+    n_alive = alive.sum((-2, -1))
+    n_pairs = n_alive * (n_alive - 1)
+    largest = angles.abs().amax((-2, -1))
+    return Cosines(
+        mean=angles.sum((-2, -1)) / n_pairs,
+        mean_absolute=angles.abs().sum((-2, -1)) / n_pairs,
+        largest=torch.where(n_pairs > 0, largest, torch.full_like(largest, torch.nan)),
+        n_zero=(~alive).sum((-2, -1)),
+        between=between,
+    )
+
+
+def _ready(H: Tensor, name: str) -> Tensor:
+    """H in at least float32, once it is known to be features x samples with finite numbers and two samples."""
+    if H.ndim < 2 or H.shape[-2] < 1:
+        raise ShapeError(
+            f"{name} needs H (features, samples), perhaps behind batch axes; got {tuple(H.shape)}. "
+            "Turn activations into it by as_matrix."
+        )
+    if H.shape[-1] < 2:
+        raise ShapeError(
+            f"{name} needs two samples or more, since one has rank one whatever the network does; got "
+            f"{tuple(H.shape)}. Pass a larger batch."
+        )
+    if not H.is_floating_point():
+        raise ValueRangeError(f"{name} needs real floating-point numbers; got {H.dtype}. Convert by H.float().")
+    n_odd = H.numel() - int(torch.isfinite(H.detach()).sum())
+    if n_odd:
+        raise ValueRangeError(
+            f"{name} needs finite numbers; got {n_odd} NaN or infinite ones of {H.numel()}. "
+            "Find the first layer in which they appear."
+        )
+    return H.float() if torch.finfo(H.dtype).bits < 32 else H
+
+
+def _refuse_zero(H: Tensor, name: str) -> None:
+    n_zero = int((H.detach().abs().amax((-2, -1)) == 0).sum())
+    if n_zero:
+        raise ValueRangeError(
+            f"{name} needs a matrix that is not zero; got {n_zero} zero matrices of shape {tuple(H.shape[-2:])}. "
+            "Every unit is dead: look at the layers before."
+        )
+
+
+def _smaller_gram(H: Tensor) -> Tensor:
+    return H @ H.mT if H.shape[-2] <= H.shape[-1] else H.mT @ H
