@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from onlynorm.bench import OURS, PAPERS, RECIPES, RebuiltRow, Sizes, bench_reconstruct, is_met
+from onlynorm.bench import OURS, PAPERS, RECIPES, RebuiltRow, Sizes, bench_reconstruct, is_met, kept
 from onlynorm.bench import reconstruct as bench_module
 from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError
@@ -130,7 +130,7 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
         patch.setattr(bench_module, "measure_row", lambda *_: pytest.fail("measured again"))
         (again,) = run(tmp_path).rows
         assert again == dataclasses.replace(first, note="kept")
-        patch.setattr(bench_module, "library_digest", lambda: "another")
+        patch.setattr(kept, "library_digest", lambda: "another")
         assert run(tmp_path).rows[0].note == "kept, of older code"
     assert run(tmp_path, force=True).rows[0].note == ""
     (record,) = tmp_path.glob("*.json")

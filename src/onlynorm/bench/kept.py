@@ -29,7 +29,7 @@ class Rows:
 
     def find(self, name: str, made_of: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The fields of a row, measured now or by an earlier run; its "note" says which."""
-        path = self.out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', name)}-{digest(made_of)[:16]}.json"
+        path = self.out / f"{re.sub(r'[^A-Za-z0-9._]+', '-', name)}-{digest(made_of)[:16]}.json"
         if path.exists() and not self.force:
             try:
                 body = read_sealed(path, kind=self.kind)
@@ -40,7 +40,7 @@ class Rows:
                 return {**row, "note": KEPT if body.get("made_with") == self.made_with else OLDER}
         fresh = measure()
         write_sealed(path, {"made_of": made_of, "made_with": self.made_with, "row": fresh}, kind=self.kind)
-        return {**fresh, "note": ""}
+        return {"note": "", **fresh}
 
 
 def note_of(notes: list[str]) -> str:

@@ -12,23 +12,23 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from onlynorm.bench.goals import Goal, Table
+from onlynorm.bench.kept import Rows
 from onlynorm.bench.solve import OURS, PAPERS, Row, Solver, race, solver_table
 from onlynorm.data import Split, cifar10, find_data
-from onlynorm.errors import FormatError, UnknownNameError
+from onlynorm.errors import UnknownNameError
 from onlynorm.features import draw
 from onlynorm.models import CifarResNet, load_weights, own_randomness
-from onlynorm.papers.run import library_digest, versions
 from onlynorm.reconstruction import collapse, reconstruct, save
 from onlynorm.reconstruction.compare import Comparison, compare
 from onlynorm.reconstruction.partial import tensors_digest
-from onlynorm.report.sealed import digest, read_sealed, write_sealed
+from onlynorm.report.sealed import digest
 from onlynorm.solvers import KhatriRao, solve
 from onlynorm.solvers.memory import readable
 from onlynorm.solvers.polish import solve_as_papers
@@ -192,25 +192,13 @@ def make_target(*, quick: bool) -> nn.Module:
 def _row(name: str, target: nn.Module, split: Split, sizes: Sizes, out: Path, force: bool, say: Say) -> RebuiltRow:
     """The row of an earlier run with the same network, data, recipe and sizes, or a new one."""
     made_of = {
-        "features": name, "recipe": RECIPES[name], "sizes": asdict(sizes),
+        "features": name, "recipe": RECIPES[name], "sizes": asdict(sizes), "row": list(RebuiltRow.__annotations__),
         "target": tensors_digest(target.state_dict()),
         "data": tensors_digest({"train": split.train_inputs[: sizes.calibration], "test": split.test_inputs}),
     }  # fmt: skip
-    made_with = {"library": library_digest(), **versions()}
-    stem = f"{name}-{digest(made_of)[:16]}"
-    record = out / f"{stem}.json"
-    if record.exists() and not force:
-        try:
-            body = read_sealed(record, kind=KIND)
-            row = RebuiltRow(**body["row"])
-        except (FormatError, TypeError, KeyError):
-            say(f"{name}: the record {record.name} is damaged, so the row is made again")
-        else:
-            same = body.get("made_with") == made_with
-            return replace(row, note="kept" if same else "kept, of older code")
-    row = measure_row(name, target, split, sizes, out / stem, say)
-    write_sealed(record, {"made_of": made_of, "made_with": made_with, "row": asdict(row)}, kind=KIND)
-    return row
+    stem = out / f"{name}-{digest(made_of)[:16]}"
+    rows = Rows(out, kind=KIND, force=force, say=say)
+    return RebuiltRow(**rows.find(name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say))))
 
 
 def measure_row(name: str, target: nn.Module, split: Split, sizes: Sizes, stem: Path, say: Say) -> RebuiltRow:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from onlynorm.bench.text import TextSizes, bench_text
 from onlynorm.cli.entry import AsJson, need_folder
-from onlynorm.cli.measure import AsMarkdown, Quick, benches, show
+from onlynorm.cli.measure import OUT, AsMarkdown, Force, Out, Quick, benches, show
 from onlynorm.screen import errors, spinner
 
 
@@ -19,8 +18,8 @@ def measure_text(
     quick: Quick = False,
     seeds: Annotated[int | None, typer.Option(help="Trainings that are judged, for each way.", min=2)] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to train on.", min=1)] = None,
-    out: Annotated[Path, typer.Option(help="Folder for records.")] = Path("onlynorm-out/bench"),
-    force: Annotated[bool, typer.Option("--force", help="Make finished runs again.")] = False,
+    out: Out = OUT,
+    force: Force = False,
     markdown: AsMarkdown = False,
     as_json: AsJson = False,
 ) -> None:
