@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 import onlynorm as on
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
 from onlynorm.solvers.khatri_rao import KhatriRao, Operator
+from onlynorm.solvers.ladder import climb
 from onlynorm.solvers.minimum_width import MinimumWidth, minimum_features
 
 EPS = torch.finfo(torch.float64).eps
@@ -89,6 +92,26 @@ def test_every_method_solves_it(method: str) -> None:
     solution = on.solve(*operator.dense(), target, minimum_width=True, method=method, tolerance=1e-9)
     assert solution.method == method
     assert _relative(_made(solution, operator), target) <= 1e-9
+
+
+def test_scales_of_outputs_that_magnify_what_the_system_left_are_answered_by_a_finer_solve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a loose tolerance an iterative solve stops early, and the judged residual comes after the outputs' scales."""
+    asked: list[float] = []
+
+    def watched(*parts: Any, tolerance: float, **rest: Any) -> Any:
+        asked.append(tolerance)
+        return climb(*parts, tolerance=tolerance, **rest)
+
+    monkeypatch.setattr("onlynorm.solvers.solution.climb", watched)
+    for seed in range(20):
+        operator = _features(6, 8, minimum_features(6, 8) + 8, seed=seed)
+        target = _normal(6, 8, seed=100 + seed)
+        solution = on.solve(*operator.dense(), target, minimum_width=True, method="krylov", tolerance=1e-4)
+        assert _relative(_made(solution, operator), target) <= 1e-4
+    assert len(asked) > 20, "at least one first solve was not enough"
+    assert asked.count(1e-4) == 20
 
 
 def test_the_solution_is_that_of_the_pivoted_null_vector() -> None:

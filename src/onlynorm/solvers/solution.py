@@ -224,14 +224,26 @@ def _solve_minimum_width(operator: KhatriRao, target: Tensor, climbing: dict[str
     features = operator if bool(on.all()) else operator.restrict(on, everything)
     need_minimum_width(features)
     system = MinimumWidth(features, target[on])
-    attempt = climb(system, target[on], **climbing)
-    output_gamma = torch.zeros(operator.out, dtype=target.dtype, device=target.device)
-    output_gamma[on] = 1.0 / system.row_factors(attempt.gamma)
-    gamma = attempt.gamma[: operator.n_features]
-    made = output_gamma[:, None] * operator.apply(gamma)
-    residual = float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
-    residual = math.inf if math.isnan(residual) else residual
-    return replace(_as_solution(attempt, residual, wanted), gamma=gamma, output_gamma=output_gamma)
+
+    def attempt(tolerance: float) -> tuple[Solution, bool]:
+        found = climb(system, target[on], **{**climbing, "tolerance": tolerance})
+        output_gamma = torch.zeros(operator.out, dtype=target.dtype, device=target.device)
+        output_gamma[on] = 1.0 / system.row_factors(found.gamma)
+        gamma = found.gamma[: operator.n_features]
+        made = output_gamma[:, None] * operator.apply(gamma)
+        residual = float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
+        residual = math.inf if math.isnan(residual) else residual
+        solution = replace(_as_solution(found, residual, wanted), gamma=gamma, output_gamma=output_gamma)
+        return solution, found.left_over <= tolerance
+
+    best, is_solved = attempt(wanted)
+    inner = wanted
+    while is_solved and not best.is_exact and math.isfinite(best.residual) and inner > TINY:
+        # The scales of the outputs come after the system that was solved, and magnified what it left.
+        inner = max(TINY, inner * wanted / (2 * best.residual))
+        again, is_solved = attempt(inner)
+        best = min(best, again, key=lambda solution: solution.residual)
+    return best
 
 
 def _solve_structured(features: Features, matrix: Tensor, tolerance: float | None) -> Solution:
