@@ -11,7 +11,7 @@ from typing import Any
 from onlynorm.bench.adapt_ways import HEAD, NORMS, NOTHING, STATISTICS, TRAINED, WAYS
 from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.bench.kept import note_of
-from onlynorm.bench.seeds import Spread
+from onlynorm.report.spread import Spread
 
 CLEAN = "clean"
 LEAST_SEEDS = 3

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from onlynorm.bench.goals import Goal, Table
 from onlynorm.bench.kept import note_of
-from onlynorm.bench.seeds import Spread
+from onlynorm.report.spread import Spread
 from onlynorm.report.figure import COLOURS
 from onlynorm.report.sealed import write_atomically
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.bench.kept import Rows, Say, note_of
-from onlynorm.bench.seeds import Spread
+from onlynorm.report.spread import Spread
 from onlynorm.bench.text_data import PaddedClassifier, Parts, Reader, Texts, divide, make_reader, read_reviews
 from onlynorm.bench.text_ways import NORMS, WAYS
 from onlynorm.bench.tune import keep

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onlynorm.papers import rank_figures  # noqa: F401, binds the figures on real images
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.rank_chains import averages_over_depth, eigenvalues_over_depth, growing_averages, rank_over_depth
 from onlynorm.papers.run import Outcome, Run

@@ -1,0 +1,176 @@
+"""Figures of daneshmand2020 on real images: the rank at the start decides whether a network learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onlynorm.papers.artifact import artifact
+from onlynorm.papers.rank_training import best_rate, train
+from onlynorm.papers.run import Outcome, Run
+from onlynorm.report.records import Curve, Panel, Table
+from onlynorm.report.spread import Spread
+
+Looks = Mapping[str, Sequence[float]]
+PILOT = 1_000
+"""The seed that chooses learning rates; it is never judged."""
+WORDS = {"none": "no norms", "batch": "batch norms"}
+
+
+@artifact("daneshmand2020:fig-5")
+def figure_5(run: Run) -> Outcome:
+    """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
+    depths, lesson = run.sizes["depths"], run.sizes["lesson"]
+    run.announce(2 * len(depths) * (1 + len(run.seeds)))
+    curves, rows, last = [], [], {}
+    for norm, word in WORDS.items():
+        accuracies, ranks = [], []
+        for depth in depths:
+            network = {"kind": "mlp", "norm": norm, "depth": depth, "width": run.sizes["width"]}
+            rate = run.piece(f"rate {norm} depth={depth}", best_rate, rates=run.sizes["rates"], seed=PILOT,
+                             network=network, **lesson)  # fmt: skip
+            looks = _trained(run, f"{norm} depth={depth}", network=network, rate=rate)
+            accuracies.append(Spread.of([look["accuracy"][-1] for look in looks]))
+            ranks.append(Spread.of([look["rank"][0] for look in looks]))
+            rows.append([word, depth, rate, *_cells(accuracies[-1]), *_cells(ranks[-1])])
+        for panel, spreads in (("accuracy", accuracies), ("rank", ranks)):
+            curves.append(Curve(word, depths, [one.mean for one in spreads], kind="line+points", panel=panel))
+        last[norm] = accuracies[-1].mean, ranks[-1].mean, max(one.mean for one in accuracies)
+    values = {
+        "no norms, deepest: training accuracy, per cent": last["none"][0],
+        "batch norms, deepest: training accuracy, per cent": last["batch"][0],
+        "batch norms: accuracy lost from the best depth to the deepest, points": last["batch"][2] - last["batch"][0],
+        "no norms, deepest: r at the start": last["none"][1],
+        "batch norms, deepest: r at the start": last["batch"][1],
+    }
+    panels = (
+        Panel("accuracy", "After training", "hidden layers", "training accuracy, %", x_log=True),
+        Panel("rank", "At the start", "hidden layers", "r of the last hidden layer", x_log=True, y_log=True),
+    )
+    columns = ["", "depth", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-7")
+def figure_7(run: Run) -> Outcome:
+    """A VGG-19 and a ResNet-50 with batch norms, started as usual and with positive weights.
+
+    Theory: daneshmand2020:lemma-6
+    """
+    kinds, inits = {"vgg": "VGG-19", "resnet": "ResNet-50"}, ("standard", "asymmetric")
+    run.announce(len(kinds) * len(inits) * len(run.seeds))
+    curves, rows, values = [], [], {}
+    for kind, name in kinds.items():
+        ends = {}
+        for init in inits:
+            network = {"kind": kind, "norm": "batch", "init": init, "width": run.sizes["width"]}
+            looks = _trained(run, f"{kind} {init}", network=network, rate=run.sizes["rate"])
+            curves += _courses(looks, {"accuracy": f"{kind} accuracy", "rank": f"{kind} rank"}, label=init)
+            ends[init] = (
+                Spread.of([look["accuracy"][-1] for look in looks]),
+                Spread.of([look["rank"][0] for look in looks]),
+            )
+            rows.append([name, init, *_cells(ends[init][0]), *_cells(ends[init][1])])
+        values |= {
+            f"{name}: accuracy gained by the standard start, points": ends["standard"][0].mean
+            - ends["asymmetric"][0].mean,
+            f"{name}: accuracy with positive weights, per cent": ends["asymmetric"][0].mean,
+            f"{name}: r at the start with positive weights": ends["asymmetric"][1].mean,
+            f"{name}: r at the start, standard over positive": ends["standard"][1].mean / ends["asymmetric"][1].mean,
+        }
+    panels = [
+        panel
+        for kind, name in kinds.items()
+        for panel in (
+            Panel(f"{kind} accuracy", name, "step", "training accuracy, %"),
+            Panel(f"{kind} rank", name, "step", "r of the last hidden layer", y_log=True),
+        )
+    ]
+    columns = ["", "start", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-8")
+def figure_8(run: Run) -> Outcome:
+    """A VGG-19 with and without batch norms, at a hundredfold rate, and on noise. Theory: daneshmand2020:prop-8"""
+    rate = run.sizes["rate"]
+    ways: dict[str, dict[str, Any]] = {
+        "batch norms": {"norm": "batch"}, "no norms": {}, "no norms, 100 times the rate": {"rate": 100 * rate},
+        "no norms, noise for images": {"noise": True},
+    }  # fmt: skip
+    run.announce(len(ways) * len(run.seeds))
+    curves, rows, found = [], [], {}
+    for word, way in ways.items():
+        network = {"kind": "vgg", "norm": way.get("norm", "none"), "width": run.sizes["width"]}
+        more = {"noise": True} if "noise" in way else {}
+        found[word] = looks = _trained(run, word, network=network, rate=way.get("rate", rate), **more)
+        curves += _courses(looks, {"loss": "loss", "alignment": "alignment"}, label=word)
+        accuracy, alignment = (
+            Spread.of([look[name][at] for look in looks]) for name, at in (("accuracy", -1), ("alignment", 0))
+        )
+        rows.append([word, *_cells(accuracy), *_cells(alignment)])
+    plain, noisy = (found[word] for word in ("no norms", "no norms, noise for images"))
+    apart = max(abs(a - b) for one, other in zip(plain, noisy, strict=True)
+                for a, b in zip(one["loss"], other["loss"], strict=True))  # fmt: skip
+    ends = {word: Spread.of([look["accuracy"][-1] for look in looks]).mean for word, looks in found.items()}
+    values = {
+        "batch norms: training accuracy, per cent": ends["batch norms"],
+        "no norms: training accuracy, per cent": ends["no norms"],
+        "no norms, 100 times the rate: training accuracy, per cent": ends["no norms, 100 times the rate"],
+        "no norms: alignment of gradients at the start": Spread.of([look["alignment"][0] for look in plain]).mean,
+        "batch norms: alignment of gradients at the start": Spread.of(
+            [look["alignment"][0] for look in found["batch norms"]]
+        ).mean,
+        "no norms: loss on images against loss on noise, largest gap": apart,
+    }
+    panels = (
+        Panel("loss", "Images and noise", "step", "training loss"),
+        Panel("alignment", "The last layer", "step", "mean |cos| of gradients"),
+    )
+    columns = ["", "accuracy, %", "95 % +-", "alignment at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-11")
+def figure_11(run: Run) -> Outcome:
+    """A VGG-19 whose batch norms take the mean off, and one whose do not. Theory: daneshmand2020:thm-3"""
+    words = {"batch": "mean taken off", "meanless": "mean left in"}
+    run.announce(len(words) * len(run.seeds))
+    curves, rows, accuracies, ranks = [], [], {}, {}
+    for norm, word in words.items():
+        network = {"kind": "vgg", "norm": norm, "width": run.sizes["width"]}
+        looks = _trained(run, word, network=network, rate=run.sizes["rate"])
+        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        accuracies[norm], ranks[norm] = (Spread.of([look[name][-1] for look in looks]) for name in ("accuracy", "rank"))
+        rows.append([word, *_cells(accuracies[norm]), *_cells(ranks[norm])])
+    values = {
+        "accuracy, mean taken off less mean left in, points": accuracies["batch"].mean - accuracies["meanless"].mean,
+        "r after training, mean taken off over mean left in": ranks["batch"].mean / ranks["meanless"].mean,
+        "mean left in: r after training": ranks["meanless"].mean,
+    }
+    panels = (
+        Panel("accuracy", "VGG-19", "step", "training accuracy, %"),
+        Panel("rank", "VGG-19", "step", "r of the last hidden layer"),
+    )
+    columns = ["", "accuracy, %", "95 % +-", "r after training", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+def _trained(run: Run, name: str, **settings: Any) -> list[Looks]:
+    """What was seen along one training per seed."""
+    return [run.piece(f"{name} seed={seed}", train, seed=seed, **settings, **run.sizes["lesson"]) for seed in run.seeds]
+
+
+def _courses(looks: Sequence[Looks], panels: Mapping[str, str], *, label: str) -> list[Curve]:
+    """The mean over seeds of each quantity along the training, in the panel it belongs to; gaps are left out."""
+    curves = []
+    for name, panel in panels.items():
+        means = [Spread.of(values).mean for values in zip(*(look[name] for look in looks), strict=True)]
+        kept = [(step, mean) for step, mean in zip(looks[0]["step"], means, strict=True) if math.isfinite(mean)]
+        curves.append(Curve(label, *zip(*kept, strict=True), panel=panel))
+    return curves
+
+
+def _cells(spread: Spread) -> list[float]:
+    return [spread.mean, spread.half]
