@@ -19,7 +19,6 @@ from onlynorm.bench import adapt as bench_module
 from onlynorm.bench import kept as kept_module
 from onlynorm.bench.adapt_results import CLEAN, Trial
 from onlynorm.bench.adapt_ways import BOTH, FULL, HEAD, NORMS, NOTHING, STATISTICS, TRAINED, WAYS, adapt, keep, reload
-from onlynorm.bench.seeds import Spread
 from onlynorm.cli import measure as measuring
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, CORRUPTIONS, Split, seeded
 from onlynorm.errors import UnknownNameError
@@ -231,11 +230,6 @@ def test_nothing_is_won_back_where_nothing_was_lost() -> None:
     bench = made_up()
     bench.runs[0] = dataclasses.replace(bench.runs[0], accuracy=0.5)
     assert bench.recovered("blur", NORMS).percent() == "-"
-
-
-def test_one_seed_has_no_interval() -> None:
-    assert Spread.of([0.5]).percent() == "50.0"
-    assert Spread.of([]).percent() == "-"
 
 
 def test_the_rate_of_a_way_is_the_best_on_average_over_the_corruptions() -> None:

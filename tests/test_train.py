@@ -159,6 +159,26 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert 0.0 <= rates[-1] < 1e-3
 
 
+def test_the_learning_rate_falls_tenfold_at_every_drop() -> None:
+    schedule = Schedule(lr=2.0, warmup=0.0, drops=(0.5, 0.75))
+    assert [schedule.lr_at(step, 4) for step in range(4)] == pytest.approx([2.0, 2.0, 0.2, 0.02])
+    risen = Schedule(lr=2.0, warmup=0.5, drops=(0.75,))
+    assert [risen.lr_at(step, 4) for step in range(4)] == pytest.approx([1.0, 2.0, 2.0, 0.2])
+
+
+def test_a_run_with_drops_resumes_and_one_with_others_is_refused(tmp_path: Path) -> None:
+    schedule = Schedule(epochs=3, batch_size=64, lr=0.05, drops=(0.4, 0.8), seed=1)
+    whole, broken, path = make(), make(), tmp_path / "run.safetensors"
+    fit(whole, data(), schedule=schedule)
+    with pytest.raises(KilledError):
+        fit(broken, data(), schedule=schedule, checkpoint=path, step=killer(7))  # type: ignore[arg-type]
+    again = make()
+    fit(again, data(), schedule=schedule, checkpoint=path)
+    assert same(whole, again)
+    with pytest.raises(ConversionError, match=r"drops: \[0\.4, 0\.8\] there, None now"):
+        fit(make(), data(), schedule=Schedule(epochs=3, batch_size=64, lr=0.05, seed=1), checkpoint=path)
+
+
 def test_logs_are_a_table_and_events(tmp_path: Path) -> None:
     fit(make(), data(), schedule=QUICK, test=data(), logs=tmp_path)
     table = next((tmp_path / "csv").rglob("metrics.csv"))
@@ -172,7 +192,8 @@ def test_bad_input_is_refused() -> None:
     model = make()
     with pytest.raises(UnknownNameError, match=r"optimizer.*'adam'.*adamw"):
         Schedule(optimizer="adam")
-    for field, value in (("epochs", -1), ("batch_size", 0), ("lr", float("nan")), ("warmup", 1.0)):
+    bad = (("epochs", -1), ("batch_size", 0), ("lr", float("nan")), ("warmup", 1.0), ("drops", (0.5, 1.5)))
+    for field, value in bad:
         with pytest.raises(ValueRangeError, match=f"{field} needs a sensible value"):
             Schedule(**{field: value})
     with pytest.raises(ShapeError, match="as many labels as inputs"):

@@ -2,9 +2,10 @@
 
 The files read in the order of the work: matrices, rotations, norm_bounds, factors, constructions, factorize,
 factor_file, landscape; then points, thresholds, readout, memorizer, memorize, memorizer_file, off_sample,
-memorize_norms.
+memorize_norms; then allconv.
 """
 
+from onlynorm.identity.allconv import AllConvolutional, all_convolutional, branch_bounds
 from onlynorm.identity.factor_file import load_factors, save_factors
 from onlynorm.identity.factorize import factorize
 from onlynorm.identity.factors import Factorization, NearIdentity
@@ -19,6 +20,7 @@ from onlynorm.identity.off_sample import OffSample, margins, measure_off_sample
 
 __all__ = [
     "SILENT",
+    "AllConvolutional",
     "Descent",
     "Dominance",
     "Factorization",
@@ -28,6 +30,8 @@ __all__ = [
     "NearIdentity",
     "NormMemorizer",
     "OffSample",
+    "all_convolutional",
+    "branch_bounds",
     "factorize",
     "least_norm",
     "load_factors",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from onlynorm.identity import factorize, paper_bound, random_matrix, spiral_bound
+from onlynorm.papers import allconv  # noqa: F401, binds the tables and the figure of section 4
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.landscape import positive  # and binds the figure of the landscape
 from onlynorm.papers.run import Outcome, Run

@@ -18,7 +18,7 @@ from onlynorm.report.sealed import write_atomically
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f")
 LAW_COLOURS = ("#222222", "#c0392b", "#7d8a99")
 LAW_DASHES = ("-", "--", ":")
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,7 +44,7 @@ def write_figure(record: Record, folder: Path) -> tuple[Path, ...]:
     """Write `figure.png` and `figure.svg` into `folder`; a record without curves gives nothing."""
     if not record.curves:
         return ()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = draw_figure(record)
         paths = []
         for ending, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None}})):

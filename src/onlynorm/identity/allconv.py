@@ -1,0 +1,174 @@
+"""The all-convolutional residual network of hardt_ma2017, section 4: convolutions and ReLU, without any norm.
+
+A first convolution, then blocks x + C2 relu(C1 x) in three stages of width, 2 width and 4 width channels, the mean over
+all positions, and a fixed random projection to the classes. Weights start so small that every block is nearly its
+shortcut: normal of deviation 1 / (k^2 c) for a k x k convolution with c output channels; usual is 1 / (k sqrt(c)).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from onlynorm.errors import ConversionError, ShapeError, UnknownNameError
+from onlynorm.features import draw
+from onlynorm.models import own_randomness
+
+STARTS = ("near_identity", "standard")
+"""How the convolutions of the blocks start."""
+HEADS = ("fixed", "trained")
+"""Whether the last layer stays as drawn."""
+_STEM = 16  # channels of the paper's first convolution
+_KERNEL = 3
+
+
+def all_convolutional(
+    depth: int = 55,
+    *,
+    width: int = 64,
+    n_classes: int = 10,
+    in_channels: int = 3,
+    init: str = "near_identity",
+    norm: str | None = None,
+    head: str = "fixed",
+    seed: int = 0,
+) -> AllConvolutional:
+    """The all-convolutional residual network with `depth` convolutions, drawn from the seed; as it is, the paper's.
+
+    `depth` is 6 n + 1: n blocks in each of three stages, of width, 2 width and 4 width channels. Images may have any
+    size. For comparison: `init="standard"` starts the blocks as usual, `norm="batch"` puts a batch norm behind every
+    convolution, `head="trained"` trains the projection from the same numbers.
+    """
+    if depth < 7 or (depth - 1) % 6:
+        raise ShapeError(f"an all-convolutional net needs a depth of 6 n + 1; got {depth}. Try 7, 19 or 55.")
+    for name, value in (("width", width), ("n_classes", n_classes), ("in_channels", in_channels)):
+        if value < 1:
+            raise ShapeError(f"an all-convolutional net needs a positive {name}; got {value}. Leave it out.")
+    if init not in STARTS:
+        raise UnknownNameError("init", str(init), STARTS)
+    if norm not in (None, "batch"):
+        raise UnknownNameError("norm", str(norm), ("batch", "None"))
+    if head not in HEADS:
+        raise UnknownNameError("head", str(head), HEADS)
+    n_blocks = (depth - 1) // 6
+    channels = [min(_STEM, width), *(width << stage for stage in range(3) for _ in range(n_blocks))]
+    with own_randomness(seed):
+        stem = _convolution(in_channels, channels[0], start="standard")
+        blocks = [
+            ResidualBlock(n_in, n_out, stride=2 if place in (n_blocks, 2 * n_blocks) else 1, init=init, norm=norm)
+            for place, (n_in, n_out) in enumerate(itertools.pairwise(channels))
+        ]
+    last = Projection(channels[-1], n_classes, is_trained=head == "trained", seed=seed)
+    return AllConvolutional(stem, blocks, last, norm=norm)
+
+
+class ResidualBlock(nn.Module):
+    """x + C2 relu(C1 x), with batch norms behind both convolutions if asked for; nothing follows the sum."""
+
+    def __init__(self, n_in: int, n_out: int, *, stride: int, init: str, norm: str | None) -> None:
+        super().__init__()
+        self.conv1 = _convolution(n_in, n_out, start=init, stride=stride)
+        self.norm1 = _norm(norm, n_out)
+        self.conv2 = _convolution(n_out, n_out, start=init)
+        self.norm2 = _norm(norm, n_out)
+        self.stride, self.new_channels = stride, n_out - n_in
+
+    def forward(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
+        """The block's output for a batch of images."""
+        return self.shortcut(x) + self.branch(x)
+
+    def branch(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
+        """What the block adds to its shortcut."""
+        return self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+
+    def shortcut(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
+        """The input, averaged over squares of the stride, with channels of zeros before and behind its own."""
+        if self.stride > 1:
+            x = functional.avg_pool2d(x, self.stride, ceil_mode=True)  # as many pixels as the strided convolution gives
+        before = self.new_channels // 2
+        return functional.pad(x, (0, 0, 0, 0, before, self.new_channels - before)) if self.new_channels else x
+
+
+class Projection(nn.Module):
+    """A linear map to the classes with normal entries of variance 1 / inputs: a buffer, or trained from there."""
+
+    weight: Tensor
+
+    def __init__(self, n_in: int, n_out: int, *, is_trained: bool, seed: int) -> None:
+        super().__init__()
+        drawn = draw("er_normal", (n_out, 1), n_features=n_in, density=1.0, seed=seed, layer="head").left()
+        weight = (drawn / n_in**0.5).to(torch.get_default_dtype()).contiguous()
+        if is_trained:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
+
+    def forward(self, x: Float[Tensor, "n inp"]) -> Float[Tensor, "n out"]:
+        """The logits."""
+        return functional.linear(x, self.weight)
+
+
+class AllConvolutional(nn.Module):
+    """The network that `all_convolutional` makes: `stem`, `blocks`, the mean over all positions, `head`."""
+
+    def __init__(self, stem: nn.Conv2d, blocks: list[ResidualBlock], head: Projection, *, norm: str | None) -> None:
+        super().__init__()
+        self.stem, self.norm = stem, _norm(norm, stem.out_channels)
+        self.blocks, self.head = nn.Sequential(*blocks), head
+
+    def forward(self, x: Float[Tensor, "n channels height width"]) -> Float[Tensor, "n classes"]:
+        """Logits of a batch of images of any size."""
+        return self.head(self.blocks(self.norm(self.stem(x))).mean((2, 3)))
+
+    @property
+    def residual_blocks(self) -> list[ResidualBlock]:
+        """The blocks, in the order in which they act."""
+        return [block for block in self.blocks if isinstance(block, ResidualBlock)]
+
+    @property
+    def n_convolutions(self) -> int:
+        """Convolutions, the first one included."""
+        return sum(isinstance(layer, nn.Conv2d) for layer in self.modules())
+
+    @property
+    def n_trained(self) -> int:
+        """Numbers that training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+def branch_bounds(network: AllConvolutional) -> list[float]:
+    """Upper bounds of the Lipschitz constants of what the blocks add, one per block: |C1| |C2|.
+
+    A pixel belongs to at most k^2 patches, so a k x k convolution has at most k times the spectral norm of its weight
+    as a matrix (out, inp k^2), at any stride. Below one every block is near the identity in the sense of the theory.
+
+    Theory: hardt_ma2017:thm-2.2
+    """
+    if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
+        raise ConversionError(
+            "branch_bounds needs a network without norms, whose scales depend on the batch; got one with batch norms. "
+            "Build it with norm=None."
+        )
+    return [_bound(block.conv1) * _bound(block.conv2) for block in network.residual_blocks]
+
+
+def _bound(layer: nn.Conv2d) -> float:
+    rows = layer.weight.detach().double().flatten(1)
+    largest = torch.linalg.eigvalsh(rows @ rows.mT)[-1]  # the squares of the singular values, of a much smaller matrix
+    return layer.kernel_size[0] * float(largest.clamp_min(0.0).sqrt())
+
+
+def _convolution(n_in: int, n_out: int, *, start: str, stride: int = 1) -> nn.Conv2d:
+    """A convolution without bias that keeps the size of images, up to its stride."""
+    layer = nn.Conv2d(n_in, n_out, _KERNEL, stride=stride, padding=_KERNEL // 2, bias=False)
+    deviation = 1.0 / (_KERNEL**2 * n_out) if start == "near_identity" else 1.0 / (_KERNEL * n_out**0.5)
+    nn.init.normal_(layer.weight, std=deviation)
+    return layer
+
+
+def _norm(kind: str | None, n_channels: int) -> nn.Module:
+    return nn.Identity() if kind is None else nn.BatchNorm2d(n_channels)
