@@ -173,11 +173,11 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict], None]:
 
 def test_every_command_of_the_module_is_known_here() -> None:
     assert set(TOP) == {
-        "demo", "plan", "reconstruct", "verify", "tune", "factorize", "memorize", "theorems", "reproduce", "report",
+        "demo", "plan", "reconstruct", "verify", "tune", "diagnose", "factorize", "memorize", "theorems", "reproduce", "report",
         "bench",
     }  # fmt: skip
     assert set(BENCHES) == {
-        f"bench {name}" for name in ("solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain")
+        f"bench {name}" for name in ("solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain", "diagnose", "predict")
     }
 
 

@@ -15,10 +15,11 @@ from onlynorm.data import Split, seeded
 from onlynorm.papers import Record, artifacts, rank_training, reproduce
 from onlynorm.papers.rank_training import MeanlessBatchNorm2d, best_rate, build, observe, train, without_means
 
-FIGURES = ("fig-5", "fig-7", "fig-8", "fig-11")
+FIGURES = ("fig-5", "fig-6", "fig-7", "fig-8", "fig-11")
 LESSON: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_looks": 2, "batch_size": 16}
 TINY: dict[str, Any] = {
-    "width": 2, "depths": [1, 3], "rates": [0.01, 0.1], "lesson": {**LESSON, "n_train": 32, "n_epochs": 1},
+    "width": 2, "depths": [1, 3], "depth": 3, "pretraining": [1, 2], "rates": [0.01, 0.1],
+    "lesson": {**LESSON, "n_train": 32, "n_epochs": 1},
 }  # fmt: skip
 
 
@@ -130,6 +131,12 @@ def test_a_training_learns_and_is_a_function_of_its_seed() -> None:
     assert first["loss"] != other["loss"]
     assert first["step"] == [0, 30, 60]
     assert first["accuracy"][-1] > 80 > first["accuracy"][0]
+
+
+def test_pretraining_raises_the_rank_of_the_start() -> None:
+    settings = {**LESSON, "n_train": 128, "network": {"kind": "mlp", "depth": 8, "width": 32}}
+    plain, raised = (train(rate=0.01, seed=0, pretraining=steps, **settings) for steps in (0, 50))
+    assert raised["rank"][0] > 2 * plain["rank"][0]
 
 
 def test_noise_replaces_the_images_and_keeps_their_labels() -> None:

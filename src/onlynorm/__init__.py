@@ -6,7 +6,7 @@ The walk: target -> plan -> features -> solve -> norm parameters -> network -> v
 from onlynorm import theorems
 from onlynorm.features import Features, draw
 from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
-from onlynorm.rank import Chain, rank_ratio, simulate, soft_rank
+from onlynorm.rank import Chain, Diagnosis, Repaired, diagnose, rank_ratio, repair, simulate, soft_rank
 from onlynorm.reconstruction import (
     Box,
     Plan,
@@ -28,18 +28,21 @@ __all__ = [
     "Adapters",
     "Box",
     "Chain",
+    "Diagnosis",
     "Factorization",
     "Features",
     "KhatriRao",
     "Memorizer",
     "Plan",
     "Reconstruction",
+    "Repaired",
     "Schedule",
     "Solution",
     "Verification",
     "__version__",
     "choose",
     "collapse",
+    "diagnose",
     "draw",
     "factorize",
     "find_norms",
@@ -53,6 +56,7 @@ __all__ = [
     "plan",
     "rank_ratio",
     "reconstruct",
+    "repair",
     "save",
     "save_adapter",
     "simulate",

@@ -3,9 +3,11 @@
 from onlynorm.bench.adapt import bench_adapt
 from onlynorm.bench.adapt_results import AdaptBench, AdaptRun, AdaptSizes
 from onlynorm.bench.chain import ChainBench, ChainRow, bench_chain
+from onlynorm.bench.diagnose import DiagnoseBench, DiagnoseRow, bench_diagnose
 from onlynorm.bench.frozen import NETWORKS, bench_frozen
 from onlynorm.bench.frozen_results import FrozenBench, FrozenRun, FrozenSizes
 from onlynorm.bench.goals import Goal, Measured, Table, is_met
+from onlynorm.bench.predict import PredictBench, PredictRow, PredictSizes, bench_predict
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Row, bench_solve
 from onlynorm.bench.text import TextBench, TextRow, TextRun, TextSizes, bench_text
@@ -26,11 +28,16 @@ __all__ = [
     "Bench",
     "ChainBench",
     "ChainRow",
+    "DiagnoseBench",
+    "DiagnoseRow",
     "FrozenBench",
     "FrozenRun",
     "FrozenSizes",
     "Goal",
     "Measured",
+    "PredictBench",
+    "PredictRow",
+    "PredictSizes",
     "RebuiltRow",
     "ReconstructBench",
     "Row",
@@ -44,7 +51,9 @@ __all__ = [
     "TuneRow",
     "bench_adapt",
     "bench_chain",
+    "bench_diagnose",
     "bench_frozen",
+    "bench_predict",
     "bench_reconstruct",
     "bench_solve",
     "bench_text",

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from onlynorm.bench.goals import Goal, Table
 from onlynorm.bench.kept import note_of
-from onlynorm.report.spread import Spread
 from onlynorm.report.figure import COLOURS
 from onlynorm.report.sealed import write_atomically
+from onlynorm.report.spread import Spread
 
 NORMS, NORMS_FROM_ONES, HEAD, FULL = "norms only", "norms only, from ones", "head only", "everything"
 WAYS = (NORMS, NORMS_FROM_ONES, HEAD, FULL)

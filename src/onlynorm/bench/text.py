@@ -19,7 +19,6 @@ from typing import Any
 
 from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.bench.kept import Rows, Say, note_of
-from onlynorm.report.spread import Spread
 from onlynorm.bench.text_data import PaddedClassifier, Parts, Reader, Texts, divide, make_reader, read_reviews
 from onlynorm.bench.text_ways import NORMS, WAYS
 from onlynorm.bench.tune import keep
@@ -28,6 +27,7 @@ from onlynorm.bench.tuners import FULL, HEAD, PEFT_LN, PeftLN, Tuner
 from onlynorm.errors import TrainingError, ValueRangeError
 from onlynorm.models import own_randomness
 from onlynorm.reconstruction.partial import tensors_digest
+from onlynorm.report.spread import Spread
 from onlynorm.tuning import Schedule, accuracy, fit
 
 GRID = (1e-4, 7e-4, 5e-3, 3e-2)

@@ -11,11 +11,14 @@ from onlynorm.cli import demo as demo
 from onlynorm.cli import plan as plan
 from onlynorm.cli import rebuild as rebuild
 from onlynorm.cli import tune as tune
+from onlynorm.cli import diagnose as diagnose
 from onlynorm.cli import identity as identity
 from onlynorm.cli import memorize as memorize
 from onlynorm.cli import evidence as evidence
 from onlynorm.cli import measure as measure
 from onlynorm.cli import measure_text as measure_text
+from onlynorm.cli import measure_diagnose as measure_diagnose
+from onlynorm.cli import measure_predict as measure_predict
 # isort: on
 
 __all__ = ["app", "main"]

@@ -52,6 +52,50 @@ def figure_5(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
+@artifact("daneshmand2020:fig-6")
+def figure_6(run: Run) -> Outcome:
+    """Deep MLPs whose rank was raised before the training, beside batch norms, whole and broken.
+
+    Theory: daneshmand2020:lemma-1
+    """
+    few, many = run.sizes["pretraining"]
+    raised = {steps: f"no norms, {steps} steps of ascent on the rank" for steps in (few, many)}
+    ways: dict[str, dict[str, Any]] = {
+        "no norms": {}, raised[few]: {"pretraining": few}, raised[many]: {"pretraining": many},
+        "batch norms": {"norm": "batch"}, "batch norms, positive weights": {"norm": "batch", "init": "asymmetric"},
+    }  # fmt: skip
+    run.announce(len(ways) * (1 + len(run.seeds)))
+    curves, rows, ends, starts = [], [], {}, {}
+    for word, way in ways.items():
+        shape = {"kind": "mlp", "depth": run.sizes["depth"], "width": run.sizes["width"]}
+        network = {**shape, **{name: value for name, value in way.items() if name != "pretraining"}}
+        settings = {"network": network, **({"pretraining": way["pretraining"]} if "pretraining" in way else {})}
+        rate = run.piece(f"rate, {word}", best_rate, rates=run.sizes["rates"], seed=PILOT, **settings,
+                         **run.sizes["lesson"])  # fmt: skip
+        looks = _trained(run, word, rate=rate, **settings)
+        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        ends[word], starts[word] = (
+            Spread.of([look[k][at] for look in looks]) for k, at in (("accuracy", -1), ("rank", 0))
+        )
+        rows.append([word, rate, *_cells(ends[word]), *_cells(starts[word])])
+    better = max(raised.values(), key=lambda word: ends[word].mean)
+    values = {
+        "no norms: training accuracy, per cent": ends["no norms"].mean,
+        "rank raised, the better of the two: training accuracy, per cent": ends[better].mean,
+        "batch norms: training accuracy, per cent": ends["batch norms"].mean,
+        "batch norms less batch norms with positive weights, points": ends["batch norms"].mean
+        - ends["batch norms, positive weights"].mean,
+        "rank raised: r at the start over that without, smallest": min(starts[word].mean for word in raised.values())
+        / starts["no norms"].mean,
+    }
+    panels = (
+        Panel("accuracy", f"Depth {run.sizes['depth']}", "step", "training accuracy, %"),
+        Panel("rank", f"Depth {run.sizes['depth']}", "step", "r of the last hidden layer", y_log=True),
+    )
+    columns = ["", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
 @artifact("daneshmand2020:fig-7")
 def figure_7(run: Run) -> Outcome:
     """A VGG-19 and a ResNet-50 with batch norms, started as usual and with positive weights.

@@ -24,7 +24,7 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist, seeded
 from onlynorm.errors import TrainingError
 from onlynorm.models import mlp, resnet, vgg
-from onlynorm.rank import as_matrix, cosines, rank_ratio
+from onlynorm.rank import as_matrix, cosines, rank_ratio, repair
 
 _DATA: dict[str, Callable[[], Split]] = {"CIFAR-10": cifar10, "Fashion-MNIST": fashion_mnist}
 _N_WATCHED = 256
@@ -41,16 +41,19 @@ def best_rate(*, rates: Sequence[float], seed: int, **settings: Any) -> float:
 
 def train(
     *, network: Mapping[str, Any], data: str, n_train: int, n_epochs: int, n_looks: int, batch_size: int, rate: float,
-    seed: int, noise: bool = False,
+    seed: int, noise: bool = False, pretraining: int = 0,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Plain SGD at a constant rate, and at evenly spaced steps, the start among them, what the last layer sees.
 
-    With `noise` every image is replaced by uniform noise over the range of pixels and keeps its label. A training whose
+    With `noise` every image is replaced by uniform noise over the range of pixels and keeps its label. `pretraining`
+    are the paper's steps of ascent on the rank, layer by layer, before the training. A training whose
     loss is no longer a number stops there: its loss and accuracy are those of guessing, the rest is what was last seen.
     """
     inputs, labels = _lesson(data, n_train, noise, seed)
     made = build(seed=seed, inputs=inputs, **network)
     watched = inputs[:_N_WATCHED], labels[:_N_WATCHED]
+    if pretraining:
+        made = repair(made, watched[0], method="paper", n_steps=pretraining, seed=seed).model
     looks: list[dict[str, float]] = [{"step": 0, **observe(made, *watched)}]
 
     def look(step: int, n_steps: int, _: float) -> None:

@@ -1,7 +1,9 @@
-"""Does the signal survive depth? Measures of its rank, and the chains that predict them."""
+"""Does the signal survive depth? Measures of its rank, chains that predict them, and the diagnosis of a network."""
 
 from onlynorm.rank.chain import ACTIVATIONS, Chain, walk
 from onlynorm.rank.chain_averages import Estimate
+from onlynorm.rank.diagnose import diagnose
+from onlynorm.rank.diagnosis import Diagnosis
 from onlynorm.rank.drift import drift_of_eigenvalues, frobenius_drift
 from onlynorm.rank.measures import (
     Cosines,
@@ -17,22 +19,35 @@ from onlynorm.rank.measures import (
     unit_rows,
     unit_scale,
 )
+from onlynorm.rank.repair import Repaired, repair
+from onlynorm.rank.signals import Layer, Signal, read_signal
 from onlynorm.rank.simulation import ChainAverages, simulate
+from onlynorm.rank.verdict import Thresholds, Verdict, judge
 
 __all__ = [
     "ACTIVATIONS",
     "Chain",
     "ChainAverages",
     "Cosines",
+    "Diagnosis",
     "Estimate",
+    "Layer",
+    "Repaired",
+    "Signal",
+    "Thresholds",
+    "Verdict",
     "as_matrix",
     "cosines",
+    "diagnose",
     "drift_of_eigenvalues",
     "effective_rank",
     "exact_rank",
     "frobenius_drift",
+    "judge",
     "rank_ratio",
+    "read_signal",
     "regularity",
+    "repair",
     "second_moments",
     "simulate",
     "soft_rank",

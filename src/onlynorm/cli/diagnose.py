@@ -1,0 +1,140 @@
+"""`onlynorm diagnose`: does the signal survive the depth of a network, and can it learn?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.markup import escape
+from torch import Tensor, nn
+
+from onlynorm.cli.choices import Weights, find_split
+from onlynorm.cli.entry import AsJson, app, need_folder
+from onlynorm.cli.image_folders import folder_parts
+from onlynorm.data import seeded
+from onlynorm.errors import OnlynormError, ShapeError, StorageError, ValueRangeError
+from onlynorm.models import BUILT_IN, load_model
+from onlynorm.rank.diagnose import MODES, diagnose
+from onlynorm.rank.diagnosis import COLUMNS, Diagnosis
+from onlynorm.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
+from onlynorm.screen import errors, make_table, print_json, screen, spinner
+from onlynorm.tuning.batches import collate
+
+TONES = {"healthy": "green", "suspect": "yellow", "untrainable": "red"}
+
+
+@app.command(
+    "diagnose",
+    epilog="Examples: `onlynorm diagnose resnet20`, `onlynorm diagnose my.models:deep --data fashion_mnist --html "
+    "diagnosis.html`, `onlynorm diagnose vit --data photos --batch 32 --plot depth.svg --json`",
+)
+def diagnose_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="digits, cifar10, ..., a file, or a folder of images; the model's own if left out."),
+    ] = None,
+    weights: Weights = None,
+    batch: Annotated[int, typer.Option(min=2, help="Samples to look at, drawn by seed.")] = 128,
+    mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: what norms and dropout do.")] = "train",
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side to which images of a folder are scaled (the model's own, or 32).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, of dropout and of random inputs.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained page to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what happens to the signal and its gradients in every layer, and whether the network can learn.
+
+    One batch goes forward and backward; the network stays as it is. Exits with 1 if it will not train.
+    """
+    _need_files(html, plot)
+    network = load_model(model, weights)
+    inputs, targets = _find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
+    with spinner("diagnose", hidden=as_json) as say:
+        say(f"{model} on {len(inputs)} samples")
+        found = _diagnose(network, inputs, targets, model=model, mode=mode, seed=seed)
+    if html is not None:
+        write_diagnosis(found, html, title=model)
+    if plot is not None:
+        plot_diagnosis(found, plot)
+    written = {name: str(path) for name, path in (("html", html), ("plot", plot)) if path is not None}
+    if as_json:
+        print_json({"model": model} | found.as_dict() | written)
+    else:
+        _print(found)
+        for path in written.values():
+            screen.print(f"{escape(path)} is written.", highlight=False)
+    if not found.is_trainable:
+        raise typer.Exit(1)
+
+
+def _diagnose(
+    network: nn.Module, inputs: Tensor, targets: Tensor | None, *, model: str, mode: str, seed: int
+) -> Diagnosis:
+    try:
+        return diagnose(network, inputs, targets, mode=mode, seed=seed)
+    except OnlynormError:
+        raise
+    except Exception as error:  # whatever the model says belongs beside the shape it was given
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ShapeError(
+            f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({told}). "
+            "Pass other --data, or another --image-size."
+        ) from error
+
+
+def _find_batch(
+    data: str | None, model: str, *, n_samples: int, image_size: int | None, seed: int
+) -> tuple[Tensor, Tensor | None]:
+    """Samples of the part to learn from, drawn by seed, with their labels if there are any."""
+    if data is not None and Path(data).is_dir():
+        usual = BUILT_IN[model].input_shape[-1] if model in BUILT_IN else 32
+        pairs = folder_parts(Path(data), size=image_size or usual, seed=seed, skip_unreadable=False).train
+        inputs, labels = collate(pairs, _draw(len(pairs), n_samples, seed))
+        return inputs, labels
+    split = find_split(data, model)
+    chosen = _draw(len(split.train_inputs), n_samples, seed)
+    if not len(split.train_labels):
+        errors.print(f"{escape(split.name)} has no labels: gradients are left out.", highlight=False)
+        return split.train_inputs[chosen], None
+    return split.train_inputs[chosen], split.train_labels[chosen]
+
+
+def _draw(n_known: int, n_wanted: int, seed: int) -> list[int]:
+    return sorted(torch.randperm(n_known, generator=seeded(seed))[:n_wanted].tolist())
+
+
+def _need_files(html: Path | None, plot: Path | None) -> None:
+    """Raises where a file cannot be written, before anything is computed."""
+    for option, path in (("--html", html), ("--plot", plot)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise StorageError(f"{option} needs the name of a file; {path} is a folder. Try {path / 'diagnosis.html'}.")
+        need_folder(path.parent, what="diagnoses")
+    if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
+        raise ValueRangeError(f"--plot needs a name that ends in .svg or .png; got {plot}. Try depth.svg.")
+
+
+def _print(found: Diagnosis) -> None:
+    verdict = found.verdict
+    tone = TONES[verdict.word]
+    screen.print(f"[bold {tone}]{verdict.word}[/], score {verdict.score:.2f} of 1", highlight=False)
+    for finding in verdict.findings:
+        screen.print(f"- {escape(finding)}", highlight=False)
+    if verdict.advice:
+        screen.print(escape(verdict.advice), highlight=False)
+    grid = make_table(*COLUMNS)
+    for place, column in enumerate(grid.columns):
+        column.justify = "left" if COLUMNS[place] in ("signal", "kind") else "right"
+    for row in found.rows():
+        grid.add_row(*map(escape, row))
+    screen.print(grid)
+    for note in found.notes():
+        screen.print(escape(note), highlight=False)

@@ -1,0 +1,37 @@
+"""`onlynorm bench predict`: whether the verdict on an untrained network foretells that it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from onlynorm.bench.predict import PredictSizes, bench_predict
+from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.measure import OUT, AsMarkdown, Force, Out, Quick, benches, show
+from onlynorm.screen import errors, spinner
+
+
+@benches.command("predict", epilog="Example: `onlynorm bench predict --steps 500 --markdown`")
+def measure_predict(
+    quick: Quick = False,
+    steps: Annotated[int | None, typer.Option(help="Steps of each training.", min=5)] = None,
+    out: Out = OUT,
+    force: Force = False,
+    markdown: AsMarkdown = False,
+    as_json: AsJson = False,
+) -> None:
+    """Networks of many kinds: the verdict at the start against what training made of them; resumes after a kill."""
+    need_folder(out)
+    usual = PredictSizes.quick() if quick else PredictSizes()
+    sizes = dataclasses.replace(usual, n_steps=steps or usual.n_steps)
+    with spinner("bench predict", hidden=False) as say:
+        result = bench_predict(
+            sizes=sizes, quick=quick, out=out, force=force, progress=say,
+            on_row=lambda row: errors.print(
+                f"{row.name}: score {row.score:.3g}, best loss {row.loss:.3f}", highlight=False
+            ),
+        )  # fmt: skip
+    errors.print(f"the curve: {result.figure}", highlight=False)
+    show(result, markdown=markdown, as_json=as_json)

@@ -1,0 +1,219 @@
+"""`judge`: what the numbers of a diagnosis mean, in plain words, by thresholds that are written down.
+
+Every sign of illness is one number v that is good when large, with a threshold t: its part of the score is v / (v + t),
+one half at the threshold and 0.9 at nine times it. The score is the smallest part: one illness is enough. Below a half
+the network is called untrainable, below 0.9 suspect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from onlynorm.rank.signals import Layer
+
+HALF = 0.5
+"""Scores below are untrainable."""
+CLEAR = 0.9
+"""Scores from here on are healthy."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where a sign of illness is worth one half; the defaults come from networks that were trained (docs/diagnose.md).
+
+    Hidden signals are those that layers with weights take in, behind the first. `rank` is for r - 1 of the worst of
+    them; `alignment` and `input` for one minus the cosines of the last layer's gradients; `vanishing` and `exploding`
+    for the gradient of the first layer over that of the last, the latter without norms and with; `shrinking` and
+    `growing` for the scale of hidden signals over that of the first; `alive` for the share of units of the worst that
+    are not dead.
+    """
+
+    rank: float = 1e-3
+    alignment: float = 3e-4
+    input: float = 1e-4
+    vanishing: float = 1e-4
+    exploding: float = 3e2
+    exploding_normed: float = 1e5
+    shrinking: float = 1e-4
+    growing: float = 3e2
+    alive: float = 0.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a network can learn: a word, a score from 0 to 1, its parts by name, and what to do."""
+
+    score: float
+    parts: Mapping[str, float]
+    findings: tuple[str, ...]
+    advice: str
+    thresholds: Thresholds
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether nothing was found that keeps the network from learning."""
+        return self.score >= HALF
+
+    @property
+    def word(self) -> str:
+        """healthy, suspect or untrainable."""
+        return "healthy" if self.score >= CLEAR else ("suspect" if self.is_trainable else "untrainable")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "verdict": self.word, "is_trainable": self.is_trainable, "score": self.score, "parts": dict(self.parts),
+            "findings": list(self.findings), "advice": self.advice, "thresholds": asdict(self.thresholds),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        said = "; ".join(self.findings)
+        return f"{self.word} (score {self.score:.2f}): {said}. {self.advice}".strip()
+
+
+def judge(
+    layers: Sequence[Layer], *, alignment: float | None, input_cosine: float | None, thresholds: Thresholds
+) -> Verdict:
+    """The verdict on these signals and cosines; what was not measured is not judged. Theory: daneshmand2020:prop-8"""
+    odd = next((layer for layer in layers if not layer.is_finite), None)
+    if odd is not None:
+        where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
+        return Verdict(0.0, {"finite": 0.0}, (f"numbers that are none (NaN or infinite) begin at {where}",),
+                       _advice_on_numbers(odd), thresholds)  # fmt: skip
+    signs = [  # causes before what follows from them
+        *_dead(layers, thresholds), *_scales(layers, thresholds), *_rank(layers, thresholds),
+        *_cosines(alignment, input_cosine, thresholds), *_gradients(layers, thresholds),
+    ]  # fmt: skip
+    parts = {sign.name: sign.part for sign in signs}
+    ill = [sign for sign in signs if sign.part < CLEAR]
+    told = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not told beside what is fatal
+    return Verdict(
+        min(parts.values(), default=1.0), parts, tuple(sign.words for sign in told) or _all_well(layers),
+        _advice([sign.name for sign in told], has_norms=_has_norms(layers), is_fatal=any(s.part < HALF for s in told)),
+        thresholds,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Sign:
+    name: str
+    value: float
+    threshold: float
+    words: str
+
+    @property
+    def part(self) -> float:
+        if math.isinf(self.value):
+            return 1.0
+        value = max(self.value, 0.0)
+        return value / (value + self.threshold)
+
+
+def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+    hidden = _hidden(layers)
+    if hidden:
+        worst = min(hidden, key=lambda layer: layer.r)
+        first = next((layer for layer in hidden if layer.r - 1.0 < t.rank), worst)
+        words = (
+            f"the signal collapses to rank {first.r:.3f} at layer {first.depth} of {layers[-1].depth} ({first.place})"
+        )
+        yield _Sign("rank", worst.r - 1.0, t.rank, words)
+
+
+def _cosines(alignment: float | None, input_cosine: float | None, t: Thresholds) -> Iterable[_Sign]:
+    if alignment is not None and not math.isnan(alignment):
+        words = f"gradients of different samples pull the last layer along one line (cosine {alignment:.4f})"
+        yield _Sign("alignment", 1.0 - alignment, t.alignment, words)
+    if input_cosine is not None and not math.isnan(input_cosine):
+        words = f"the last layer's gradient is the same on random inputs (cosine {input_cosine:.4f})"
+        yield _Sign("input", 1.0 - input_cosine, t.input, words)
+
+
+def _gradients(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+    norms = [layer.gradient for layer in layers if layer.has_weights and layer.gradient is not None]
+    if len(norms) < 2:
+        return
+    first, last = norms[0], norms[-1]
+    if not all(map(math.isfinite, norms)):
+        yield _Sign("gradient", 0.0, 1.0, "gradients are infinite or NaN although the loss is not")
+    elif last == 0.0:
+        yield _Sign("gradient", 0.0, 1.0, "no gradient reaches the last layer")
+    elif layers[-1].scale > 0.0:  # a last layer of zeros holds back all gradients in the first step only
+        ratio = first / last
+        yield _Sign(
+            "vanishing", ratio, t.vanishing, f"the gradient of the first layer is {ratio:.1e} of the last layer's"
+        )
+        most = t.exploding_normed if _has_norms(layers) else t.exploding
+        words = f"the gradient of the first layer is {ratio:.1e} times the last layer's"
+        yield _Sign("exploding", 1.0 / ratio if ratio else math.inf, 1.0 / most, words)
+
+
+def _scales(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+    hidden = _hidden(layers)
+    if not hidden:
+        return
+    start = hidden[0].scale
+    largest = max([*hidden, *_last(layers)], key=lambda layer: layer.scale)
+    smallest = min(hidden, key=lambda layer: layer.scale)  # a small last layer is a choice
+    grown, shrunk = largest.scale / start, smallest.scale / start
+    words = f"the signal is {grown:.1e} times as large at {largest.place} as behind the first layer"
+    yield _Sign("growing", 1.0 / grown, 1.0 / t.growing, words)
+    words = f"the signal at {smallest.place} is {shrunk:.1e} of what it is behind the first layer"
+    yield _Sign("shrinking", shrunk, t.shrinking, words)
+
+
+def _dead(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+    taken = _taken_in(layers)
+    if taken:
+        worst = max(taken, key=lambda layer: layer.dead)
+        words = f"{worst.dead:.0%} of the units of {worst.place} are dead: zero for every sample"
+        yield _Sign("alive", 1.0 - worst.dead, t.alive, words)
+
+
+def _taken_in(layers: Sequence[Layer]) -> list[Layer]:
+    """Signals that layers with weights take in, behind the first: what norms, activations and skips have made."""
+    return [layer for layer in layers if layer.is_taken_in and layer.depth]
+
+
+def _hidden(layers: Sequence[Layer]) -> list[Layer]:
+    """Those of them that have a rank: a single unit has rank one whatever it does, a zero signal has none."""
+    return [layer for layer in _taken_in(layers) if layer.n_units > 1 and not math.isnan(layer.r)]
+
+
+def _last(layers: Sequence[Layer]) -> list[Layer]:
+    return [layer for layer in layers if layer.has_weights][-1:]
+
+
+def _has_norms(layers: Sequence[Layer]) -> bool:
+    return any(layer.kind.endswith(" norm") for layer in layers)
+
+
+def _all_well(layers: Sequence[Layer]) -> tuple[str, ...]:
+    hidden = _hidden(layers)
+    least = f", the rank r is {min(layer.r for layer in hidden):.3g} or more" if hidden else ""
+    return (f"the signal survives all {layers[-1].depth} layers{least}",)
+
+
+def _advice(told: Sequence[str], *, has_norms: bool, is_fatal: bool) -> str:
+    """What to do about the first complaint, which causes the others."""
+    if not told:
+        return ""
+    no = "This network will not train at any learning rate. " if is_fatal else ""
+    if told[0] == "alive":
+        return no + "Raise the biases of that layer, or take a leaky activation."
+    if told[0] in ("growing", "exploding"):
+        return "Draw smaller weights (orthogonal, or He's), add norms, or scale residual branches down."
+    if told[0] in ("shrinking", "gradient"):
+        return no + "Draw larger weights (He's), or add norms."
+    if has_norms:
+        return no + "It has norms: draw its weights symmetric around zero, use batch norms, or run repair."
+    return no + "Add batch norms, or run repair."
+
+
+def _advice_on_numbers(odd: Layer) -> str:
+    if odd.kind == "input":
+        return "They come in with the inputs: clean the data first."
+    return "Look at the weights of that layer and at the scale of what comes into it."

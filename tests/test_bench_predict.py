@@ -1,0 +1,130 @@
+"""The benchmark of verdicts: the curve on known scores, single networks, and a run that resumes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onlynorm.bench import predict
+from onlynorm.bench.predict import (
+    LEARNED,
+    LEAST,
+    PredictBench,
+    PredictRow,
+    PredictSizes,
+    Subject,
+    bench_predict,
+    last_loss,
+    measure_network,
+    receiver_curve,
+    subjects,
+)
+from onlynorm.data import Split, seeded
+
+TINY = PredictSizes(n_diagnosed=32, n_steps=20, batch_size=16, rates=(0.001, 0.1))
+
+
+def _stripes() -> Split:
+    labels = torch.arange(400) % 10
+    inputs = 0.1 * torch.randn(400, 1, 8, 20, generator=seeded(0))
+    inputs[torch.arange(400), :, :, 2 * labels] += 1.0
+    return Split("stripes", inputs[:320], labels[:320], inputs[320:], labels[320:])
+
+
+@pytest.fixture(autouse=True)
+def stripes(monkeypatch: pytest.MonkeyPatch) -> None:
+    predict._split.cache_clear()
+    monkeypatch.setitem(predict._DATA, "Fashion-MNIST", _stripes)
+
+
+def _bench(scores: list[float], learned: list[bool]) -> PredictBench:
+    losses = [1.0 if one else math.log(10.0) for one in learned]
+    rows = [PredictRow(f"{i}", "", s, "", loss, 0.1) for i, (s, loss) in enumerate(zip(scores, losses, strict=True))]
+    return PredictBench(rows)
+
+
+@pytest.mark.parametrize(
+    ("scores", "learned", "area"),
+    [
+        ([0.1, 0.2, 0.8, 0.9], [False, False, True, True], 1.0),
+        ([0.1, 0.2, 0.8, 0.9], [True, True, False, False], 0.0),
+        ([0.5, 0.5, 0.5, 0.5], [True, False, True, False], 0.5),
+        ([0.1, 0.3, 0.2, 0.4], [False, False, True, True], 0.75),
+    ],
+)
+def test_the_area_is_how_often_the_able_score_higher(scores: list[float], learned: list[bool], area: float) -> None:
+    assert _bench(scores, learned).area == pytest.approx(area)
+    pairs = [(a, b) for a, one in zip(scores, learned, strict=True) for b, two in zip(scores, learned, strict=True)
+             if one and not two]  # fmt: skip
+    assert sum((a > b) + 0.5 * (a == b) for a, b in pairs) / len(pairs) == pytest.approx(area)
+
+
+def test_the_curve_goes_from_none_to_all() -> None:
+    false, true = receiver_curve([0.3, 0.1, 0.2], [True, False, True])
+    assert (false[0], true[0]) == (0.0, 0.0)
+    assert (false[-1], true[-1]) == (1.0, 1.0)
+
+
+def test_the_networks_are_enough_and_of_every_kind() -> None:
+    made = subjects()
+    assert len(set(made)) == len(made) >= LEAST
+    assert {one.kind for one in made} == {"MLP", "ResNet", "VGG"}
+    assert {one.norm for one in made} == {"none", "batch", "layer"}
+    assert {one.init for one in made} == {"standard", "asymmetric"}
+    assert {one.activation for one in made} == {"relu", "tanh", "gelu"}
+    assert {one.data for one in made} == {"Fashion-MNIST", "CIFAR-10"}
+
+
+@pytest.mark.parametrize("subject", [one for one in subjects() if one.kind != "MLP"][::3], ids=str)
+def test_convolutional_networks_have_the_stated_depth(subject: Subject) -> None:
+    network = subject.build(torch.zeros(1, 3, 32, 32), seed=0)
+    n_layers = sum(isinstance(m, nn.Conv2d | nn.Linear) for m in network.modules())
+    assert n_layers == subject.depth + (1 if subject.kind == "VGG" else 0)
+    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norms() -> None:
+    able, hopeless = (
+        measure_network(Subject("MLP", depth, 16, "none", "standard"), sizes=TINY, seed=7) for depth in (1, 32)
+    )
+    limit = LEARNED * math.log(10.0)
+    assert able["loss"] < limit < hopeless["loss"]
+    assert able["score"] > hopeless["score"]
+    assert able["rate"] == 0.1
+
+
+def test_a_training_that_breaks_off_has_no_loss() -> None:
+    split = _stripes()
+    network = Subject("MLP", 2, 8, "none", "standard").build(split.train_inputs, seed=0)
+    found = last_loss(network, split.train_inputs, split.train_labels, sizes=TINY, rate=1e30, seed=0)
+    assert found == math.inf
+
+
+def test_a_run_resumes_and_draws_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [Subject("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
+    first = bench_predict(networks=chosen, sizes=TINY, out=tmp_path)
+    assert Path(first.figure).read_bytes().startswith(b"\x89PNG")
+    assert [row.note for row in first.rows] == ["", ""]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(predict, "measure_network", refuse)
+    again = bench_predict(networks=chosen, sizes=TINY, out=tmp_path)
+    assert [row.note for row in again.rows] == ["kept", "kept"]
+    assert [row.score for row in again.rows] == [row.score for row in first.rows]
+
+
+def test_the_goals_ask_for_enough_networks_and_a_large_area() -> None:
+    half = LEAST // 2
+    good = _bench([0.1] * half + [0.9] * half, [False] * half + [True] * half)
+    assert [goal.is_met for goal in good.goals] == [True, True]
+    assert not _bench([0.1, 0.9], [False, True]).goals[0].is_met
+    mixed = _bench([0.1, 0.9] * half, [True] * half + [False] * half)
+    assert [goal.is_met for goal in mixed.goals] == [True, False]
+    assert "area" in mixed.as_dict()
+    assert len(mixed.tables()[0].rows) == LEAST

@@ -1,0 +1,136 @@
+"""`onlynorm diagnose`: what it tells and writes, its exit codes, and wrong use in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from onlynorm import cli
+from onlynorm.cli import diagnose as command
+from onlynorm.data import digits
+from onlynorm.models import make_model
+from onlynorm.rank import diagnose
+from onlynorm.screen import screen
+
+OWN_MODULE = """
+from onlynorm.models import mlp, vgg
+
+def deep(): return mlp((64, *[64] * 23, 10))
+def images(): return vgg([[4], [4]], n_classes=2, image_size=8)
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left: its exit code and both streams, folded lines joined."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def err(self) -> str:
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
+
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+RunCli = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
+    """Runs `onlynorm diagnose` in this process, in a folder with a module of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "width", 300)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.delitem(sys.modules, "own_module_of_diagnose", raising=False)
+    (tmp_path / "own_module_of_diagnose.py").write_text(OWN_MODULE)
+
+    def call(*args: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["onlynorm", "diagnose", *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        seen = capsys.readouterr()
+        assert "Traceback" not in seen.out + seen.err
+        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
+
+    return call
+
+
+def test_a_healthy_network_ends_with_0_and_the_numbers_of_the_library(run: RunCli) -> None:
+    ran = run("mlp_bn", "--batch", 64, "--seed", 1, "--json")
+    facts = ran.json()
+    assert (ran.code, facts["verdict"], facts["n_samples"], facts["model"]) == (0, "healthy", 64, "mlp_bn")
+    chosen = command._draw(len(digits().train_inputs), 64, 1)
+    same = diagnose(make_model("mlp_bn"), digits().train_inputs[chosen], digits().train_labels[chosen], seed=1)
+    assert facts["score"] == same.score
+    assert [layer["r"] for layer in facts["layers"]] == [layer.r for layer in same.layers]
+
+
+def test_an_untrainable_network_ends_with_1_and_says_why(run: RunCli) -> None:
+    ran = run("own_module_of_diagnose:deep", "--data", "digits")
+    assert ran.code == 1
+    for words in ("untrainable", "collapses to rank 1.00", "of 24", "Add batch norms", "soft rank", "on random inputs"):
+        assert words in ran.stdout
+    assert run("own_module_of_diagnose:deep", "--data", "digits", "--json").json()["is_trainable"] is False
+
+
+def test_a_page_and_a_figure_are_written(run: RunCli, tmp_path: Path) -> None:
+    ran = run("mlp_bn", "--batch", 32, "--html", "out.html", "--plot", "depth.svg")
+    assert ran.code == 0
+    assert "Diagnosis of mlp_bn" in (tmp_path / "out.html").read_text()
+    assert (tmp_path / "depth.svg").read_bytes().startswith(b"<?xml")
+    assert "out.html is written" in ran.stdout
+
+
+def test_a_folder_of_images_will_do(run: RunCli, tmp_path: Path) -> None:
+    dice = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for place in range(5):
+            pixels = dice.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{place}.png")
+    facts = run("own_module_of_diagnose:images", "--data", "photos", "--image-size", 8, "--json").json()
+    assert facts["n_samples"] == 8  # a fifth is kept to judge by
+    assert facts["layers"][0]["shape"] == [8, 3, 8, 8]
+
+
+def test_data_without_labels_leave_gradients_out(run: RunCli, tmp_path: Path) -> None:
+    save_file({"inputs": torch.rand(20, 64)}, tmp_path / "bare.safetensors")
+    ran = run("mlp_bn", "--data", "bare.safetensors", "--json")
+    assert ran.code == 0
+    assert ran.json()["skipped"] == ["everything about gradients, because no targets were given"]
+    assert "bare.safetensors has no labels: gradients are left out." in ran.err
+
+
+def test_wrong_use_ends_with_2_and_one_line(run: RunCli, tmp_path: Path) -> None:
+    for args, words in (
+        (("resnt20",), "Did you mean 'resnet20'"),
+        (("mlp", "--mode", "trian"), "mode needs a known name"),
+        (("mlp", "--plot", "depth.pdf"), "--plot needs a name that ends in .svg or .png"),
+        (("mlp", "--html", str(tmp_path)), "--html needs the name of a file"),
+        (("mlp", "--batch", 1), "Invalid value for '--batch'"),
+        (("own_module_of_diagnose:images", "--data", "digits"), "needs samples and labels it can take"),
+    ):
+        ran = run(*args)
+        assert (ran.code, words in ran.err) == (2, True), ran.err
+
+
+def test_the_help_has_an_example(run: RunCli) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert "onlynorm diagnose resnet20" in ran.stdout
