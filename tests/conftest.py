@@ -13,7 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do.
-_ROOMS = ("features", "solvers", "reconstruction", "tuning", "rank", "identity")
+_ROOMS = ("features", "solvers", "alignment", "reconstruction", "layers", "optim", "tuning", "rank", "identity")
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 jaxtyping.install_import_hook([f"onlynorm.{room}" for room in _ROOMS], _CHECKER)
 

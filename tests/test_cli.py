@@ -173,12 +173,13 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict], None]:
 
 def test_every_command_of_the_module_is_known_here() -> None:
     assert set(TOP) == {
-        "demo", "plan", "reconstruct", "verify", "tune", "diagnose", "factorize", "memorize", "theorems", "reproduce", "report",
-        "bench",
+        "demo", "plan", "spectrum", "reconstruct", "verify", "tune", "diagnose", "repair", "factorize", "memorize",
+        "theorems", "reproduce", "report", "bench",
     }  # fmt: skip
-    assert set(BENCHES) == {
-        f"bench {name}" for name in ("solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain", "diagnose", "predict")
-    }
+    assert {name.removeprefix("bench ") for name in BENCHES} == {
+        "solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain", "layers", "diagnose", "predict", "repair",
+        "align",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -3,9 +3,19 @@
 The walk: target -> plan -> features -> solve -> norm parameters -> network -> verify -> report.
 """
 
-from onlynorm import theorems
+from onlynorm import optim, theorems
+from onlynorm.alignment import Alignment, align
 from onlynorm.features import Features, draw
 from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
+from onlynorm.layers import (
+    NormOnlyConv2d,
+    NormOnlyLinear,
+    converted,
+    load_norm_only,
+    norm_only,
+    save_norm_only,
+    semicircle_spectrum,
+)
 from onlynorm.rank import Chain, Diagnosis, Repaired, diagnose, rank_ratio, repair, simulate, soft_rank
 from onlynorm.reconstruction import (
     Box,
@@ -26,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Adapters",
+    "Alignment",
     "Box",
     "Chain",
     "Diagnosis",
@@ -33,6 +44,8 @@ __all__ = [
     "Features",
     "KhatriRao",
     "Memorizer",
+    "NormOnlyConv2d",
+    "NormOnlyLinear",
     "Plan",
     "Reconstruction",
     "Repaired",
@@ -40,8 +53,10 @@ __all__ = [
     "Solution",
     "Verification",
     "__version__",
+    "align",
     "choose",
     "collapse",
+    "converted",
     "diagnose",
     "draw",
     "factorize",
@@ -50,15 +65,20 @@ __all__ = [
     "fold",
     "load",
     "load_adapter",
+    "load_norm_only",
     "memorize",
     "memorize_norms",
+    "norm_only",
     "only_norms",
+    "optim",
     "plan",
     "rank_ratio",
     "reconstruct",
     "repair",
     "save",
     "save_adapter",
+    "save_norm_only",
+    "semicircle_spectrum",
     "simulate",
     "soft_rank",
     "solve",

@@ -2,13 +2,17 @@
 
 from onlynorm.bench.adapt import bench_adapt
 from onlynorm.bench.adapt_results import AdaptBench, AdaptRun, AdaptSizes
+from onlynorm.bench.align import bench_align
 from onlynorm.bench.chain import ChainBench, ChainRow, bench_chain
 from onlynorm.bench.diagnose import DiagnoseBench, DiagnoseRow, bench_diagnose
 from onlynorm.bench.frozen import NETWORKS, bench_frozen
 from onlynorm.bench.frozen_results import FrozenBench, FrozenRun, FrozenSizes
 from onlynorm.bench.goals import Goal, Measured, Table, is_met
+from onlynorm.bench.layers import LayersBench, bench_layers
 from onlynorm.bench.predict import PredictBench, PredictRow, PredictSizes, bench_predict
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
+from onlynorm.bench.repair import bench_repair
+from onlynorm.bench.repair_results import RepairBench, RepairRun, RepairSizes
 from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Row, bench_solve
 from onlynorm.bench.text import TextBench, TextRow, TextRun, TextSizes, bench_text
 from onlynorm.bench.tune import TuneBench, TuneRow, bench_tune
@@ -34,12 +38,16 @@ __all__ = [
     "FrozenRun",
     "FrozenSizes",
     "Goal",
+    "LayersBench",
     "Measured",
     "PredictBench",
     "PredictRow",
     "PredictSizes",
     "RebuiltRow",
     "ReconstructBench",
+    "RepairBench",
+    "RepairRun",
+    "RepairSizes",
     "Row",
     "Sizes",
     "Table",
@@ -50,11 +58,14 @@ __all__ = [
     "TuneBench",
     "TuneRow",
     "bench_adapt",
+    "bench_align",
     "bench_chain",
     "bench_diagnose",
     "bench_frozen",
+    "bench_layers",
     "bench_predict",
     "bench_reconstruct",
+    "bench_repair",
     "bench_solve",
     "bench_text",
     "bench_tune",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,8 @@ from onlynorm.tuning import Schedule, fit
 RATES = (0.003, 0.03, 0.3)
 LEARNED = 0.95
 """Of the loss of guessing: a network that ends below has learned something."""
+LIMITS = (0.98, LEARNED, 0.9, 0.8, 0.6)
+"""Other readings of learned, for the table."""
 AIM = 0.95
 """Of the area under the curve."""
 LEAST = 60
@@ -139,7 +142,12 @@ class PredictBench:
     @property
     def area(self) -> float:
         """How often a network that learns has the higher score than one that does not; a tie counts half."""
-        return float(np.trapezoid(*reversed(self.curve)))
+        return area_below(*self.curve)
+
+    def area_at(self, limit: float) -> float:
+        """The area if a network has learned whose loss is below this share of that of guessing."""
+        learned = [row.loss < limit * math.log(_N_CLASSES) for row in self.rows]
+        return area_below(*receiver_curve([row.score for row in self.rows], learned))
 
     @property
     def goals(self) -> list[Goal]:
@@ -153,7 +161,11 @@ class PredictBench:
              "yes" if row.learned else "no", row.note)
             for row in sorted(self.rows, key=lambda row: row.score)
         ]  # fmt: skip
-        return [Table(("network", "data", "score", "verdict", "best loss", "rate", "learned", "note"), rows, 130)]
+        limits = [(f"{limit:g}", f"{self.area_at(limit):.3f}") for limit in LIMITS]
+        return [
+            Table(("network", "data", "score", "verdict", "best loss", "rate", "learned", "note"), rows, 130),
+            Table(("loss over that of guessing that counts as learned", "area under the curve"), limits),
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
@@ -231,6 +243,12 @@ def receiver_curve(scores: Sequence[float], passed: Sequence[bool]) -> tuple[lis
         false.append(float(above[~truth].mean()) if (~truth).any() else math.nan)
         true.append(float(above[truth].mean()) if truth.any() else math.nan)
     return false, true
+
+
+def area_below(false: Sequence[float], true: Sequence[float]) -> float:
+    """The area below the curve, by trapezia."""
+    steps = zip(itertools.pairwise(false), itertools.pairwise(true), strict=True)
+    return sum((right - left) * (high + low) / 2.0 for (left, right), (low, high) in steps)
 
 
 def write_curve(bench: PredictBench, folder: Path) -> Path:

@@ -9,16 +9,21 @@ output, so that both can be piped.
 from onlynorm.cli.entry import app, main
 from onlynorm.cli import demo as demo
 from onlynorm.cli import plan as plan
+from onlynorm.cli import spectrum as spectrum
 from onlynorm.cli import rebuild as rebuild
 from onlynorm.cli import tune as tune
 from onlynorm.cli import diagnose as diagnose
+from onlynorm.cli import repair as repair
 from onlynorm.cli import identity as identity
 from onlynorm.cli import memorize as memorize
 from onlynorm.cli import evidence as evidence
 from onlynorm.cli import measure as measure
 from onlynorm.cli import measure_text as measure_text
+from onlynorm.cli import measure_layers as measure_layers
 from onlynorm.cli import measure_diagnose as measure_diagnose
 from onlynorm.cli import measure_predict as measure_predict
+from onlynorm.cli import measure_repair as measure_repair
+from onlynorm.cli import measure_align as measure_align
 # isort: on
 
 __all__ = ["app", "main"]

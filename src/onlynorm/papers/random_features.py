@@ -10,6 +10,8 @@ from jaxtyping import Float
 from scipy import integrate
 
 import onlynorm as on
+from onlynorm.papers import alignment_curves as alignment_curves  # binds figure 4
+from onlynorm.papers import conditioning as conditioning  # binds the panels of figure 2
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.run import Outcome, Run
 from onlynorm.report.records import Curve, Panel, Table

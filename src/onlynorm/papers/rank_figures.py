@@ -13,6 +13,7 @@ from onlynorm.report.records import Curve, Panel, Table
 from onlynorm.report.spread import Spread
 
 Looks = Mapping[str, Sequence[float]]
+Row = list[float | str]
 PILOT = 1_000
 """The seed that chooses learning rates; it is never judged."""
 WORDS = {"none": "no norms", "batch": "batch norms"}
@@ -23,7 +24,9 @@ def figure_5(run: Run) -> Outcome:
     """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
     depths, lesson = run.sizes["depths"], run.sizes["lesson"]
     run.announce(2 * len(depths) * (1 + len(run.seeds)))
-    curves, rows, last = [], [], {}
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    last = {}
     for norm, word in WORDS.items():
         accuracies, ranks = [], []
         for depth in depths:
@@ -65,7 +68,9 @@ def figure_6(run: Run) -> Outcome:
         "batch norms": {"norm": "batch"}, "batch norms, positive weights": {"norm": "batch", "init": "asymmetric"},
     }  # fmt: skip
     run.announce(len(ways) * (1 + len(run.seeds)))
-    curves, rows, ends, starts = [], [], {}, {}
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    ends, starts = {}, {}
     for word, way in ways.items():
         shape = {"kind": "mlp", "depth": run.sizes["depth"], "width": run.sizes["width"]}
         network = {**shape, **{name: value for name, value in way.items() if name != "pretraining"}}
@@ -104,7 +109,9 @@ def figure_7(run: Run) -> Outcome:
     """
     kinds, inits = {"vgg": "VGG-19", "resnet": "ResNet-50"}, ("standard", "asymmetric")
     run.announce(len(kinds) * len(inits) * len(run.seeds))
-    curves, rows, values = [], [], {}
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    values: dict[str, float] = {}
     for kind, name in kinds.items():
         ends = {}
         for init in inits:
@@ -144,7 +151,9 @@ def figure_8(run: Run) -> Outcome:
         "no norms, noise for images": {"noise": True},
     }  # fmt: skip
     run.announce(len(ways) * len(run.seeds))
-    curves, rows, found = [], [], {}
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    found: dict[str, list[Looks]] = {}
     for word, way in ways.items():
         network = {"kind": "vgg", "norm": way.get("norm", "none"), "width": run.sizes["width"]}
         more = {"noise": True} if "noise" in way else {}
@@ -181,7 +190,9 @@ def figure_11(run: Run) -> Outcome:
     """A VGG-19 whose batch norms take the mean off, and one whose do not. Theory: daneshmand2020:thm-3"""
     words = {"batch": "mean taken off", "meanless": "mean left in"}
     run.announce(len(words) * len(run.seeds))
-    curves, rows, accuracies, ranks = [], [], {}, {}
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    accuracies, ranks = {}, {}
     for norm, word in words.items():
         network = {"kind": "vgg", "norm": norm, "width": run.sizes["width"]}
         looks = _trained(run, word, network=network, rate=run.sizes["rate"])
@@ -212,7 +223,7 @@ def _courses(looks: Sequence[Looks], panels: Mapping[str, str], *, label: str) -
     for name, panel in panels.items():
         means = [Spread.of(values).mean for values in zip(*(look[name] for look in looks), strict=True)]
         kept = [(step, mean) for step, mean in zip(looks[0]["step"], means, strict=True) if math.isfinite(mean)]
-        curves.append(Curve(label, *zip(*kept, strict=True), panel=panel))
+        curves.append(Curve(label, [step for step, _ in kept], [mean for _, mean in kept], panel=panel))
     return curves
 
 

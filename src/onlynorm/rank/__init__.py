@@ -19,13 +19,14 @@ from onlynorm.rank.measures import (
     unit_rows,
     unit_scale,
 )
-from onlynorm.rank.repair import Repaired, repair
+from onlynorm.rank.repair import METHODS, Repaired, repair
 from onlynorm.rank.signals import Layer, Signal, read_signal
 from onlynorm.rank.simulation import ChainAverages, simulate
 from onlynorm.rank.verdict import Thresholds, Verdict, judge
 
 __all__ = [
     "ACTIVATIONS",
+    "METHODS",
     "Chain",
     "ChainAverages",
     "Cosines",

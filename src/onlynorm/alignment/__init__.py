@@ -1,0 +1,21 @@
+"""The order of a target's rows that suits given features: `align` when there are fewer features than equations."""
+
+from onlynorm.alignment.align import METHODS, Alignment, Attempt, align, align_within
+from onlynorm.alignment.directions import Directions, PerOutput, find_directions
+from onlynorm.alignment.objective import Objective, objective_for
+
+__all__ = [
+    "METHODS",
+    "Alignment",
+    "Attempt",
+    "Directions",
+    "Objective",
+    "PerOutput",
+    "align",
+    "align_within",
+    "find_directions",
+    "objective_for",
+]
+
+from onlynorm.alignment import checks as _checks  # noqa: F401
+from onlynorm.alignment import checks_training as _checks_training  # noqa: F401

@@ -1,0 +1,86 @@
+"""What a permutation of the target's rows costs: the energy that the features miss, and tables that make it cheap.
+
+Row t of the target, placed at output i, has the coordinates
+
+    pieces[i, t, k] = sum over j of basis[i, j, k] * target[t, j]
+
+in the missed directions, so that a permutation p misses |sum over i of pieces[i, p(i)]|^2. The sum stands inside the
+square: rows help or hinder each other, which makes this a quadratic assignment problem. In reached directions the same
+sum is what is saved of the target's energy.
+
+Theory: random_features:thm-4.1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from onlynorm.alignment.directions import Directions, PerOutput
+from onlynorm.solvers.memory import memory_limit, need_memory
+
+Array = npt.NDArray[np.float64]
+Order = npt.NDArray[np.int64]
+SMALL = 2**26
+"""Bytes of tables for which nobody is asked: that takes as long as a small search."""
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The missed energy offset + sign * |sum of pieces[i, p(i)]|^2 as a function of a permutation p.
+
+    `weights` says how much each output misses of an average row: greedy begins with the largest. `costs` are those of
+    each pair alone where rows do not meddle with each other, else None.
+    """
+
+    pieces: Array
+    weights: Array
+    sign: float
+    offset: float
+    costs: Array | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """How many rows are permuted."""
+        return len(self.pieces)
+
+    def total(self, order: Order) -> Array:
+        """The sum of the pieces that a permutation picks."""
+        return np.asarray(self.pieces[np.arange(self.n_rows), order].sum(0))
+
+    def missed(self, order: Order) -> float:
+        """The energy that features miss of target[order]."""
+        total = self.total(order)
+        return max(0.0, self.offset + self.sign * float(total @ total))
+
+
+def objective_for(target: Float[Tensor, "out inp"], directions: Directions | PerOutput) -> Objective:
+    """The objective of one target, in tables of rows x rows x directions."""
+    n_rows = len(target)
+    n_dims = n_rows if isinstance(directions, PerOutput) else directions.basis.shape[-1]
+    n_bytes = 8 * n_rows**2 * n_dims
+    if n_bytes > SMALL:
+        need_memory(
+            f"align with tables of {n_rows} x {n_rows} x {n_dims}",
+            n_bytes,
+            memory_limit(),
+            "Align a part of the outputs at a time.",
+        )
+    if isinstance(directions, PerOutput):
+        costs = directions.costs(target).cpu().numpy()
+        # Coordinates of its own for every output: squares then add up without cross terms.
+        pieces = np.zeros((n_rows, n_rows, n_rows))
+        pieces[np.arange(n_rows), :, np.arange(n_rows)] = np.sqrt(costs)
+        weights = np.array([float(basis.shape[0] - basis.shape[1]) for basis in directions.bases])
+        return Objective(pieces, weights, 1.0, 0.0, costs)
+    basis = directions.basis
+    pieces = torch.matmul(target, basis).cpu().numpy()
+    weights = torch.linalg.vector_norm(basis, dim=(1, 2)).square().cpu().numpy()
+    if directions.is_reached:
+        return Objective(pieces, -weights, -1.0, float(target.square().sum()))
+    return Objective(pieces, weights, 1.0, 0.0)

@@ -1,0 +1,111 @@
+"""ID cond features with singular values of one's own: M = diag(s), so the effective weight is s * gamma.
+
+A gradient step on gamma moves the effective weight by s^2 times the ordinary step: conditioning alone, with nothing
+else changed, so that its price can be measured at any size. A spectrum may be given, or made: random square features
+have singular values with the quarter-circle density sqrt(4 - x^2) / pi on (0, 2], and `semicircle_spectrum` takes the
+part of that law from 2 / condition on. Its mean square is one, so that learning rates compare.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.features.streams import Stream
+from onlynorm.features.structured import IdCond
+
+_HALVINGS = 60
+
+
+def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str = "") -> Float[Tensor, " n"]:
+    """n positive singular values, largest over smallest `condition`, by the quarter-circle law, in a random order.
+
+    They are evenly spaced quantiles, not draws, so that the condition number is the wanted one for every seed; the
+    stream "spectrum" of (seed, layer) orders them. Float64 numbers that float32 holds, which makes them the same on
+    machines whose sines differ in the last bit.
+    """
+    if n < 1 or not 1.0 <= condition < math.inf or (n == 1 and condition != 1.0):
+        raise ValueRangeError(
+            f"a spectrum needs at least two values and a finite condition of at least 1; got {n} values at condition "
+            f"{condition}. One value alone has condition 1."
+        )
+    # x = 2 sin(angle) turns the distribution function into (angle + sin(angle) cos(angle)) * 2 / pi.
+    smallest = math.asin(1.0 / condition)
+    low, high = np.full(n, smallest), np.full(n, math.pi / 2)
+    begin, end = _mass(low[:1])[0], _mass(high[:1])[0]
+    wanted = np.linspace(begin, end, n)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_below = _mass(middle) < wanted
+        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
+    values = 2.0 * np.sin((low + high) / 2)
+    values[0], values[-1] = 2.0 / condition, 2.0
+    values /= math.sqrt(float(np.mean(values**2)))
+    ordered = values[Stream(seed, layer, "spectrum").permutation(n)]
+    return torch.from_numpy(ordered.astype(np.float32).astype(np.float64))
+
+
+def need_spectrum(spectrum: Tensor, n_features: int) -> Float[Tensor, " feat"]:
+    """The spectrum as float64 numbers in a row, or an error unless there is a finite positive one per feature."""
+    values = torch.as_tensor(spectrum).detach().double().reshape(-1)
+    if len(values) != n_features:
+        raise ShapeError(
+            f"a spectrum needs one value per feature, {n_features}; got {len(values)}. Make it with "
+            f"semicircle_spectrum({n_features}, condition=100.0)."
+        )
+    is_bad = ~(torch.isfinite(values) & (values > 0.0))
+    if bool(is_bad.any()):
+        where = int(is_bad.nonzero()[0])
+        raise ValueRangeError(
+            f"a spectrum needs positive finite values; got {float(values[where])} at feature {where} and "
+            f"{int(is_bad.sum())} such in all. A weight without a feature is left out by density=, not by a zero."
+        )
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """ID cond features times a spectrum: feature k has s_k in the first source layer and 1 in the second."""
+
+    base: IdCond
+    spectrum: Float[Tensor, " feat"]
+
+    @property
+    def n_features(self) -> int:
+        return self.base.n_features
+
+    def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """s_k gamma_k at the entry of feature k."""
+        return self.base.apply(self.spectrum.to(gamma) * gamma)
+
+    def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """The entries of `residual` that have a feature, times its s."""
+        return self.spectrum.to(residual) * self.base.transpose(residual)
+
+    def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """Gamma by reading off and dividing."""
+        return self.base.solve(target) / self.spectrum.to(target)
+
+    def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
+        return self.base.left(start, stop)
+
+    def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
+        return self.spectrum[start:stop, None].double().cpu() * self.base.right(start, stop)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Scaled:
+        return Scaled(self.base.to(dtype, device), self.spectrum.to(device, dtype))
+
+    def digest_bytes(self) -> bytes:
+        """Those of the base, then the spectrum as little-endian float64."""
+        return self.base.digest_bytes() + self.spectrum.double().cpu().numpy().astype("<f8").tobytes()
+
+
+def _mass(angle: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """pi / 2 times the share of the law below 2 sin(angle)."""
+    return angle + np.sin(angle) * np.cos(angle)

@@ -1,0 +1,189 @@
+"""`norm_only`: any model -> a copy whose Linear and Conv2d layers have norms as their only parameters.
+
+The copy is for training from scratch: it starts as the function the model is, as far as its features reach. Modules and
+weights that are tied stay tied. What cannot be converted stays as it is, with its parameters, and is listed:
+
+    model = norm_only(model, features="id_cond", density=0.2, seed=0)
+    print(converted(model))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError
+from onlynorm.layers.choice import Choice, make_choice
+from onlynorm.layers.modules import NormOnlyLayer, Plain, wrap
+from onlynorm.reconstruction.calls import copy_network
+from onlynorm.reconstruction.places import places_of, swap
+from onlynorm.reconstruction.target import Left, find_layers
+
+_NOTE = "onlynorm_left"
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One norm-only layer: its places, the shape of its weight, and what it trains and keeps."""
+
+    names: tuple[str, ...]
+    kind: str
+    features: str
+    shape: tuple[int, ...]
+    n_features: int
+    n_frozen: int
+
+    def __str__(self) -> str:
+        return (
+            f"{' = '.join(self.names)} ({self.kind}): {self.features}, weight {' x '.join(map(str, self.shape))}, "
+            f"{self.n_features:,} features, {self.n_frozen:,} frozen numbers"
+        )
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The norm-only layers of a model, and the modules with weights that stayed as they were."""
+
+    layers: tuple[ConvertedLayer, ...]
+    left: tuple[Left, ...]
+
+    def __str__(self) -> str:
+        rows = [str(layer) for layer in self.layers]
+        return "\n".join([*rows, *(f"left: {item}" for item in self.left)])
+
+
+def norm_only(
+    model: nn.Module,
+    *,
+    features: str = "id_cond",
+    density: float | None = None,
+    seed: int = 0,
+    keep: Iterable[str] | str = (),
+    strict: bool = False,
+    **choices: Any,
+) -> nn.Module:
+    """A copy of the model whose Linear and Conv2d layers train only norms; it computes what the model does.
+
+    `density` lets only a random part of the features exist: for id_cond, random masks from (seed, layer). `keep` names
+    layers that stay ordinary, with wildcards: "head", "blocks.11.*". `strict` refuses a model of which anything else
+    but norms would be left. Further `choices` are fields of `Choice`: excess, condition, n_blocks and so on. Features
+    below the width bound, or a mask, reach the model's weights only in part; the copy starts with the nearest.
+
+    Theory: random_features:thm-3.1, random_features:conclusion
+    """
+    choice = make_choice(features=features, density=density, seed=seed, **choices)
+    if any(p.is_meta for p in model.parameters()):
+        raise ConversionError("norm_only needs weights to start from; got a model on meta. Make it on a real device.")
+    network = copy_network(model)
+    found = find_layers(network)
+    kept = _kept(tuple(name for layer in found.layers for name in layer.names), keep)
+    left = list(found.left)
+    chosen: dict[str, Plain] = {}
+    for target in found.layers:
+        module = network.get_submodule(target.name)
+        why = "kept as asked" if kept.intersection(target.names) else _refusal(module, choice)
+        if why:
+            left.append(Left(target.name, target.kind, why))
+        else:
+            assert isinstance(module, nn.Linear | nn.Conv2d)
+            chosen[target.name] = module
+    for name, why in _tied_elsewhere(network, chosen).items():
+        left.append(Left(name, type(chosen.pop(name)).__name__, why))
+    _need_enough(model, chosen, [item for item in left if item.reason != "kept as asked"], strict)
+    places = places_of(network)
+    made: dict[Tensor, NormOnlyLayer] = {}
+    shifts: dict[Tensor, nn.Parameter | None] = {}
+    for name, plain in chosen.items():
+        layer = _convert(name, plain, choice, made.get(plain.weight))
+        made.setdefault(plain.weight, layer)
+        if plain.bias is not None:
+            layer.beta = shifts.setdefault(plain.bias, layer.beta)
+        for place in places[plain]:
+            network = swap(network, place, layer)
+    network.__dict__[_NOTE] = tuple(left)
+    return network
+
+
+def converted(model: nn.Module) -> Conversion:
+    """The norm-only layers of a model, and what `norm_only` left as it was."""
+    layers = [
+        ConvertedLayer(
+            places, type(module).__name__, module.frozen.choice.features, module.frozen.shape,
+            module.frozen.n_features, module.frozen.n_frozen,
+        )
+        for module, places in places_of(model).items()
+        if isinstance(module, NormOnlyLayer)
+    ]  # fmt: skip
+    left: tuple[Left, ...] = model.__dict__.get(_NOTE, ())
+    return Conversion(tuple(layers), left)
+
+
+def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None) -> NormOnlyLayer:
+    """The layer for one place; a twin, whose weight was the same tensor, lends its gammas and frozen features."""
+    try:
+        if twin is None:
+            layer = wrap(plain, dataclasses.replace(choice, layer=name))
+        else:
+            layer = wrap(plain, twin.frozen.choice, is_filled=False)
+            layer.frozen, layer.gamma, layer.output_gamma = twin.frozen, twin.gamma, twin.output_gamma
+    except UnknownNameError:
+        raise
+    except OnlynormError as why:
+        raise type(why)(f"layer {name!r}: {why} Or name it in keep=.") from why
+    for gamma in layer.gammas:
+        gamma.requires_grad_(plain.weight.requires_grad)
+    if layer.beta is not None and plain.bias is not None:
+        layer.beta.requires_grad_(plain.bias.requires_grad)
+    return layer
+
+
+def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
+    """The layers that the patterns name, themselves or by a module around them."""
+    kept: set[str] = set()
+    for pattern in (keep,) if isinstance(keep, str) else keep:
+        hits = [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
+        if not hits:
+            raise UnknownNameError("keep", pattern, names)
+        kept.update(hits)
+    return kept
+
+
+def _refusal(module: nn.Module, choice: Choice) -> str:
+    """Why this layer cannot be converted; empty if it can."""
+    if not isinstance(module, nn.Linear | nn.Conv2d):
+        return "only Linear and Conv2d have norm-only layers"
+    if isinstance(module, nn.Conv2d) and module.groups > 1 and choice.features != "id_cond":
+        return f"a convolution in {module.groups} groups needs id_cond, whose paths stay inside a group"
+    return ""
+
+
+def _tied_elsewhere(network: nn.Module, chosen: dict[str, Plain]) -> dict[str, str]:
+    """The chosen layers whose weight or bias also belongs to a module that stays, with the reason."""
+    inside = set(chosen.values())
+    owners = {
+        parameter: name
+        for name, module in network.named_modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+    found = {}
+    for name, plain in chosen.items():
+        owner = next((owners[p] for p in plain.parameters(recurse=False) if p in owners), None)
+        if owner is not None:
+            found[name] = f"shares a tensor with {owner!r}, which stays as it is"
+    return found
+
+
+def _need_enough(model: nn.Module, chosen: dict[str, Plain], left: list[Left], strict: bool) -> None:
+    if not chosen or (strict and left):
+        listed = "; ".join(str(item) for item in left[:5]) or "all layers are in keep="
+        what = "a model of Linear and Conv2d layers and norms" if chosen else "at least one layer to convert"
+        raise ConversionError(
+            f"norm_only needs {what}; got {type(model).__name__} with {len(left)} other modules with weights: "
+            f"{listed}. Leave strict and keep out, or pass another model."
+        )

@@ -1,0 +1,251 @@
+"""The frozen half of a norm-only layer: a linear map from gamma to the weight that the layer then applies.
+
+The middle of such a layer is linear, so its two frozen source layers and the norm between them act as one weight
+
+    W = left diag(gamma) right,    y = W x + beta
+
+and W is what the forward pass makes first: for every distribution that is cheaper than to run the features on a batch,
+unless the batch has fewer than out inp / (out + inp) samples and positions. What a map keeps is what its structure
+needs: nothing for ID cond, the numbers of the kept weights for a sparse one, two square factors for Ortho cond, both
+factors of one block for random features.
+
+A map is made from its seed whenever its precision or device changes, so that float32 and back loses nothing.
+
+Theory: random_features:thm-3.1, random_features:ortho-cond, random_features:eq-3
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.features import Features, draw
+from onlynorm.features.blocks import BlockFeatures, draw_blocks
+from onlynorm.features.minimal import IdCondMinimal
+from onlynorm.features.registry import STRUCTURED
+from onlynorm.features.scaled import Scaled, need_spectrum, semicircle_spectrum
+from onlynorm.features.structured import IdCond, Structure
+from onlynorm.layers.choice import Choice
+from onlynorm.layers.solve_blocks import solve_blocks
+from onlynorm.solvers import KhatriRao
+
+
+class FrozenMap(nn.Module):
+    """A map from the gammas of a layer to its weight of `shape`; holds no parameters, and nothing of it is saved."""
+
+    like: Tensor
+
+    def __init__(self, shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.choice = shape, choice
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        self.fill()
+
+    @property
+    def equations(self) -> int:
+        """Weights of the layer."""
+        return math.prod(self.shape)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether gamma is the weight itself, number by number."""
+        return False
+
+    @property
+    @abstractmethod
+    def n_features(self) -> int:
+        """Entries of gamma."""
+
+    @property
+    @abstractmethod
+    def n_frozen(self) -> int:
+        """Numbers that are kept beside gamma."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Makes the frozen numbers from the seed, in the precision and on the device of `like`."""
+
+    @abstractmethod
+    def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The gammas in float64 whose weight this is, or comes nearest to it."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """SHA-256 of the frozen numbers in float64, as far as they come from a seed."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenMap:
+        before = (self.like.dtype, self.like.device)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if (self.like.dtype, self.like.device) != before:
+            self.fill()
+        return self
+
+    def extra_repr(self) -> str:
+        choice = self.choice
+        return f"{choice.features}, {self.n_features} features, seed={choice.seed}, layer={choice.layer!r}"
+
+
+class StructuredMap(FrozenMap):
+    """ID cond, sparse or scaled, and Ortho cond: M is known in closed form and never built."""
+
+    structure: Structure
+
+    @property
+    def is_identity(self) -> bool:
+        return isinstance(self.structure, IdCond) and self.structure.kept is None
+
+    @property
+    def n_features(self) -> int:
+        return self.structure.n_features
+
+    @property
+    def n_frozen(self) -> int:
+        if isinstance(self.structure, Scaled):
+            kept = self.structure.base.kept
+            return self.n_features + (0 if kept is None else len(kept))
+        if isinstance(self.structure, IdCond):
+            return 0 if self.structure.kept is None else len(self.structure.kept)
+        return self.shape[0] ** 2 + (self.equations // self.shape[0]) ** 2
+
+    def fill(self) -> None:
+        structure = self._features().structure
+        assert structure is not None
+        spectrum = self._spectrum(structure.n_features)
+        if spectrum is not None:
+            assert isinstance(structure, IdCond)
+            structure = Scaled(structure, spectrum)
+        self.structure = structure.to(self.like.dtype, self.like.device)
+
+    def forward(self, gamma: Tensor) -> Tensor:
+        """The weight of this gamma."""
+        return self.structure.apply(gamma).reshape(self.shape)
+
+    def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
+        matrix = weight.detach().double().reshape(self.shape[0], -1)
+        return (self.structure.to(torch.float64, matrix.device).solve(matrix),)
+
+    def digest(self) -> str:
+        features = self._features()
+        if self.choice.condition is None:
+            return features.weights_digest()
+        assert isinstance(features.structure, IdCond)
+        spectrum = self._spectrum(features.n_features)
+        assert spectrum is not None
+        return hashlib.sha256(Scaled(features.structure, spectrum).digest_bytes()).hexdigest()
+
+    def _features(self) -> Features:
+        c = self.choice
+        return draw(c.features, self.shape, density=c.density, seed=c.seed, layer=c.layer)
+
+    def _spectrum(self, n_features: int) -> Tensor | None:
+        c = self.choice
+        if c.condition is not None:
+            return semicircle_spectrum(n_features, condition=c.condition, seed=c.seed, layer=c.layer)
+        return None if c.spectrum is None else need_spectrum(c.spectrum, n_features)
+
+
+class MinimalMap(FrozenMap):
+    """ID cond at the minimum width: all first-position weights share one feature, and a second gamma carries them."""
+
+    structure: IdCondMinimal
+
+    @property
+    def n_features(self) -> int:
+        return self.structure.n_features
+
+    @property
+    def n_frozen(self) -> int:
+        return 0
+
+    def fill(self) -> None:
+        structure = self._features().structure
+        assert isinstance(structure, IdCondMinimal)
+        self.structure = structure
+
+    def forward(self, gamma: Tensor, output_gamma: Tensor) -> Tensor:
+        """The weight of these gammas."""
+        return self.structure.apply(gamma, output_gamma).reshape(self.shape)
+
+    def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
+        return self.structure.solve(weight.detach().double().reshape(self.shape[0], -1))
+
+    def digest(self) -> str:
+        return self._features().weights_digest()
+
+    def _features(self) -> Features:
+        c = self.choice
+        return draw(
+            c.features, self.shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=c.shared_column
+        )
+
+
+class RandomMap(FrozenMap):
+    """Any random distribution, in one block or several; both factors of one block are kept."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def n_features(self) -> int:
+        return len(self.right) * self.choice.n_blocks
+
+    @property
+    def n_frozen(self) -> int:
+        return self.left.numel() + self.right.numel()
+
+    def fill(self) -> None:
+        base = self._features(self.like.dtype, self.like.device).base
+        self.left, self.right = base.left().contiguous(), base.right()
+
+    def operator(self) -> KhatriRao:
+        """The operator of one block in float64, with the numbers as they are kept."""
+        return KhatriRao(self.left.double(), self.right.double())
+
+    def as_blocks(self, weight: Tensor) -> Tensor:
+        """A weight as the matrices (n_blocks, out / n_blocks, inp) of the blocks."""
+        return weight.reshape(self.choice.n_blocks, self.left.shape[0], self.right.shape[1])
+
+    def forward(self, gamma: Tensor) -> Tensor:
+        """The weight of this gamma: the left factors of all blocks over each other, so that one product serves them."""
+        scaled = gamma.view(self.choice.n_blocks, 1, -1) * self.left
+        return (scaled.flatten(0, 1) @ self.right).reshape(self.shape)
+
+    def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
+        operator, target = self.operator(), self.as_blocks(weight.detach().double())
+        gamma = solve_blocks(operator, target)
+        if operator.n_features >= operator.equations and self.like.dtype == torch.float64:
+            # The solver stops at 1e-10, which only this precision can tell from zero.
+            gamma = gamma + solve_blocks(operator, target - operator.apply(gamma))
+        return (gamma.flatten(),)
+
+    def digest(self) -> str:
+        return self._features(torch.float64, torch.device("cpu")).weights_digest()
+
+    def _features(self, dtype: torch.dtype, device: torch.device) -> BlockFeatures:
+        c = self.choice
+        return draw_blocks(
+            c.features, self.shape, n_blocks=c.n_blocks, excess=c.excess, density=c.density, seed=c.seed, layer=c.layer,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+
+
+def count_features(shape: tuple[int, ...], choice: Choice) -> int:
+    """Entries of gamma that a layer of this shape would have; makes no frozen numbers but a mask."""
+    c = choice
+    if c.features in STRUCTURED:
+        column = c.shared_column
+        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=column).n_features
+    features = draw_blocks(c.features, shape, n_blocks=c.n_blocks, excess=c.excess, density=c.density)
+    return features.n_features
+
+
+def make_map(shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device) -> FrozenMap:
+    """The frozen map of this choice for a weight of this shape."""
+    kinds: dict[str, type[FrozenMap]] = {"id_cond_minimal": MinimalMap}
+    kind = kinds.get(choice.features, StructuredMap if choice.features in STRUCTURED else RandomMap)
+    return kind(shape, choice, dtype=dtype, device=device)

@@ -1,0 +1,83 @@
+"""The checks of random_features on alignment, matching and training come to our verdicts, and can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from onlynorm import theorems
+from onlynorm.alignment import align, checks, checks_training
+from onlynorm.features import Features, match_bounds
+from onlynorm.theorems import Verdict
+
+VERDICTS = {
+    "thm-3.1": Verdict.HOLDS,
+    "conclusion": Verdict.HOLDS,
+    "thm-4.1": Verdict.CORRECTED,
+    "thm-4.2": Verdict.HOLDS,
+    "thm-4.3": Verdict.CORRECTED,
+}
+
+
+def test_every_statement_of_the_paper_has_a_check() -> None:
+    assert [s.key for s in theorems.statements("random_features") if not theorems.has_check(s.key)] == []
+
+
+@pytest.mark.parametrize(("name", "expected"), VERDICTS.items())
+def test_the_check_comes_to_our_verdict(name: str, expected: Verdict) -> None:
+    found = theorems.run_check(f"random_features:{name}", seed=1)
+    assert found.verdict is expected, str(found)
+
+
+def test_an_alignment_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lazy(*args: Any, **options: Any) -> Any:
+        found = align(*args, **options)
+        return dataclasses.replace(found, objective=found.unaligned)
+
+    monkeypatch.setattr(checks, "align", lazy)
+    assert theorems.run_check("random_features:thm-4.1").verdict is Verdict.FAILS
+
+
+@pytest.mark.parametrize("n_more", [1, -1])
+def test_a_bound_with_another_exponent_is_noticed(monkeypatch: pytest.MonkeyPatch, n_more: int) -> None:
+    def wrong(degrees: list[int], *, density: float) -> float:
+        return math.prod(1 - (1 - density**degree) ** (len(degrees) + n_more) for degree in degrees)
+
+    monkeypatch.setattr(match_bounds, "match_bound", wrong)
+    assert theorems.run_check("random_features:thm-4.2").verdict is Verdict.FAILS
+
+
+def test_an_expectation_inside_the_power_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def printed(n_rows: int, n_inputs: int, *, target_density: float, density: float, outputs_per_row: int) -> float:
+        fits = (1.0 - target_density * (1.0 - density)) ** n_inputs
+        return float((1.0 - (1.0 - fits) ** outputs_per_row) ** n_rows)
+
+    monkeypatch.setattr(match_bounds, "partition_chance", printed)
+    assert theorems.run_check("random_features:thm-4.3").verdict is Verdict.FAILS
+
+
+@pytest.mark.parametrize("name", ["thm-3.1", "conclusion"])
+def test_another_scale_of_the_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    right = checks_training.norm_only
+
+    def stretched(features: Features) -> checks_training.Layer:
+        layer = right(features)
+
+        def call(x: Tensor, gamma: Tensor) -> Tensor:
+            made = layer(x, gamma)
+            return made.detach() + 1.001 * (made - made.detach())  # the same values, a gradient off by a thousandth
+
+        return call
+
+    monkeypatch.setattr(checks_training, "norm_only", stretched)
+    assert theorems.run_check(f"random_features:{name}").verdict is Verdict.FAILS
+
+
+def test_starting_weights_are_the_same_for_one_seed() -> None:
+    first, again = checks_training.starting_weights(3), checks_training.starting_weights(3)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -1,0 +1,110 @@
+"""`onlynorm repair`: what it tells, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onlynorm import cli
+from onlynorm.cli import repair as repair  # registers the command
+from onlynorm.models import load_model, make_model
+from onlynorm.screen import screen
+from onlynorm.storage import read_tensors
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left: its exit code and both streams."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def err(self) -> str:
+        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
+
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+RunCli = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
+    """Runs `onlynorm repair` in this process, in a folder with models of one's own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "width", 300)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    name = f"own_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(
+        "from torch import nn\nfrom onlynorm.models import mlp\n"
+        "def deep():\n    return mlp((64, *[16] * 10, 10), seed=1)\n"
+        "def none():\n    return nn.Softmax(1)\n"
+    )
+
+    def call(model: str, *args: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["onlynorm", "repair", model.replace("own", name), *map(str, args)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        seen = capsys.readouterr()
+        assert "Traceback" not in seen.out + seen.err
+        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
+
+    return call
+
+
+def test_every_layer_is_shown_before_and_after(run: RunCli) -> None:
+    ran = run("own:deep", "--data", "digits", "--batch", 64)
+    assert ran.code == 0
+    assert "rank before" in ran.stdout
+    assert len([line for line in ran.stdout.splitlines() if re.match(r"\s*\d+ ", line)]) == 11
+    assert "repaired by mirrored" in ran.stdout
+
+
+def test_the_file_holds_the_repaired_network_and_is_read_as_weights(run: RunCli, tmp_path: Path) -> None:
+    out = tmp_path / "repaired.safetensors"
+    told = run("mlp", "--out", out, "--json", "--method", "lsuv", "--batch", 64).json()
+    assert told["method"] == "lsuv"
+    assert told["file"] == str(out)
+    assert [layer["after"]["scale"] for layer in told["layers"]] == pytest.approx([1.0, 1.0], rel=1e-4)
+    document, tensors = read_tensors(out, kind=repair.KIND, format=repair.FORMAT, cure="")
+    assert document["method"] == "lsuv"
+    loaded, plain = load_model("mlp", out), make_model("mlp")
+    assert all(torch.equal(value, tensors[name]) for name, value in loaded.state_dict().items())
+    assert not torch.equal(next(loaded.parameters()), next(plain.parameters()))
+
+
+def test_options_reach_the_repair(run: RunCli) -> None:
+    told = run("own:deep", "--data", "digits", "--batch", 32, "--method", "paper", "--steps", 3, "--json").json()
+    assert told["remark"].startswith("3 steps of ascent per layer")
+
+
+def test_wrong_use_is_one_line_and_code_two(run: RunCli, tmp_path: Path) -> None:
+    for args, words in (
+        (("mlp", "--method", "miror"), "Did you mean 'mirrored'"),
+        (("mlp", "--out", tmp_path), "--out needs the name of a file"),
+        (("own:none", "--data", "digits"), "Softmax calls none"),
+        (("own:deep",), "needs data to run on"),
+        (("resnet20", "--data", "digits"), "resnet20 needs samples it can take; got (64,)"),
+    ):
+        ran = run(*args)
+        assert ran.code == 2
+        assert words in ran.err
+        assert ran.stdout == ""
+
+
+def test_help_has_examples(run: RunCli) -> None:
+    ran = run("--help")
+    assert ran.code == 0
+    assert "onlynorm repair my.models:deep" in " ".join(ran.stdout.split())

@@ -1,0 +1,96 @@
+"""`onlynorm spectrum`: a table, one JSON document, a figure, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from onlynorm import cli
+from onlynorm.cli import spectrum as command
+from onlynorm.features import draw
+from onlynorm.screen import screen
+from onlynorm.solvers.conditioning import EXCESSES, measure_spectrum
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(screen, "width", 200)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def call(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["onlynorm", "spectrum", *args])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        seen = capsys.readouterr()
+        return int(stopped.value.code or 0), seen.out, " ".join(seen.err.split())
+
+    return call
+
+
+def test_a_table_shows_values_law_and_descent(run: Run) -> None:
+    code, out, _ = run("6,6", "--excess", "1.5", "--seeds", "1")
+    assert code == 0
+    for word in ("law: distance", "singular values", "condition number (median)", "peaks at excess"):
+        assert word in out
+    assert len([line for line in out.splitlines() if " to " in line]) == command.N_BINS
+
+
+def test_json_is_one_document_with_the_numbers_of_the_library(run: Run) -> None:
+    code, out, _ = run("6,6", "--excess", "1.5", "--seeds", "2", "--json")
+    assert code == 0
+    document = json.loads(out)
+    found = measure_spectrum(draw("he_normal", (6, 6), excess=1.5))
+    assert document["condition number"] == pytest.approx(found.condition)
+    assert document["law"]["distance"] == pytest.approx(found.distance)
+    assert document["sweep"]["excess"] == [draw("he_normal", (6, 6), excess=excess).excess for excess in EXCESSES]
+    assert [len(row) for row in document["sweep"]["condition number"]] == [2] * len(EXCESSES)
+    assert document["files"] == []
+
+
+@pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "id_cond_minimal"])
+def test_structured_features_have_no_sweep_and_no_law(run: Run, name: str) -> None:
+    code, out, _ = run("6,6", "--features", name, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["sweep"] is None
+    assert "law" not in document
+    assert run("6,6", "--features", name)[0] == 0
+
+
+def test_the_figure_has_both_panels(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("6,6", "--seeds", "1", "--out", "figures")
+    assert code == 0
+    assert "figure.svg" in out
+    drawn = (tmp_path / "figures" / "figure.svg").read_text(encoding="utf-8")
+    assert "features per equation" in drawn
+    assert "singular value" in drawn
+    assert (tmp_path / "figures" / "figure.png").stat().st_size > 1000
+
+
+def test_without_sweep_only_the_spectrum_is_measured(run: Run) -> None:
+    code, out, _ = run("6,6", "--no-sweep")
+    assert code == 0
+    assert "peaks at" not in out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("6,a",), "whole numbers"),
+        (("6,6", "--features", "he_norml"), "he_normal"),
+        (("6,6", "--features", "id_cond", "--excess", "2"), "exactly its own"),
+        (("6,6", "--density", "0.5"), "sparse distribution"),
+    ],
+)
+def test_misuse_is_one_line(run: Run, args: tuple[str, ...], message: str) -> None:
+    code, out, err = run(*args)
+    assert code == 2
+    assert out == ""
+    assert message in err
