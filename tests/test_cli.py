@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from commands import RunCli, runner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -41,7 +41,6 @@ from onlynorm.papers import run as run_module
 from onlynorm.reconstruction import Verification, convert, plan, reconstruct
 from onlynorm.reconstruction.compare import Comparison
 from onlynorm.reconstruction.target import TargetLayer
-from onlynorm.screen import screen
 from onlynorm.theorems import Evidence, Verdict
 
 NAN = float("nan")
@@ -52,51 +51,10 @@ BENCHES = {f"bench {name}": command for name, command in TOP["bench"].commands.i
 COMMANDS = {name: command for name, command in TOP.items() if name != "bench"} | BENCHES
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a run of the command line left: its exit code and both streams, folded lines joined."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def out(self) -> str:
-        return " ".join(self.stdout.split())
-
-    @property
-    def err(self) -> str:
-        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
-
-    def json(self) -> Any:
-        """The whole of standard output as one JSON document; NaN and Infinity are none."""
-
-        def refuse(word: str) -> None:
-            raise AssertionError(f"{word} is no JSON")
-
-        return json.loads(self.stdout, parse_constant=refuse)
-
-
-RunCli = Callable[..., Ran]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
     """Runs `main` in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(screen, "width", 300)  # wide enough that no cell is folded
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
-
-    def call(*args: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["onlynorm", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        seen = capsys.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
-
-    return call
+    return runner(monkeypatch, capsys, tmp_path)
 
 
 # ------------------------------------------------------------------------------- stand-ins for what takes long

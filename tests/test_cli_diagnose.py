@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import save_file
 
-from onlynorm import cli
 from onlynorm.cli import diagnose as command
 from onlynorm.data import digits
 from onlynorm.models import make_model
 from onlynorm.rank import diagnose
-from onlynorm.screen import screen
 
 OWN_MODULE = """
 from onlynorm.models import mlp, vgg
@@ -31,44 +25,12 @@ def images(): return vgg([[4], [4]], n_classes=2, image_size=8)
 """
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a run left: its exit code and both streams, folded lines joined."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def err(self) -> str:
-        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
-
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
-RunCli = Callable[..., Ran]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
     """Runs `onlynorm diagnose` in this process, in a folder with a module of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(screen, "width", 300)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delitem(sys.modules, "own_module_of_diagnose", raising=False)
     (tmp_path / "own_module_of_diagnose.py").write_text(OWN_MODULE)
-
-    def call(*args: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["onlynorm", "diagnose", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        seen = capsys.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
-
-    return call
+    return runner(monkeypatch, capsys, tmp_path, "diagnose")
 
 
 def test_a_healthy_network_ends_with_0_and_the_numbers_of_the_library(run: RunCli) -> None:

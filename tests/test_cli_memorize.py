@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import RunCli, runner
 from safetensors.torch import save_file
 
-from onlynorm import cli
 from onlynorm.cli import memorize as memorize  # registers the command
 from onlynorm.data import digits
 from onlynorm.identity.memorizer_file import load_memorizer
-from onlynorm.screen import screen
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a run left: its exit code and both streams, folded lines joined."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def err(self) -> str:
-        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
-
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
-RunCli = Callable[..., Ran]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
     """Runs `onlynorm memorize` in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(screen, "width", 300)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
-    def call(*args: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["onlynorm", "memorize", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        seen = capsys.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
-
-    return call
+    return runner(monkeypatch, capsys, tmp_path, "memorize")
 
 
 def test_digits_are_memorized_and_the_table_says_what_that_is_worth(run: RunCli) -> None:

@@ -2,66 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from commands import RunCli, runner
 
-from onlynorm import cli
 from onlynorm.cli import repair as repair  # registers the command
 from onlynorm.models import load_model, make_model
-from onlynorm.screen import screen
 from onlynorm.storage import read_tensors
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a run left: its exit code and both streams."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def err(self) -> str:
-        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
-
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
-RunCli = Callable[..., Ran]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
     """Runs `onlynorm repair` in this process, in a folder with models of one's own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(screen, "width", 300)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     name = f"own_{abs(hash(str(tmp_path)))}"
     (tmp_path / f"{name}.py").write_text(
         "from torch import nn\nfrom onlynorm.models import mlp\n"
         "def deep():\n    return mlp((64, *[16] * 10, 10), seed=1)\n"
         "def none():\n    return nn.Softmax(1)\n"
     )
-
-    def call(model: str, *args: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["onlynorm", "repair", model.replace("own", name), *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        seen = capsys.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
-
-    return call
+    call = runner(monkeypatch, capsys, tmp_path, "repair")
+    return lambda model, *args: call(model.replace("own", name), *args)
 
 
 def test_every_layer_is_shown_before_and_after(run: RunCli) -> None:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from onlynorm import cli
 from onlynorm.cli import tune as tuning
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, cifar10, corrupt, digits
 from onlynorm.errors import MissingDataError
 from onlynorm.models import load_model, make_model
-from onlynorm.screen import screen
 from onlynorm.tuning import accuracy, load_adapter, read_adapter
 
 OWN_MODULE = """
@@ -41,48 +38,16 @@ network = mlp((64, 16, 10), norm="batch")
 """
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a run left: its exit code and both streams, folded lines joined."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def err(self) -> str:
-        return " ".join(re.sub("[│╭╮╰╯─]", " ", self.stderr).split())
-
-    def json(self) -> Any:
-        return json.loads(self.stdout)
-
-
-RunCli = Callable[..., Ran]
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
     """Runs `onlynorm tune` in this process, in a folder with a module and a small data set of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(screen, "width", 300)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delitem(sys.modules, "own_module_of_tune", raising=False)
     (tmp_path / "own_module_of_tune.py").write_text(OWN_MODULE)
     split = digits()
     tensors = {"inputs": split.train_inputs[:300], "labels": split.train_labels[:300],
                "test_inputs": split.test_inputs[:100], "test_labels": split.test_labels[:100]}  # fmt: skip
     save_file({name: t.clone() for name, t in tensors.items()}, tmp_path / "small.safetensors")
-
-    def call(*args: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["onlynorm", "tune", *map(str, args)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        seen = capsys.readouterr()
-        assert "Traceback" not in seen.out + seen.err
-        return Ran(int(stopped.value.code or 0), seen.out, seen.err)
-
-    return call
+    return runner(monkeypatch, capsys, tmp_path, "tune")
 
 
 QUICK = ("--data", "small.safetensors", "--epochs", 3, "--batch-size", 50)
