@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,7 @@ from matplotlib.figure import Figure
 
 from onlynorm.bench.goals import Goal, Table
 from onlynorm.bench.kept import note_of
-from onlynorm.report.figure import COLOURS
-from onlynorm.report.sealed import write_atomically
+from onlynorm.report.figure import COLOURS, write_pictures
 from onlynorm.report.spread import Spread
 
 NORMS, NORMS_FROM_ONES, HEAD, FULL = "norms only", "norms only, from ones", "head only", "everything"
@@ -181,12 +179,7 @@ def write_histogram(bench: FrozenBench, folder: Path) -> Path:
     for axes in (wider, deeper, ways):
         axes.set(xlabel="scale after training", ylabel="share of scales")
         axes.legend(frameon=False, fontsize=8)
-    for ending in ("svg", "png"):
-        picture = io.BytesIO()
-        figure.savefig(picture, format=ending, dpi=160, metadata={"Date": None} if ending == "svg" else {})
-        path = folder / f"gammas.{ending}"
-        write_atomically(path, picture.getvalue())
-    return path
+    return write_pictures(figure, folder, "gammas")[0]
 
 
 def _draw(axes: Axes, runs: Sequence[FrozenRun], label: str, number: int) -> None:

@@ -8,7 +8,6 @@ operating characteristic over all networks, and the area under it, say how well 
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +28,7 @@ from onlynorm.data import Split, cifar10, fashion_mnist, seeded
 from onlynorm.errors import TrainingError
 from onlynorm.models import ACTIVATIONS, cifar_resnet, mlp, vgg
 from onlynorm.rank import diagnose
-from onlynorm.report.figure import COLOURS, STYLE
-from onlynorm.storage import write_atomically
+from onlynorm.report.figure import COLOURS, STYLE, write_pictures
 from onlynorm.tuning import Schedule, fit
 
 RATES = (0.003, 0.03, 0.3)
@@ -270,12 +268,7 @@ def write_curve(bench: PredictBench, folder: Path) -> Path:
         cloud.axhline(LEARNED * math.log(_N_CLASSES), color=COLOURS[-1], linestyle=":")
         cloud.set(xscale="log", xlabel="score at the start", ylabel="best loss after training")
         cloud.legend(frameon=False)
-        for ending in ("svg", "png"):
-            picture = io.BytesIO()
-            figure.savefig(picture, format=ending, dpi=160, metadata={"Date": None} if ending == "svg" else {})
-            path = folder / f"receiver.{ending}"
-            write_atomically(path, picture.getvalue())
-    return path
+        return write_pictures(figure, folder, "receiver")[0]
 
 
 def _goals(bench: PredictBench) -> Iterator[Goal]:

@@ -45,14 +45,18 @@ def write_figure(record: Record, folder: Path) -> tuple[Path, ...]:
     if not record.curves:
         return ()
     with matplotlib.rc_context(STYLE):
-        figure = draw_figure(record)
-        paths = []
-        for ending, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None}})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=ending, **options)
-            write_atomically(folder / f"figure.{ending}", buffer.getvalue())
-            paths.append(folder / f"figure.{ending}")
-    return tuple(paths)
+        return write_pictures(draw_figure(record), folder, "figure")
+
+
+def write_pictures(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
+    """The paths of `name.png` and `name.svg` in `folder`, each whole or not there; equal figures, equal files."""
+    paths = folder / f"{name}.png", folder / f"{name}.svg"
+    options: tuple[dict[str, Any], ...] = ({"dpi": 160}, {"metadata": {"Date": None}})
+    for path, chosen in zip(paths, options, strict=True):
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=path.suffix[1:], **chosen)
+        write_atomically(path, buffer.getvalue())
+    return paths
 
 
 def draw_figure(record: Record) -> Figure:
