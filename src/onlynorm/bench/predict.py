@@ -255,7 +255,7 @@ def write_curve(bench: PredictBench, folder: Path) -> Path:
         figure = Figure(figsize=(9.0, 3.8), layout="constrained")
         FigureCanvasAgg(figure)
         curve, cloud = figure.subplots(1, 2)
-        curve.plot(*bench.curve, color=COLOURS[0], drawstyle="steps-post")
+        curve.plot(*bench.curve, color=COLOURS[0])
         curve.plot([0, 1], [0, 1], color=COLOURS[-1], linestyle=":")
         curve.set(
             title=f"area {bench.area:.3f}, {len(bench.rows)} networks", xlabel="of those that do not learn, passed",
