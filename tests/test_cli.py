@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import typer
-from commands import RunCli, runner
+from commands import Ran, RunCli, runner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
