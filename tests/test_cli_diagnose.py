@@ -12,7 +12,7 @@ from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import save_file
 
-from onlynorm.cli import diagnose as command
+from onlynorm.cli.parts import draw_places
 from onlynorm.data import digits
 from onlynorm.models import make_model
 from onlynorm.rank import diagnose
@@ -37,7 +37,7 @@ def test_a_healthy_network_ends_with_0_and_the_numbers_of_the_library(run: RunCl
     ran = run("mlp_bn", "--batch", 64, "--seed", 1, "--json")
     facts = ran.json()
     assert (ran.code, facts["verdict"], facts["n_samples"], facts["model"]) == (0, "healthy", 64, "mlp_bn")
-    chosen = command._draw(len(digits().train_inputs), 64, 1)
+    chosen = draw_places(len(digits().train_inputs), 64, 1)
     same = diagnose(make_model("mlp_bn"), digits().train_inputs[chosen], digits().train_labels[chosen], seed=1)
     assert facts["score"] == same.score
     assert [layer["r"] for layer in facts["layers"]] == [layer.r for layer in same.layers]

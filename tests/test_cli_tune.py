@@ -26,6 +26,7 @@ from onlynorm.tuning import accuracy, load_adapter, read_adapter
 OWN_MODULE = """
 import torch
 from torch import nn
+from onlynorm.data import digits
 from onlynorm.models import mlp, vgg
 
 def images(): return vgg([[4], [4]], n_classes=2, image_size=8)
@@ -35,6 +36,15 @@ def maps(): return nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)).apply(ze
 def zero(m):
     for p in m.parameters(): nn.init.constant_(p, 0.5)
 network = mlp((64, 16, 10), norm="batch")
+
+def own(part): return list(zip(*part))
+def split(): return digits()
+def tensors(): return digits().train_inputs[:300], digits().train_labels[:300]
+def judged(): return digits().test_inputs[:100], digits().test_labels[:100]
+def both(): return own(tensors()), own(judged())
+def words(): return [(torch.zeros(64), "cat"), (torch.zeros(64), "dog")]
+def stream(): return (pair for pair in ())
+def broken(): raise OSError("the disk is gone")
 """
 
 
@@ -247,6 +257,39 @@ def test_an_image_that_cannot_be_read_stops_the_run_or_is_left_out_by_name(
     assert ran.code == 0
     assert ran.json()["images left out"] == 1
     assert "left out, cannot be read: photos/dark/3.png" in ran.err
+
+
+OWN = "own_module_of_tune:"
+
+
+def test_what_a_function_of_yours_makes_is_learned_from(run: RunCli) -> None:
+    from_file = run("mlp_bn", *QUICK, "--json").json()
+    both = run("mlp_bn", *QUICK, "--data", OWN + "both", "--json").json()
+    assert [row["loss"] for row in both["history"]] == [row["loss"] for row in from_file["history"]]
+    assert both["accuracy after"] == from_file["accuracy after"]
+
+
+@pytest.mark.parametrize(("name", "n_test"), [("tensors", 60), ("both", 100), ("split", len(digits().test_labels))])
+def test_one_data_set_is_cut_in_two_and_two_are_taken_as_they_are(run: RunCli, name: str, n_test: int) -> None:
+    facts = run("mlp_bn", "--data", OWN + name, "--epochs", 1, "--json").json()
+    assert facts["test samples"] == n_test
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("words", "whole number as label"), ("stream", "a length and"), ("broken", "the disk is gone"),
+     ("nobody", "got nothing from"), ("zero", "needs code that imports and runs")],
+)  # fmt: skip
+def test_functions_that_make_no_data_are_refused(run: RunCli, name: str, told: str) -> None:
+    ran = run("mlp_bn", "--data", OWN + name)
+    assert ran.code == 2
+    assert told in " ".join(ran.err.split())
+
+
+def test_the_shape_of_the_rate_and_the_labels_is_chosen(run: RunCli) -> None:
+    plain = run("mlp_bn", *QUICK, "--json").json()["history"]
+    for option, value in (("--warmup", 0.5), ("--label-smoothing", 0.3), ("--weight-decay", 0.1)):
+        assert run("mlp_bn", *QUICK, option, value, "--json").json()["history"][-1]["loss"] != plain[-1]["loss"]
 
 
 def test_folders_that_are_no_data_are_refused(run: RunCli, photos: Callable[..., Path], tmp_path: Path) -> None:

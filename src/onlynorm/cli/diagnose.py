@@ -5,22 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.markup import escape
 from torch import Tensor, nn
 
-from onlynorm.cli.choices import Weights, find_split
+from onlynorm.cli.choices import Weights
 from onlynorm.cli.entry import AsJson, app, need_folder
-from onlynorm.cli.image_folders import folder_parts
-from onlynorm.data import seeded
+from onlynorm.cli.parts import AnyData, find_batch
 from onlynorm.errors import OnlynormError, ShapeError, StorageError, ValueRangeError
-from onlynorm.models import BUILT_IN, load_model
+from onlynorm.models import load_model
 from onlynorm.rank.diagnose import MODES, diagnose
 from onlynorm.rank.diagnosis import COLUMNS, Diagnosis
 from onlynorm.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
-from onlynorm.screen import errors, make_table, print_json, screen, spinner
-from onlynorm.tuning.batches import collate
+from onlynorm.screen import make_table, print_json, screen, spinner
 
 TONES = {"healthy": "green", "suspect": "yellow", "untrainable": "red"}
 
@@ -34,10 +31,7 @@ def diagnose_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
     ],
-    data: Annotated[
-        str | None,
-        typer.Option(help="digits, cifar10, ..., a file, or a folder of images; the model's own if left out."),
-    ] = None,
+    data: AnyData = None,
     weights: Weights = None,
     batch: Annotated[int, typer.Option(min=2, help="Samples to look at, drawn by seed.")] = 128,
     mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: what norms and dropout do.")] = "train",
@@ -55,7 +49,7 @@ def diagnose_command(
     """
     _need_files(html, plot)
     network = load_model(model, weights)
-    inputs, targets = _find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
+    inputs, targets = find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
     with spinner("diagnose", hidden=as_json) as say:
         say(f"{model} on {len(inputs)} samples")
         found = _diagnose(network, inputs, targets, model=model, mode=mode, seed=seed)
@@ -87,27 +81,6 @@ def _diagnose(
             f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({told}). "
             "Pass other --data, or another --image-size."
         ) from error
-
-
-def _find_batch(
-    data: str | None, model: str, *, n_samples: int, image_size: int | None, seed: int
-) -> tuple[Tensor, Tensor | None]:
-    """Samples of the part to learn from, drawn by seed, with their labels if there are any."""
-    if data is not None and Path(data).is_dir():
-        usual = BUILT_IN[model].input_shape[-1] if model in BUILT_IN else 32
-        pairs = folder_parts(Path(data), size=image_size or usual, seed=seed, skip_unreadable=False).train
-        inputs, labels = collate(pairs, _draw(len(pairs), n_samples, seed))
-        return inputs, labels
-    split = find_split(data, model)
-    chosen = _draw(len(split.train_inputs), n_samples, seed)
-    if not len(split.train_labels):
-        errors.print(f"{escape(split.name)} has no labels: gradients are left out.", highlight=False)
-        return split.train_inputs[chosen], None
-    return split.train_inputs[chosen], split.train_labels[chosen]
-
-
-def _draw(n_known: int, n_wanted: int, seed: int) -> list[int]:
-    return sorted(torch.randperm(n_known, generator=seeded(seed))[:n_wanted].tolist())
 
 
 def _need_files(html: Path | None, plot: Path | None) -> None:

@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 from torch import Tensor, nn
 
-from onlynorm.cli.choices import Data, Weights, find_split
+from onlynorm.cli.choices import Weights
 from onlynorm.cli.entry import AsJson, app, need_folder
-from onlynorm.data import seeded
+from onlynorm.cli.parts import AnyData, find_batch
 from onlynorm.errors import ShapeError, StorageError
 from onlynorm.models import load_model
 from onlynorm.rank.repair import MAX_RATIO, METHODS, Repaired, repair
@@ -32,7 +32,7 @@ def repair_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name such as vgg, or package.module:factory.")
     ],
-    data: Data = None,
+    data: AnyData = None,
     weights: Weights = None,
     method: Annotated[str, typer.Option(help=f"auto, {', '.join(METHODS)}.")] = "auto",
     batch: Annotated[int, typer.Option(min=2, help="Training samples to look at, drawn by seed.")] = 256,
@@ -57,7 +57,7 @@ def repair_command(
             )
         need_folder(out.parent, what="weights")
     network = load_model(model, weights)
-    inputs, targets = _find_batch(data, model, n_samples=batch, seed=seed)
+    inputs, targets = find_batch(data, model, n_samples=batch, seed=seed)
     _need_run(network, inputs, model)
     with spinner("repair", hidden=as_json) as say:
         say(f"{model} on {len(inputs)} samples")
@@ -77,13 +77,6 @@ def repair_command(
     screen.print(escape(str(result)), highlight=False)
     if out is not None:
         screen.print(f"{escape(str(out))} is written: pass it as --weights.", highlight=False)
-
-
-def _find_batch(data: str | None, model: str, *, n_samples: int, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Training samples drawn by the seed, with their labels if the data have any."""
-    split = find_split(data, model)
-    chosen = torch.randperm(len(split.train_inputs), generator=seeded(seed))[:n_samples]
-    return split.train_inputs[chosen], split.train_labels[chosen] if len(split.train_labels) else None
 
 
 @torch.no_grad()

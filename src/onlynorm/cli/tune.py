@@ -14,9 +14,9 @@ import typer
 from rich.markup import escape
 from torch import Tensor, nn
 
-from onlynorm.cli.choices import Weights, find_split
+from onlynorm.cli.choices import Weights
 from onlynorm.cli.entry import AsJson, app, need_folder
-from onlynorm.cli.image_folders import Parts, folder_parts, split_parts
+from onlynorm.cli.parts import AnyData, Parts, find_parts
 from onlynorm.errors import (
     ConversionError,
     OnlynormError,
@@ -60,7 +60,8 @@ class Command(Schedule):
     epilog="Examples: `onlynorm tune resnet20 --data photos --also linear --adapter photos.safetensors`, "
     "`onlynorm tune mlp_bn --data digits --epochs 5 --json`, "
     "`onlynorm tune my.models:make --weights base.pt --data own.safetensors --statistics freeze --which 'layer4.*' "
-    "--optimizer adamw --lr 0.002 --dtype float16`",
+    "--optimizer adamw --lr 0.002 --dtype float16`, "
+    "`onlynorm tune my.models:make --data my.data:train_and_test`",
 )
 def tune_command(
     model: Annotated[
@@ -69,10 +70,7 @@ def tune_command(
     adapter: Annotated[Path, typer.Option(help="The file to write: the norms, and the heads if there are any.")] = Path(
         "adapter.safetensors"
     ),
-    data: Annotated[
-        str | None,
-        typer.Option(help="digits, cifar10, ..., a .safetensors file, or a folder of images; the model's own if none."),
-    ] = None,
+    data: AnyData = None,
     weights: Weights = None,
     also: Annotated[
         list[str] | None, typer.Option(help="Module or parameter to train beside the norms, as in --also head.")
@@ -83,6 +81,9 @@ def tune_command(
     batch_size: Annotated[int, typer.Option(help="Samples of one step.")] = 128,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate (0.1 for sgd, 0.001 for adamw).")] = None,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "sgd",
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Decay of what is trained.")] = 0.0,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which the rate rises; a cosine follows.")] = 0.05,
+    label_smoothing: Annotated[float, typer.Option(help="Share of each label that goes to all classes.")] = 0.0,
     augmentation: Annotated[str, typer.Option(help=f"Of images: {', '.join(AUGMENTATIONS)}.")] = "none",
     patience: Annotated[
         int | None, typer.Option(min=1, help="Stop after so many epochs without a smaller training loss.")
@@ -118,7 +119,8 @@ def tune_command(
             raise UnknownNameError(kind, name, known)
     plain = Schedule(
         epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=RATES[optimizer] if lr is None else lr,
-        augmentation=augmentation, patience=patience, seed=seed,
+        weight_decay=weight_decay, warmup=warmup, label_smoothing=label_smoothing, augmentation=augmentation,
+        patience=patience, seed=seed,
     )  # fmt: skip
     shared: dict[str, Any] = {"devices": _parse_devices(devices), "strategy": strategy, "precision": precision}
     _need_fabric(shared)
@@ -134,7 +136,7 @@ def tune_command(
         **vars(plain), base=digest(fingerprint(base, ())), data=f"{data} {image_size}", statistics=statistics,
         trained=digest([name for name, _ in handle.named_parameters()]),
     )  # fmt: skip
-    parts = _find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable)
+    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable)
     _need_outputs(network, parts, model)
     for path in parts.unreadable:
         errors.print(f"left out, cannot be read: {escape(str(path))}", highlight=False)
@@ -211,13 +213,6 @@ def _load_twice(model: str, weights: Path | None) -> tuple[nn.Module, nn.Module]
             "--weights FILE, or draw them from a seed."
         )
     return network, base
-
-
-def _find_parts(data: str | None, model: str, *, image_size: int | None, seed: int, skip_unreadable: bool) -> Parts:
-    if data is None or not Path(data).is_dir():
-        return split_parts(find_split(data, model))
-    usual = BUILT_IN[model].input_shape[-1] if model in BUILT_IN else 32
-    return folder_parts(Path(data), size=image_size or usual, seed=seed, skip_unreadable=skip_unreadable)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 The files read from small to large: parts, plain, residual, transformer, by_name.
 """
 
-from onlynorm.models.by_name import BUILT_IN, BuiltIn, load_model, load_weights, make_model
+from onlynorm.models.by_name import BUILT_IN, BuiltIn, load_model, load_weights, make_model, run_factory
 from onlynorm.models.parts import INITS, NORMS, own_randomness
 from onlynorm.models.plain import ACTIVATIONS, VGG_STAGES, mlp, vgg
 from onlynorm.models.residual import CifarBlock, CifarResNet, ResNet, cifar_resnet, resnet
@@ -27,6 +27,7 @@ __all__ = [
     "mlp",
     "own_randomness",
     "resnet",
+    "run_factory",
     "vgg",
     "vit",
 ]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -69,23 +70,31 @@ def make_model(spec: str) -> nn.Module:
             raise UnknownNameError("model", spec, (*BUILT_IN, "package.module:factory"))
         with own_randomness(0):
             return BUILT_IN[spec].make().eval()
-    module_name, _, name = spec.partition(":")
-    try:
-        with _current_folder_importable():
-            found = getattr(importlib.import_module(module_name), name, None)
-            made = found() if callable(found) and not isinstance(found, nn.Module) else found
-    except Exception as error:  # whatever the user's code raises belongs beside the name of that code
-        raise ConversionError(
-            f"a model needs code that imports and runs; {spec} gave {type(error).__name__}: {error}. "
-            "The factory is called without arguments, from the current folder."
-        ) from error
+    made = run_factory(spec, what="a model")
     if not isinstance(made, nn.Module):
-        what = "no such name" if found is None else f"a {type(made).__name__}"
+        what = "no such name" if made is None else f"a {type(made).__name__}"
         raise ConversionError(
             f"a model needs a function without arguments that returns a torch Module; got {what} from {spec}. "
             "Write package.module:factory."
         )
     return made.eval()
+
+
+def run_factory(spec: str, *, what: str) -> Any:
+    """What the code "package.module:factory" makes: the result of a function, or the object of that name, or None.
+
+    The current folder comes first where modules are looked for. `what` is the thing that is needed, for the error.
+    """
+    module_name, _, name = spec.partition(":")
+    try:
+        with _current_folder_importable():
+            found = getattr(importlib.import_module(module_name), name, None)
+            return found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:  # whatever the user's code raises belongs beside the name of that code
+        raise ConversionError(
+            f"{what} needs code that imports and runs; {spec} gave {type(error).__name__}: {error}. "
+            "The factory is called without arguments, from the current folder."
+        ) from error
 
 
 def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
