@@ -1,13 +1,15 @@
 """Frozen random networks that learn by their norms alone, beside head only and training everything.
 
 ResNets for CIFAR-10 of growing width and growing depth keep the weights that torch drew for them; scales start uniform
-on [0, 1], as Frankle, Schwab and Morcos start them, and on one size at one as well. Everything is trained with the same
-schedule. Their observation is that norms-only training switches about a third of the features off: we count the scales
-below 0.01 and below 0.05 in magnitude, over all norms of a network. Each run is kept as a record.
+on [0, 1], as Frankle, Schwab and Morcos start them, and on one size at one as well. All ways share a schedule but for
+the rate, which is higher where only norms learn. Their observation is that norms-only training switches about a third
+of the features off: we count the scales below 0.01 and below 0.05 in magnitude, over all norms of a network. Each run is
+kept as a record.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import adaptive_avg_pool2d
 
 from onlynorm.bench.frozen_results import (
     FULL,
@@ -65,7 +68,7 @@ def bench_frozen(
     networks = tuple(networks or (_QUICK if quick else NETWORKS))
     sizes = sizes or (FrozenSizes.quick() if quick else FrozenSizes())
     folder = Path(out) / "frozen"
-    rows, split = Rows(folder, kind=KIND, force=force, say=say), cifar10()
+    rows, split = Rows(folder, kind=KIND, force=force, say=say), _smaller(cifar10(), sizes.side)
     made_of = {"data": tensors_digest(vars(split)), "sizes": asdict(sizes)}
     ones = FROM_ONES if FROM_ONES in networks else networks[0]
     plan = [
@@ -108,8 +111,8 @@ def train(
     frozen = {name: p.detach().clone() for name, p in network.named_parameters() if not p.requires_grad}
     chosen = torch.randperm(len(split.train_inputs), generator=seeded(seed))[: sizes.n_train]
     schedule = Schedule(
-        epochs=sizes.epochs, batch_size=sizes.batch_size, lr=sizes.rate, weight_decay=sizes.weight_decay,
-        augmentation="crop-flip", seed=seed,
+        epochs=sizes.epochs, batch_size=sizes.batch_size, weight_decay=sizes.weight_decay, augmentation="crop-flip",
+        lr=sizes.norm_rate if way in (NORMS, NORMS_FROM_ONES) else sizes.rate, seed=seed,
     )  # fmt: skip
     start = time.perf_counter()
     fit(network, (split.train_inputs[chosen], split.train_labels[chosen]), schedule=schedule, step=step)
@@ -123,6 +126,14 @@ def train(
         "is_frozen": all(torch.equal(state[name].cpu(), value) for name, value in frozen.items()),
         "seconds": seconds,
     }
+
+
+def _smaller(split: Split, side: int) -> Split:
+    """The images, averaged down to so many pixels a side if they have more."""
+    if split.train_inputs.shape[-1] <= side:
+        return split
+    train, test = (adaptive_avg_pool2d(images, side) for images in (split.train_inputs, split.test_inputs))
+    return dataclasses.replace(split, train_inputs=train, test_inputs=test)
 
 
 def prepare(network: nn.Module, way: str, *, seed: int) -> None:

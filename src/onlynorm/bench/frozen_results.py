@@ -33,19 +33,24 @@ EDGES = np.linspace(-1.0, 2.0, 61)
 
 @dataclass(frozen=True)
 class FrozenSizes:
-    """Images, and the schedule that everything is trained with: SGD with momentum, its rate falling on a cosine."""
+    """Images, averaged down to `side`, and the schedule: SGD with momentum, its rate falling on a cosine.
 
-    n_train: int = 10_000
+    Norms alone take the higher of the two rates.
+    """
+
+    n_train: int = 8000
     n_test: int = 5000
-    epochs: int = 4
-    batch_size: int = 128
+    side: int = 16
+    epochs: int = 8
+    batch_size: int = 32
     rate: float = 0.1
+    norm_rate: float = 0.5
     weight_decay: float = 1e-4
 
     @classmethod
     def quick(cls) -> FrozenSizes:
         """Few of each."""
-        return cls(n_train=256, n_test=100, epochs=1, batch_size=64)
+        return cls(n_train=256, n_test=100, epochs=1, batch_size=64, side=8)
 
 
 @dataclass(frozen=True)
