@@ -136,7 +136,7 @@ def test_every_command_of_the_module_is_known_here() -> None:
     }  # fmt: skip
     assert {name.removeprefix("bench ") for name in BENCHES} == {
         "solve", "reconstruct", "tune", "adapt", "frozen", "text", "chain", "layers", "diagnose", "predict", "repair",
-        "align",
+        "align", "scaled", "scratch",
     }  # fmt: skip
 
 

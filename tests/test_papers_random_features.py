@@ -1,4 +1,4 @@
-"""Figure 3 of random_features: its pieces against a materialised reference, its verdict at quick scale."""
+"""Figure 3 of random_features against a materialised reference, its section 5, and both verdicts at quick scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from scipy import integrate
 import onlynorm as on
 from onlynorm.papers import Record, Verdict, artifacts, reproduce
 from onlynorm.papers.random_features import distance, printed_density, singular_values
+from onlynorm.papers.scratch_numbers import WAYS
 from onlynorm.report import read_records
 
 
@@ -89,6 +90,39 @@ def test_the_printed_density_of_scale_one_has_half_the_mass_of_a_law() -> None:
     """At c1 = N the printed upper edge is sqrt(2) instead of 2: sqrt(2 - x^2) / pi integrates to one half."""
     mass, error = integrate.quad(lambda x: float(printed_density(np.asarray(x), scale=1.0)), 0, math.sqrt(2))
     assert mass == pytest.approx(0.5, abs=10 * error)
+
+
+# ------------------------------------------------------------------------------- section 5
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    out = tmp_path_factory.mktemp("numbers")
+    (made,) = reproduce("random_features:section-5", scale="quick", out=out)
+    return made
+
+
+def test_section_5_meets_every_hard_expectation_at_quick_scale(numbers: Record) -> None:
+    assert numbers.verdict is Verdict.CAVEAT, str(numbers)
+    assert {item.name for item in numbers.checks} == {"accuracy, ordinary", "ordinary over follow_weights, points"}
+    assert any("Scaled down" in caveat for caveat in numbers.caveats)
+
+
+def test_section_5_holds_the_papers_numbers_beside_ours(numbers: Record) -> None:
+    assert numbers.table is not None
+    rows = {row[0]: row for row in numbers.table.rows}
+    assert [rows[name][-1] for name in WAYS] == ["in the order of 94", "86.64 ± 0.08", "90.08 ± 0.03", "-"]
+    assert [rows[name][1] for name in WAYS] == [3, 3, 5, 3], "the paper's epochs are 300 and 500"
+    assert [rows[name][2] for name in WAYS] == [0.0, 0.0, 0.1, 0.0]
+    for name in WAYS:
+        assert rows[name][4] == pytest.approx(numbers.values[f"accuracy, {name}"])
+    followed, ordinary = rows["he_normal, follow_weights"], rows["ordinary"]
+    assert followed[3] == ordinary[3], "the same path has the same best rate"
+
+
+def test_section_5_has_the_papers_relative_excess() -> None:
+    assert WAYS["he_normal"].excess == pytest.approx((9 * 100 * 100 + 100) / (9 * 100 * 100))
+    assert [way.follow_weights for way in WAYS.values()] == [False, False, False, True]
 
 
 @pytest.mark.slow

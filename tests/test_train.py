@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from onlynorm.data import digits
 from onlynorm.errors import ConversionError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
+from onlynorm.layers import NormOnlyLayer, norm_only
+from onlynorm.optim import follow_weights
 from onlynorm.tuning import Schedule, accuracy, fit, only_norms
 
 QUICK = Schedule(epochs=3, batch_size=64, lr=0.1, seed=3)
@@ -177,6 +180,120 @@ def test_a_run_with_drops_resumes_and_one_with_others_is_refused(tmp_path: Path)
     assert same(whole, again)
     with pytest.raises(ConversionError, match=r"drops: \[0\.4, 0\.8\] there, None now"):
         fit(make(), data(), schedule=Schedule(epochs=3, batch_size=64, lr=0.05, seed=1), checkpoint=path)
+
+
+# ------------------------------------------------------------------------------- gammas that follow weights
+
+
+def small(**choices: Any) -> nn.Module:
+    """A network with few weights, since the features of a layer are factorized."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 10))
+    return norm_only(plain, seed=2, **choices) if choices else plain
+
+
+def followed(**changes: Any) -> Schedule:
+    return Schedule(**{"epochs": 3, "batch_size": 64, "lr": 0.05, "seed": 1, "follow_weights": True, **changes})
+
+
+def test_gammas_that_follow_weights_train_as_the_ordinary_network_does() -> None:
+    ordinary = small().double()
+    mine = norm_only(ordinary, features="he_normal", excess=1.25, seed=2)
+    inputs, labels = data()
+    pair = inputs.double(), labels
+    wanted = fit(ordinary, pair, schedule=followed(follow_weights=False))
+    found = fit(mine, pair, schedule=followed())
+    for place in (0, 4):
+        gap = torch.linalg.vector_norm(mine[place].weight - ordinary[place].weight)
+        # Rounding of 15 steps by a factor whose condition number is some hundreds, squared.
+        assert gap <= 1e6 * torch.finfo(torch.float64).eps * torch.linalg.vector_norm(ordinary[place].weight)
+    losses = [[row["loss"] for row in result.history] for result in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    assert accuracy(mine, pair) == accuracy(ordinary, pair)
+
+
+@pytest.mark.parametrize(
+    ("choices", "optimizer", "at", "save_every"),
+    [
+        ({"features": "he_normal", "excess": 1.25}, "sgd", 7, None),
+        ({"features": "he_normal", "excess": 1.25}, "adamw", 9, 4),
+        ({"features": "he_normal", "excess": 0.5}, "sgd", 9, 4),
+        ({"features": "ortho_cond"}, "adamw", 7, None),
+        ({"features": "id_cond_minimal"}, "adamw", 7, None),
+        ({"features": "id_cond", "density": 0.3}, "sgd", 9, 4),
+    ],
+    ids=str,
+)
+def test_a_killed_run_whose_gammas_follow_weights_resumes_with_the_same_numbers(
+    choices: dict[str, Any], optimizer: str, at: int, save_every: int | None, tmp_path: Path
+) -> None:
+    schedule = followed(optimizer=optimizer, lr=0.05 if optimizer == "sgd" else 0.01, clip=1.0)
+    whole, broken, again = (small(**choices) for _ in range(3))
+    wanted = fit(whole, data(), schedule=schedule, save_every=save_every)
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(KilledError):
+        fit(broken, data(), schedule=schedule, checkpoint=path, save_every=save_every, step=killer(at))  # type: ignore[arg-type]
+    result = fit(again, data(), schedule=schedule, checkpoint=path, save_every=save_every)
+    assert same(whole, again)
+    assert result.history[-1]["loss"] == wanted.history[-1]["loss"]
+    assert not same(broken, again)
+
+
+def test_layers_make_their_weights_themselves_when_the_run_is_over_or_killed() -> None:
+    for at in (4, 99):
+        model = small(features="he_normal")
+        try:
+            fit(model, data(), schedule=followed(epochs=1), step=killer(at))  # type: ignore[arg-type]
+        except KilledError:
+            assert at == 4
+        assert all(m.held is None for m in model.modules() if isinstance(m, NormOnlyLayer))
+
+
+def test_weights_that_an_optimizer_of_the_caller_holds_do_not_hide_the_gammas() -> None:
+    model, wanted = small(features="ortho_cond"), small(features="ortho_cond")
+    follow_weights(torch.optim.SGD, model, lr=0.1)
+    fit(model, data(), schedule=followed(follow_weights=False))
+    fit(wanted, data(), schedule=followed(follow_weights=False))
+    assert same(model, wanted)
+
+
+def test_tied_gammas_are_followed_and_resumed_once(tmp_path: Path) -> None:
+    def tied() -> nn.Module:
+        plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            nn.init.normal_(plain[0].weight, std=0.1)
+            nn.init.zeros_(plain[0].bias)
+            nn.init.zeros_(plain[2].bias)
+        plain[2].weight = plain[0].weight
+        return norm_only(plain, features="ortho_cond", seed=2)
+
+    whole, broken, again = tied(), tied(), tied()
+    fit(whole, data(), schedule=followed())
+    path = tmp_path / "run.safetensors"
+    with pytest.raises(KilledError):
+        fit(broken, data(), schedule=followed(), checkpoint=path, step=killer(7))  # type: ignore[arg-type]
+    fit(again, data(), schedule=followed(), checkpoint=path)
+    assert same(whole, again)
+
+
+def test_a_checkpoint_of_steps_on_gamma_is_not_one_of_steps_on_weights(tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    fit(small(features="id_cond"), data(), schedule=followed(follow_weights=False), checkpoint=path)
+    with pytest.raises(ConversionError, match="follow_weights: False there, True now"):
+        fit(small(features="id_cond"), data(), schedule=followed(), checkpoint=path)
+
+
+def test_following_weights_needs_norm_only_layers_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConversionError, match="follow_weights needs norm-only layers; got none in Sequential"):
+        fit(small(), data(), schedule=followed())
+    monkeypatch.setattr("lightning_fabric.Fabric.world_size", 2)
+    with pytest.raises(ValueRangeError, match=r"follow_weights needs one process.*got 2. Pass devices=1"):
+        fit(small(features="id_cond"), data(), schedule=followed())
+
+
+# ------------------------------------------------------------------------------- logs and misuse
 
 
 def test_logs_are_a_table_and_events(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ from onlynorm.bench.predict import PredictBench, PredictRow, PredictSizes, bench
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.repair import bench_repair
 from onlynorm.bench.repair_results import RepairBench, RepairRun, RepairSizes
+from onlynorm.bench.scaled import bench_scaled
+from onlynorm.bench.scaled_results import ScaledBench, ScaledRun, ScaledSizes
+from onlynorm.bench.scratch import bench_scratch
+from onlynorm.bench.scratch_results import ScratchBench, ScratchRun, ScratchTrial
 from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Row, bench_solve
 from onlynorm.bench.text import TextBench, TextRow, TextRun, TextSizes, bench_text
 from onlynorm.bench.tune import TuneBench, TuneRow, bench_tune
@@ -49,6 +53,12 @@ __all__ = [
     "RepairRun",
     "RepairSizes",
     "Row",
+    "ScaledBench",
+    "ScaledRun",
+    "ScaledSizes",
+    "ScratchBench",
+    "ScratchRun",
+    "ScratchTrial",
     "Sizes",
     "Table",
     "TextBench",
@@ -66,6 +76,8 @@ __all__ = [
     "bench_predict",
     "bench_reconstruct",
     "bench_repair",
+    "bench_scaled",
+    "bench_scratch",
     "bench_solve",
     "bench_text",
     "bench_tune",

@@ -3,8 +3,8 @@
 ResNets for CIFAR-10 of growing width and growing depth keep the weights that torch drew for them; scales start uniform
 on [0, 1], as Frankle, Schwab and Morcos start them, and on one size at one as well. All ways share a schedule but for
 the rate, which is higher where only norms learn. Their observation is that norms-only training switches about a third
-of the features off: we count the scales below 0.01 and below 0.05 in magnitude, over all norms of a network. Each run is
-kept as a record.
+of the features off: we count the scales below 0.01 and below 0.05 in magnitude, over all norms of a network. Each
+run is kept as a record.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from onlynorm.cli import measure_diagnose as measure_diagnose
 from onlynorm.cli import measure_predict as measure_predict
 from onlynorm.cli import measure_repair as measure_repair
 from onlynorm.cli import measure_align as measure_align
+from onlynorm.cli import measure_scaled as measure_scaled
+from onlynorm.cli import measure_scratch as measure_scratch
 # isort: on
 
 __all__ = ["app", "main"]

@@ -12,6 +12,8 @@ from scipy import integrate
 import onlynorm as on
 from onlynorm.papers import alignment_curves as alignment_curves  # binds figure 4
 from onlynorm.papers import conditioning as conditioning  # binds the panels of figure 2
+from onlynorm.papers import scaled_features as scaled_features  # binds table 1
+from onlynorm.papers import scratch_numbers as scratch_numbers  # binds section 5
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.run import Outcome, Run
 from onlynorm.report.records import Curve, Panel, Table

@@ -2,6 +2,7 @@
 
 Whatever requires a gradient is trained: after `only_norms` the norms and the heads, else the whole model. Runs are
 functions of their seed, and a run that was killed resumes from its checkpoint with the numbers of one that was not.
+Models made by `norm_only` step on gamma, or with `follow_weights` on the weights that their gammas then follow.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, TrainingError, UnknownNameError, ValueRangeError
+from onlynorm.optim import follow_weights, release
 from onlynorm.tuning.batches import Pairs, TensorPairs, augment, collate, epoch_batches, n_batches
-from onlynorm.tuning.training_state import Progress, load_state, save_state
+from onlynorm.tuning.training_state import Progress, load_state, save_state, settle
 
 OPTIMIZERS = ("sgd", "adamw")
 Loss = Callable[[Any, Tensor], Tensor]
@@ -31,6 +33,7 @@ class Schedule:
     """How a model is trained. `lr` falls from its peak to zero on a cosine, after `warmup` (a share of all steps).
 
     With `drops`, shares of all steps such as (0.5, 0.8), it stays at its peak instead and falls tenfold at each.
+    `follow_weights` steps on the weights of norm-only layers, and their gammas follow (`onlynorm.optim`).
     """
 
     epochs: int = 10
@@ -45,6 +48,7 @@ class Schedule:
     augmentation: str = "none"
     patience: int | None = None
     clip: float | None = None
+    follow_weights: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -112,8 +116,7 @@ def fit(
 
     schedule = schedule or Schedule()
     pairs, judged = _pairs(data), None if test is None else _pairs(test)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
+    if not any(p.requires_grad for p in model.parameters()):
         raise ConversionError(
             "training needs parameters that require gradients; got none in "
             f"{type(model).__name__}. Call only_norms(model), or unfreeze what should learn."
@@ -121,24 +124,38 @@ def fit(
     fabric = Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision,  # type: ignore[arg-type]
                     loggers=_loggers(logs))  # fmt: skip
     fabric.launch()
+    if schedule.follow_weights and fabric.world_size > 1:
+        raise ValueRangeError(
+            f"follow_weights needs one process, since the weights it steps on are no parameters that processes share; "
+            f"got {fabric.world_size}. Pass devices=1."
+        )
     started = time.perf_counter()
     with torch.random.fork_rng():
         torch.manual_seed(schedule.seed)
-        optimizer = make_optimizer(trained, schedule)
-        wrapped, moved = fabric.setup(model, optimizer)
-        run = _Run(fabric, model, wrapped, moved, schedule, pairs, judged, loss or _cross_entropy(schedule))
-        run.begin(Path(checkpoint) if checkpoint is not None else None)
-        reason = run.train(save_every, step)
+        release(model)  # weights that an optimizer of the caller holds would hide the gammas
+        try:
+            wrapped, moved = _set_up(fabric, model, schedule)
+            run = _Run(fabric, model, wrapped, moved, schedule, pairs, judged, loss or _cross_entropy(schedule))
+            run.begin(Path(checkpoint) if checkpoint is not None else None)
+            reason = run.train(save_every, step)
+        finally:
+            release(model)
     for logger in fabric.loggers:
         logger.finalize("success")
     return Fit(tuple(run.progress.history), run.progress.step, time.perf_counter() - started, reason)
 
 
-def make_optimizer(parameters: list[nn.Parameter], schedule: Schedule) -> Optimizer:
-    """The optimizer of a schedule for these parameters."""
+def make_optimizer(model: nn.Module, schedule: Schedule) -> Optimizer:
+    """The optimizer of a schedule for what the model trains, or for the weights that its gammas follow."""
+    kind: Callable[..., Optimizer] = torch.optim.SGD
+    options = {"lr": schedule.lr, "weight_decay": schedule.weight_decay}
     if schedule.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=schedule.lr, weight_decay=schedule.weight_decay)
-    return torch.optim.SGD(parameters, lr=schedule.lr, momentum=schedule.momentum, weight_decay=schedule.weight_decay)
+        kind = torch.optim.AdamW
+    else:
+        options["momentum"] = schedule.momentum
+    if schedule.follow_weights:
+        return follow_weights(kind, model, **options)
+    return kind([p for p in model.parameters() if p.requires_grad], **options)
 
 
 @torch.no_grad()
@@ -250,6 +267,7 @@ class _Run:
             )
 
     def _save(self) -> None:
+        settle(self.model)  # whether or not a file is written: the numbers do not depend on it
         if self.checkpoint is not None and self.fabric.is_global_zero:
             save_state(self.checkpoint, self.model, self._inner, self.progress, settings=self._settings)
 
@@ -262,6 +280,15 @@ class _Run:
     def _settings(self) -> dict[str, Any]:
         drops = self.schedule.drops  # a list, as it comes back from JSON
         return {**asdict(self.schedule), "drops": None if drops is None else list(drops), "n_samples": len(self.pairs)}
+
+
+def _set_up(fabric: Any, model: nn.Module, schedule: Schedule) -> tuple[nn.Module, Any]:
+    """The model and its optimizer as Fabric wraps them."""
+    if schedule.follow_weights:  # the model first: the weights to step on are made where and as precise as it then is
+        wrapped = fabric.setup_module(model)
+        return wrapped, fabric.setup_optimizers(make_optimizer(model, schedule))
+    both: tuple[nn.Module, Any] = fabric.setup(model, make_optimizer(model, schedule))
+    return both
 
 
 def _cross_entropy(schedule: Schedule) -> Loss:

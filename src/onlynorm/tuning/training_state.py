@@ -2,19 +2,26 @@
 
 Trained tensors and all buffers of the model, the optimizer's moments, the random generator, and where the run stands.
 No pickle: tensors in safetensors, numbers in JSON.
+
+Where an optimizer steps on weights that gammas follow (`onlynorm.optim`), its moments are kept under the gamma's name,
+and the weights are made from the gammas again. What rounding left of them is not kept: a run drops it whenever its
+state is due to be saved (`settle`), killed or not, so that both go on with the same numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, FormatError
+from onlynorm.layers import NormOnlyLayer
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning.adapter import assign
 
@@ -39,11 +46,30 @@ def state_tensors(model: nn.Module, trained: set[str]) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in model.state_dict().items() if name in trained or name in buffers}
 
 
+def stepped_on(model: nn.Module) -> dict[str, Tensor]:
+    """What an optimizer steps on, by the names of trained parameters: a weight in the place of the gamma it leads."""
+    weights = {id(layer.gamma): weight for layer, weight in _followed(model)}
+    return {name: weights.get(id(p), p) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def settle(model: nn.Module) -> None:
+    """Lets gammas that follow weights go on as if they had just been loaded."""
+    for layer, _ in _followed(model):
+        increment_version(layer.gamma)
+
+
+def _followed(model: nn.Module) -> Iterator[tuple[NormOnlyLayer, Tensor]]:
+    """Layers whose gammas follow a weight, and that weight."""
+    for layer in model.modules():
+        if isinstance(layer, NormOnlyLayer) and layer.held is not None:
+            yield layer, layer.held
+
+
 def save_state(
     path: Path, model: nn.Module, optimizer: Optimizer, progress: Progress, *, settings: dict[str, Any]
 ) -> None:
     """Writes the state of the run, whole or not at all."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = stepped_on(model)
     tensors = {f"model/{name}": t.cpu() for name, t in state_tensors(model, set(named)).items()}
     numbers: dict[str, float] = {}
     for name, parameter in named.items():
@@ -69,7 +95,7 @@ def load_state(path: Path, model: nn.Module, optimizer: Optimizer, *, settings: 
     if changed:
         told = ", ".join(f"{key}: {kept.get(key)!r} there, {settings.get(key)!r} now" for key in changed[:4])
         raise ConversionError(f"resuming needs the settings of the run in {path.name}; got others ({told}). {cure}")
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = stepped_on(model)
     wanted = state_tensors(model, set(named))
     for name, held in wanted.items():
         value = tensors.get(f"model/{name}")
@@ -77,6 +103,9 @@ def load_state(path: Path, model: nn.Module, optimizer: Optimizer, *, settings: 
             raise ConversionError(f"resuming needs the model of the run in {path.name}; {name!r} does not fit. {cure}")
     for name in wanted:
         assign(model, name, tensors[f"model/{name}"])
+    with torch.no_grad():
+        for layer, weight in _followed(model):
+            weight.copy_(layer.frozen(*layer.gammas))
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
             name, _, slot = key.removeprefix("optimizer/").rpartition("/")
