@@ -214,14 +214,6 @@ def test_the_command_hands_its_options_on_and_names_the_figure(
         assert "30.0 ± 0.0" in shown.out
 
 
-def test_images_are_averaged_down_and_never_up() -> None:
-    split = data()
-    made = bench_module._smaller(split, 4)
-    assert made.train_inputs.shape == (40, 3, 4, 4)
-    assert torch.allclose(made.test_inputs[3, 1, 0, 2], split.test_inputs[3, 1, 0:2, 4:6].mean())
-    assert bench_module._smaller(split, 16) is split
-
-
 def test_norms_alone_take_the_higher_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[float] = []
     monkeypatch.setattr(bench_module, "fit", lambda *_, schedule, **__: rates.append(schedule.lr))

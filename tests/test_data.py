@@ -93,6 +93,16 @@ def test_the_global_generators_are_left_alone() -> None:
     np.testing.assert_array_equal(np.random.get_state()[1], before_numpy)
 
 
+def test_images_are_averaged_down_and_never_up() -> None:
+    images, labels = torch.randn(6, 3, 8, 8, generator=seeded(0)), torch.arange(6)
+    split = Split("toy", images[:4], labels[:4], images[4:], labels[4:])
+    made = split.smaller(4)
+    assert (made.train_inputs.shape, made.test_inputs.shape) == ((4, 3, 4, 4), (2, 3, 4, 4))
+    assert torch.allclose(made.test_inputs[1, 1, 0, 2], images[5, 1, 0:2, 4:6].mean())
+    assert made.train_labels is split.train_labels
+    assert split.smaller(16) is split
+
+
 def test_a_split_says_its_name_sizes_and_shape() -> None:
     assert str(digits()) == "digits: 1438 train, 359 test samples of shape (64,)"
 

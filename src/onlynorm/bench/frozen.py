@@ -9,7 +9,6 @@ run is kept as a record.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import adaptive_avg_pool2d
 
 from onlynorm.bench.frozen_results import (
     FULL,
@@ -68,7 +66,7 @@ def bench_frozen(
     networks = tuple(networks or (_QUICK if quick else NETWORKS))
     sizes = sizes or (FrozenSizes.quick() if quick else FrozenSizes())
     folder = Path(out) / "frozen"
-    rows, split = Rows(folder, kind=KIND, force=force, say=say), _smaller(cifar10(), sizes.side)
+    rows, split = Rows(folder, kind=KIND, force=force, say=say), cifar10().smaller(sizes.side)
     made_of = {"data": tensors_digest(vars(split)), "sizes": asdict(sizes)}
     ones = FROM_ONES if FROM_ONES in networks else networks[0]
     plan = [
@@ -126,14 +124,6 @@ def train(
         "is_frozen": all(torch.equal(state[name].cpu(), value) for name, value in frozen.items()),
         "seconds": seconds,
     }
-
-
-def _smaller(split: Split, side: int) -> Split:
-    """The images, averaged down to so many pixels a side if they have more."""
-    if split.train_inputs.shape[-1] <= side:
-        return split
-    train, test = (adaptive_avg_pool2d(images, side) for images in (split.train_inputs, split.test_inputs))
-    return dataclasses.replace(split, train_inputs=train, test_inputs=test)
 
 
 def prepare(network: nn.Module, way: str, *, seed: int) -> None:

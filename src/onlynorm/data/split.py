@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from onlynorm.errors import MissingDataError, ValueRangeError
 
@@ -28,6 +29,13 @@ class Split:
     def has_labels(self) -> bool:
         """Whether the part to judge by says what is right."""
         return len(self.test_labels) > 0
+
+    def smaller(self, side: int) -> Split:
+        """The same with images averaged down to so many pixels a side; as it is if they have no more."""
+        if self.train_inputs.shape[-1] <= side:
+            return self
+        train, test = (adaptive_avg_pool2d(images, side) for images in (self.train_inputs, self.test_inputs))
+        return replace(self, train_inputs=train, test_inputs=test)
 
     def __str__(self) -> str:
         shape = tuple(self.train_inputs.shape[1:])

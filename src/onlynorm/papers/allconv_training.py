@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 import onlynorm as on
 from onlynorm.data import Split, cifar10
@@ -98,15 +97,7 @@ def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any
 @functools.lru_cache(maxsize=1)
 def images(size: int) -> Split:
     """CIFAR-10, its images averaged over squares of pixels down to this size."""
-    whole = cifar10()
-    return Split(
-        whole.name, _shrunk(whole.train_inputs, size), whole.train_labels,
-        _shrunk(whole.test_inputs, size), whole.test_labels,
-    )  # fmt: skip
-
-
-def _shrunk(inputs: Tensor, size: int) -> Tensor:
-    return inputs if inputs.shape[-1] == size else functional.adaptive_avg_pool2d(inputs, size)
+    return cifar10().smaller(size)
 
 
 def _error(network: AllConvolutional, data: tuple[Tensor, Tensor], n_images: int) -> float:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist, seeded
@@ -166,9 +165,4 @@ def _pick(training: Training, chosen: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=2)
 def images(data: str, size: int) -> Split:
     """The data set of this name, its images averaged over squares of pixels down to this size."""
-    whole = DATA[data]()
-    train_inputs, test_inputs = (
-        inputs if inputs.shape[-1] == size else functional.adaptive_avg_pool2d(inputs, size)
-        for inputs in (whole.train_inputs, whole.test_inputs)
-    )
-    return Split(whole.name, train_inputs, whole.train_labels, test_inputs, whole.test_labels)
+    return DATA[data]().smaller(size)
