@@ -10,21 +10,14 @@ import torch
 from torch import nn
 
 from onlynorm.bench import predict
-from onlynorm.bench.predict import (
-    LEARNED,
-    LEAST,
-    PredictBench,
-    PredictRow,
-    PredictSizes,
-    Subject,
-    bench_predict,
-    last_loss,
-    measure_network,
-    receiver_curve,
-    subjects,
-)
+from onlynorm.bench.predict import PredictSizes, bench_predict, diagnose_network, last_loss, train_network
+from onlynorm.bench.predict_results import LEARNED, LEAST, PredictBench, PredictRow, receiver_curve
+from onlynorm.bench.predict_subjects import FIRST_SEEDS, Subject, subjects
 from onlynorm.data import Split, seeded
+from onlynorm.errors import UnknownNameError
+from onlynorm.rank import Thresholds, diagnose
 
+STRICT = Thresholds(alive=1e9)
 TINY = PredictSizes(n_diagnosed=32, n_steps=20, batch_size=16, rates=(0.001, 0.1))
 
 
@@ -43,7 +36,9 @@ def stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _bench(scores: list[float], learned: list[bool]) -> PredictBench:
     losses = [1.0 if one else math.log(10.0) for one in learned]
-    rows = [PredictRow(f"{i}", "", s, "", loss, 0.1) for i, (s, loss) in enumerate(zip(scores, losses, strict=True))]
+    rows = [
+        PredictRow(f"{i}", "", s, "", "rank", loss, 0.1) for i, (s, loss) in enumerate(zip(scores, losses, strict=True))
+    ]
     return PredictBench(rows)
 
 
@@ -70,31 +65,52 @@ def test_the_curve_goes_from_none_to_all() -> None:
 
 
 def test_the_networks_are_enough_and_of_every_kind() -> None:
-    made = subjects()
-    assert len(set(made)) == len(made) >= LEAST
-    assert {one.kind for one in made} == {"MLP", "ResNet", "VGG"}
-    assert {one.norm for one in made} == {"none", "batch", "layer"}
-    assert {one.init for one in made} == {"standard", "asymmetric"}
-    assert {one.activation for one in made} == {"relu", "tanh", "gelu"}
-    assert {one.data for one in made} == {"Fashion-MNIST", "CIFAR-10"}
+    for name, norms, activations in (
+        ("calibration", {"none", "batch", "layer"}, {"relu", "tanh", "gelu"}),
+        ("test", {"none", "batch", "layer", "group"}, {"relu", "tanh", "gelu", "sigmoid", "silu"}),
+    ):
+        made = subjects(name)
+        assert len(set(made)) == len(made) >= LEAST
+        assert {one.kind for one in made} == {"MLP", "ResNet", "VGG"}
+        assert {one.norm for one in made} == norms
+        assert {one.init for one in made} == {"standard", "asymmetric"}
+        assert {one.activation for one in made} == activations
+        assert {one.data for one in made} == {"Fashion-MNIST", "CIFAR-10"}
 
 
-@pytest.mark.parametrize("subject", [one for one in subjects() if one.kind != "MLP"][::3], ids=str)
+def test_no_network_of_the_test_has_the_shape_or_the_seed_of_one_of_the_calibration() -> None:
+    shapes = [{(one.kind, one.depth, one.width) for one in subjects(name)} for name in FIRST_SEEDS]
+    assert not shapes[0] & shapes[1]
+    seeds = [set(range(first, first + len(subjects(name)))) for name, first in FIRST_SEEDS.items()]
+    assert not seeds[0] & seeds[1]
+
+
+def test_an_unknown_set_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="set of networks"):
+        subjects("all")
+
+
+def _convolutional(name: str, every: int) -> list[Subject]:
+    return [one for one in subjects(name) if one.kind != "MLP"][::every]
+
+
+@pytest.mark.parametrize("subject", [*_convolutional("calibration", 5), *_convolutional("test", 7)], ids=str)
 def test_convolutional_networks_have_the_stated_depth(subject: Subject) -> None:
-    network = subject.build(torch.zeros(1, 3, 32, 32), seed=0)
-    n_layers = sum(isinstance(m, nn.Conv2d | nn.Linear) for m in network.modules())
+    images = torch.zeros(2, 3, 32, 32) if subject.data == "CIFAR-10" else torch.zeros(2, 1, 28, 28)
+    network = subject.build(images, seed=0)
+    shortcuts = {id(m) for n, m in network.named_modules() if "downsample" in n}
+    n_layers = sum(isinstance(m, nn.Conv2d | nn.Linear) and id(m) not in shortcuts for m in network.modules())
     assert n_layers == subject.depth + (1 if subject.kind == "VGG" else 0)
-    assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert network.eval()(images).shape == (2, 10)
 
 
 def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norms() -> None:
-    able, hopeless = (
-        measure_network(Subject("MLP", depth, 16, "none", "standard"), sizes=TINY, seed=7) for depth in (1, 32)
-    )
-    limit = LEARNED * math.log(10.0)
-    assert able["loss"] < limit < hopeless["loss"]
-    assert able["score"] > hopeless["score"]
-    assert able["rate"] == 0.1
+    able, hopeless = (Subject("MLP", depth, 16, "none", "standard") for depth in (1, 32))
+    trained = train_network(able, sizes=TINY, seed=7)
+    assert trained["loss"] < LEARNED * math.log(10.0) < train_network(hopeless, sizes=TINY, seed=7)["loss"]
+    assert trained["rate"] == 0.1
+    scores = [diagnose_network(one, n_images=64, seed=7).score for one in (able, hopeless)]
+    assert scores[0] > 0.5 > scores[1]
 
 
 def test_a_training_that_breaks_off_has_no_loss() -> None:
@@ -104,19 +120,39 @@ def test_a_training_that_breaks_off_has_no_loss() -> None:
     assert found == math.inf
 
 
-def test_a_run_resumes_and_draws_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_its_trainings_diagnoses_anew_and_draws_its_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chosen = [Subject("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
-    first = bench_predict(networks=chosen, sizes=TINY, out=tmp_path)
+    first = bench_predict(chosen, sizes=TINY, out=tmp_path)
     assert Path(first.figure).read_bytes().startswith(b"\x89PNG")
     assert [row.note for row in first.rows] == ["", ""]
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("measured again")
+        raise AssertionError("trained again")
 
-    monkeypatch.setattr(predict, "measure_network", refuse)
-    again = bench_predict(networks=chosen, sizes=TINY, out=tmp_path)
+    monkeypatch.setattr(predict, "train_network", refuse)
+    monkeypatch.setattr(predict, "diagnose", lambda *given, **how: diagnose(*given, **how, thresholds=STRICT))
+    again = bench_predict(chosen, sizes=TINY, out=tmp_path)
     assert [row.note for row in again.rows] == ["kept", "kept"]
-    assert [row.score for row in again.rows] == [row.score for row in first.rows]
+    assert [row.loss for row in again.rows] == [row.loss for row in first.rows]
+    assert (again.rows[0].verdict, again.rows[0].sign) == ("untrainable", "alive")
+    assert first.rows[0].verdict != "untrainable"
+
+
+def test_a_quick_run_takes_every_sixth_network_with_the_seed_it_has_in_a_full_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Subject, int]] = []
+
+    def fake(subject: Subject, *, sizes: PredictSizes, seed: int) -> dict[str, float]:
+        seen.append((subject, seed))
+        return {"loss": 1.0, "rate": 0.03}
+
+    monkeypatch.setattr(predict, "train_network", fake)
+    chosen = [Subject("MLP", 1, width, "none", "standard") for width in range(4, 11)]
+    assert len(bench_predict(chosen, quick=True, out=tmp_path).rows) == 2
+    assert seen == [(chosen[0], 5000), (chosen[6], 5006)]
 
 
 def test_the_goals_ask_for_enough_networks_and_a_large_area() -> None:
@@ -126,5 +162,5 @@ def test_the_goals_ask_for_enough_networks_and_a_large_area() -> None:
     assert not _bench([0.1, 0.9], [False, True]).goals[0].is_met
     mixed = _bench([0.1, 0.9] * half, [True] * half + [False] * half)
     assert [goal.is_met for goal in mixed.goals] == [True, False]
-    assert "area" in mixed.as_dict()
+    assert {"area", "areas", "networks"} <= set(mixed.as_dict())
     assert len(mixed.tables()[0].rows) == LEAST

@@ -69,6 +69,44 @@ def test_cosines_are_worth_a_half_at_their_thresholds() -> None:
     assert verdict(network(), input_cosine=1.0 - T.input).parts["input"] == pytest.approx(0.5)
 
 
+def differences(layers: list[Layer], *, contrast: float = 1.0, directions: float = 3.0, told: float = 0.2) -> Verdict:
+    """A verdict where it was measured what becomes of the samples' differences."""
+    return judge(
+        layers, alignment=1.0, input_cosine=0.3, contrast=contrast, directions=directions, told=told, thresholds=T
+    )
+
+
+def test_contrast_and_directions_are_worth_a_half_at_their_thresholds() -> None:
+    assert differences(network(), contrast=T.contrast / 0.3, told=0.2).parts["contrast"] == pytest.approx(0.5)
+    for told in (0.0, 0.1):
+        found = differences(network(), directions=1.0 + math.sqrt(T.directions) - told, told=told)
+        assert found.parts["directions"] == pytest.approx(0.5)
+        assert any(f"the targets explain {told:.0%}" in words for words in found.findings)
+
+
+def test_a_loss_far_above_that_of_no_outputs_is_told() -> None:
+    def parts(start: float) -> Verdict:
+        return judge(network(), alignment=None, input_cosine=None, start=start, thresholds=T)
+
+    assert parts(1.0 + T.start).parts["start"] == pytest.approx(0.5)
+    assert parts(0.1).parts["start"] == parts(1.0).parts["start"] == 1.0
+    assert parts(100.0).findings == ("the loss at the start is 100.0 times that of outputs of zero",)
+    assert "Draw smaller weights" in parts(100.0).advice
+
+
+def test_rank_alignment_and_vanishing_explain_lost_differences_and_are_not_judged_themselves() -> None:
+    layers = network(r=1.0)
+    layers[0] = layer(1, gradient=T.vanishing / 10)
+    well = differences(layers)
+    assert well.word == "healthy"
+    assert set(well.parts) == {"alive", "growing", "shrinking", "contrast", "directions", "input", "exploding"}
+    ill = differences(layers, contrast=T.contrast)
+    assert [words.split(" ")[1] for words in ill.findings] == ["signal", "follow", "of", "gradient"]
+    assert ill.advice == "This network will not train at any learning rate. Add batch norms, or run repair."
+    grown = [*layers[:3], layer(4, scale=10 * T.growing)]
+    assert len(differences(grown).findings) == 1  # a sign that stands for itself needs no reasons
+
+
 def test_a_sign_beyond_its_threshold_is_fatal_and_one_before_it_is_suspect() -> None:
     assert verdict(network(r=1.0 + T.rank / 2)).word == "untrainable"
     assert verdict(network(r=1.0 + 3 * T.rank)).word == "suspect"
@@ -142,7 +180,8 @@ def test_thresholds_can_be_chosen() -> None:
 def diagnosis(layers: list[Layer], **changes: Any) -> Diagnosis:
     made = Diagnosis(
         layers=tuple(layers), verdict=verdict(layers), loss=2.3, alignment=0.3, sample_cosine=0.0, input_cosine=0.3,
-        last_layer="layer5", skipped=(), n_samples=16, mode="train", seconds=0.1,
+        contrast=0.1, directions=3.0, told=0.2, start=1.0, last_layer="layer5", skipped=(), n_samples=16, mode="train",
+        seconds=0.1,
     )  # fmt: skip
     return replace(made, **changes)
 

@@ -9,7 +9,8 @@ from onlynorm.bench.frozen import NETWORKS, bench_frozen
 from onlynorm.bench.frozen_results import FrozenBench, FrozenRun, FrozenSizes
 from onlynorm.bench.goals import Goal, Measured, Table, is_met
 from onlynorm.bench.layers import LayersBench, bench_layers
-from onlynorm.bench.predict import PredictBench, PredictRow, PredictSizes, bench_predict
+from onlynorm.bench.predict import PredictSizes, bench_predict
+from onlynorm.bench.predict_results import PredictBench, PredictRow
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.repair import bench_repair
 from onlynorm.bench.repair_results import RepairBench, RepairRun, RepairSizes

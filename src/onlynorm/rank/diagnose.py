@@ -1,7 +1,9 @@
 """`diagnose`: one batch forward and backward through a model, every signal read, and what that means in plain words.
 
-A second forward pass on random inputs, backward no further than the last linear layer, shows whether the gradient
-depends on the inputs at all. Both together cost less than two passes of training; reading is extra.
+A second backward pass through the same graph, with what the loss asks of all samples alike, shows how much of the
+gradient tells samples apart. A second forward pass on random inputs, backward no further than the last linear layer,
+shows whether the gradient depends on the inputs at all. All together cost about two passes of training; reading is
+extra.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError
+from onlynorm.rank.contrast import contrast
 from onlynorm.rank.diagnosis import Diagnosis
+from onlynorm.rank.last_signal import read_last
 from onlynorm.rank.losses import Loss, Output, find_output, usual_loss
 from onlynorm.rank.probes import LastLayer, Probes, Reading
 from onlynorm.rank.sample_gradients import cosine_between, layer_gradient, meaningless, neuron_alignment, sample_cosine
@@ -62,9 +66,17 @@ def diagnose(
             f"diagnose needs a model that calls layers with floating-point signals; {type(model).__name__} calls none. "
             "Scripted and compiled models hide theirs: pass the model they were made from."
         )
+    last_signal = None if run.last is None else read_last(run.last, targets)
+    if run.last is not None and last_signal is None:
+        run.skipped.append("what samples tell in the last layer, because there are too few of them for such targets")
+    directions, told = last_signal or (None, None)
     facts: dict[str, float | None] = {
         "alignment": None if run.last is None else neuron_alignment(run.last),
         "input_cosine": run.input_cosine,
+        "contrast": run.contrast,
+        "directions": directions,
+        "told": told,
+        "start": run.start,
     }
     return Diagnosis(
         layers=layers,
@@ -93,26 +105,54 @@ class _Run:
         self.last: LastLayer | None = None
         self.loss: float | None = None
         self.input_cosine: float | None = None
+        self.contrast: float | None = None
+        self.start: float | None = None
         self.skipped: list[str] = []
 
     def read(self, inputs: Any) -> None:
         """Forward with every signal read, and backward if there is something to go back from."""
         probes = Probes(self._model, tuple(_tensors(inputs)), self._max_columns, seeded(self._seed))
         with probes:
-            value = self._forward(inputs, probes)
+            value, output = self._forward(inputs, probes)
             self.readings = probes.readings
             trained = [p for p in self._model.parameters() if p.requires_grad]
             obstacle = self._obstacle(value, trained)
             if obstacle or value is None:
                 self.skipped.append(f"everything about gradients, because {obstacle}")
                 return
-            found = torch.autograd.grad(value, trained, allow_unused=True)
-            probes.add_gradients(
-                {p: gradient for p, gradient in zip(trained, found, strict=True) if gradient is not None}
-            )
+            self.start = self._over_zeros(output, float(value.detach()))
+            is_by_sample = isinstance(output, Tensor) and output.requires_grad and output.ndim > 0
+            wanted = [*trained, output] if is_by_sample else trained
+            found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=is_by_sample)
+            probes.end_backward()
+            gradients = found[: len(trained)]
+            probes.add_gradients({p: g for p, g in zip(trained, gradients, strict=True) if g is not None})
+            self._contrast(output if is_by_sample else None, trained, wish=found[-1], gradients=gradients)
         self.last = probes.last
         if self.last is None:
             self.skipped.append("the alignment of gradients, because no linear layer gets one")
+
+    def _contrast(
+        self, output: Any, trained: Sequence[nn.Parameter], *, wish: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Backward once more, with what the loss asks of all samples alike."""
+        reason = "no common part of the gradient moves a parameter"
+        if output is None or wish is None:
+            reason = "the loss is not taken of a tensor with a row for each sample"
+        else:
+            try:
+                self.contrast = contrast(output, trained, wish=wish, gradients=gradients)
+            except RuntimeError as error:  # of layers whose backward pass works once only
+                reason = f"a second backward pass fails ({str(error).splitlines()[0]})"
+        if self.contrast is None:
+            self.skipped.append(f"the contrast of samples, because {reason}")
+
+    def _over_zeros(self, output: Any, loss: float) -> float | None:
+        """The loss over that of outputs of zero; what these would cost by a loss of one's own, nobody knows."""
+        if self._loss is not usual_loss:
+            return None
+        nothing = float(usual_loss(torch.zeros_like(output), self._targets))
+        return loss / nothing if nothing > 0.0 else None
 
     def compare(self, inputs: Any) -> None:
         """The same layer's gradient on other inputs; the backward pass ends there."""
@@ -122,7 +162,7 @@ class _Run:
         reached = weights or [p for p in self._model.parameters() if p.requires_grad]
         probes = Probes(self._model, (), self._max_columns, seeded(self._seed), is_reading=False)
         with probes:
-            value = self._forward(inputs, probes)
+            value, _ = self._forward(inputs, probes)
             if value is not None and math.isfinite(float(value.detach())):
                 torch.autograd.grad(value, reached, allow_unused=True)  # for the hooks
         if probes.last is None or probes.last.name != self.last.name:
@@ -130,15 +170,18 @@ class _Run:
             return
         self.input_cosine = cosine_between(layer_gradient(self.last), layer_gradient(probes.last))
 
-    def _forward(self, inputs: Any, probes: Probes) -> Tensor | None:
-        """The loss, if there is one."""
+    def _forward(self, inputs: Any, probes: Probes) -> tuple[Tensor | None, Any]:
+        """(loss, what it is taken of), if there is one."""
         reseed(self._model, self._seed)
         if isinstance(inputs, Mapping):
             returned = self._model(**inputs)
         else:
             returned = self._model(*inputs) if isinstance(inputs, tuple | list) else self._model(inputs)
         probes.end_forward()
-        return None if self._loss is None else self._loss(self._output(returned), self._targets)
+        if self._loss is None:
+            return None, None
+        output = self._output(returned)
+        return self._loss(output, self._targets), output
 
     def _obstacle(self, value: Tensor | None, trained: Sequence[nn.Parameter]) -> str:
         """Why there is no backward pass, or nothing."""

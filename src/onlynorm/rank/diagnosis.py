@@ -21,7 +21,10 @@ class Diagnosis:
 
     `alignment` is the mean size of the cosine between the gradients of two samples of one neuron of the last linear
     layer, `sample_cosine` the mean cosine of their gradients of the whole layer, `input_cosine` the cosine between the
-    layer's gradients on the inputs and on random ones. What could not be measured is None, and `skipped` says why.
+    layer's gradients on the inputs and on random ones. `contrast` is how fast outputs follow what the loss asks of each
+    sample, over how fast they follow what it asks of all alike. `directions` counts those of the last layer's inputs
+    that differ between samples, and `told` is the share of them that goes with the targets. `start` is the loss over
+    that of outputs of zero. What could not be measured is None, and `skipped` says why.
     """
 
     layers: tuple[Layer, ...]
@@ -30,6 +33,10 @@ class Diagnosis:
     alignment: float | None
     sample_cosine: float | None
     input_cosine: float | None
+    contrast: float | None
+    directions: float | None
+    told: float | None
+    start: float | None
     last_layer: str | None
     skipped: tuple[str, ...]
     n_samples: int
@@ -58,7 +65,8 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         facts = {name: getattr(self, name) for name in (
-            "n_samples", "mode", "loss", "alignment", "sample_cosine", "input_cosine", "last_layer", "seconds"
+            "n_samples", "mode", "loss", "alignment", "sample_cosine", "input_cosine", "contrast", "directions", "told",
+            "start", "last_layer", "seconds",
         )}  # fmt: skip
         return {
             **self.verdict.as_dict(),
@@ -79,9 +87,13 @@ class Diagnosis:
         """What the gradients of the last layer say, and what was left out."""
         told = [
             ("loss", self.loss, ".4g"),
+            ("loss over that of outputs of zero", self.start, ".3g"),
             (f"gradients of one neuron of {self.last_layer}, two samples: mean |cosine|", self.alignment, ".6f"),
             (f"gradients of all of {self.last_layer}, two samples: mean cosine", self.sample_cosine, ".4f"),
             (f"gradient of {self.last_layer} on these and on random inputs: cosine", self.input_cosine, ".6f"),
+            ("speed of what the loss asks of each sample, over what it asks of all alike", self.contrast, ".2e"),
+            (f"directions in which samples differ before {self.last_layer}", self.directions, ".3f"),
+            ("share of them that goes with the targets, beyond chance", self.told, ".1%"),
         ]
         lines = [f"{name} {value:{pattern}}" for name, value, pattern in told if value is not None]
         return [*lines, *(f"not measured: {reason}" for reason in self.skipped)]

@@ -87,7 +87,7 @@ class Probes:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Reading]] = {}
         self._channels, self._n_units = 1, 0
         self._depth = 0
-        self._is_forward = True
+        self._is_forward = self._is_noting = True
 
     def __enter__(self) -> Probes:
         for name, module in self.model.named_modules():
@@ -105,12 +105,16 @@ class Probes:
         """From now on nothing is read: checkpointed layers run once more in the backward pass."""
         self._is_forward = False
 
+    def end_backward(self) -> None:
+        """From now on no gradient of a signal is noted: another backward pass has another meaning."""
+        self._is_noting = False
+
     def add_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Give every reading of a layer the norm of the gradients of the layer's parameters."""
         for reading in self.readings:
             if reading.module is not None and reading.kind != BLOCK:
                 found = [gradients[p] for p in reading.module.parameters() if p in gradients]
-                reading.gradient = math.hypot(*map(_norm, found)) if found else None
+                reading.gradient = math.hypot(*map(norm_of, found)) if found else None
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -156,8 +160,15 @@ class Probes:
         self.readings.append(reading)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
         if tensor.requires_grad:
-            tensor.register_hook(_note_gradient(reading))
+            tensor.register_hook(self._note_gradient(reading))
         return reading
+
+    def _note_gradient(self, reading: Reading) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            if self._is_noting:
+                reading.signal_gradient = norm_of(gradient)
+
+        return note
 
     def _watch(self, name: str, inputs: Tensor | None, output: Any) -> None:
         """Keep inputs and output gradients of the linear layer whose gradient comes first: the last one that counts."""
@@ -194,14 +205,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _note_gradient(reading: Reading) -> Callable[[Tensor], None]:
-    def note(gradient: Tensor) -> None:
-        reading.signal_gradient = _norm(gradient)
-
-    return note
-
-
-def _norm(values: Tensor) -> float:
+def norm_of(values: Tensor) -> float:
     """The norm; in float64, which takes a copy, only where squares of float32 may have left its range."""
     found = float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
     return found if 1e-15 < found < math.inf else float(torch.linalg.vector_norm(values, dtype=torch.float64))

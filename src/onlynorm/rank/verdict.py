@@ -3,6 +3,10 @@
 Every sign of illness is one number v that is good when large, with a threshold t: its part of the score is v / (v + t),
 one half at the threshold and 0.9 at nine times it. The score is the smallest part: one illness is enough. Below a half
 the network is called untrainable, below 0.9 suspect.
+
+Where it was measured what becomes of the samples' differences (`contrast`, and `directions` with what they tell), that
+is judged; rank, alignment and vanishing gradients, which are signs of the same, then only explain it. Alone they would
+be too strict: a signal of rank one may tell classes apart, and the last layers may learn while the first do not.
 """
 
 from __future__ import annotations
@@ -18,19 +22,29 @@ HALF = 0.5
 """Scores below are untrainable."""
 CLEAR = 0.9
 """Scores from here on are healthy."""
+DIFFERENCES = frozenset({"contrast", "directions"})
+"""Signs of what becomes of the samples' differences."""
+EXPLAINED = frozenset({"rank", "alignment", "vanishing"})
+"""Signs that stand in for them where they were not measured, and explain them where they were."""
+HOPE = 0.1
+"""The share that the targets are granted of differences in which they do not show: earlier layers may learn to."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
     """Where a sign of illness is worth one half; the defaults come from networks that were trained (docs/diagnose.md).
 
-    Hidden signals are those that layers with weights take in, behind the first. `rank` is for r - 1 of the worst of
-    them; `alignment` and `input` for one minus the cosines of the last layer's gradients; `vanishing` and `exploding`
-    for the gradient of the first layer over that of the last, the latter without norms and with; `shrinking` and
-    `growing` for the scale of hidden signals over that of the first; `alive` for the share of units of the worst that
-    are not dead.
+    `contrast` is for contrast * (told + 0.1), `directions` for the square of directions - 1 + told, `start` for how far
+    the loss is above that of outputs of zero, in units of the latter. Hidden signals are those that layers with weights
+    take in, behind the first. `rank` is for r - 1 of the worst of them; `alignment` and `input` for one minus the
+    cosines of the last layer's gradients; `vanishing` and `exploding` for the gradient of the first layer over that of
+    the last, the latter without norms and with; `shrinking` and `growing` for the scale of hidden signals over that of
+    the first; `alive` for the share of units of the worst that are not dead.
     """
 
+    contrast: float = 4e-5
+    directions: float = 0.04
+    start: float = 3.0
     rank: float = 1e-3
     alignment: float = 3e-4
     input: float = 1e-4
@@ -75,7 +89,15 @@ class Verdict:
 
 
 def judge(
-    layers: Sequence[Layer], *, alignment: float | None, input_cosine: float | None, thresholds: Thresholds
+    layers: Sequence[Layer],
+    *,
+    alignment: float | None,
+    input_cosine: float | None,
+    contrast: float | None = None,
+    directions: float | None = None,
+    told: float | None = None,
+    start: float | None = None,
+    thresholds: Thresholds,
 ) -> Verdict:
     """The verdict on these signals and cosines; what was not measured is not judged. Theory: daneshmand2020:prop-8"""
     odd = next((layer for layer in layers if not layer.is_finite), None)
@@ -83,18 +105,24 @@ def judge(
         where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
         return Verdict(0.0, {"finite": 0.0}, (f"numbers that are none (NaN or infinite) begin at {where}",),
                        _advice_on_numbers(odd), thresholds)  # fmt: skip
+    differences = [*_contrast(contrast, told, thresholds), *_directions(directions, told, thresholds)]
     signs = [  # causes before what follows from them
-        *_dead(layers, thresholds), *_scales(layers, thresholds), *_rank(layers, thresholds),
-        *_cosines(alignment, input_cosine, thresholds), *_gradients(layers, thresholds),
+        *_dead(layers, thresholds), *_scales(layers, thresholds), *_start(start, thresholds),
+        *_rank(layers, thresholds), *differences, *_cosines(alignment, input_cosine, thresholds),
+        *_gradients(layers, thresholds),
     ]  # fmt: skip
-    parts = {sign.name: sign.part for sign in signs}
-    ill = [sign for sign in signs if sign.part < CLEAR]
-    told = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not told beside what is fatal
-    return Verdict(
-        min(parts.values(), default=1.0), parts, tuple(sign.words for sign in told) or _all_well(layers),
-        _advice([sign.name for sign in told], has_norms=_has_norms(layers), is_fatal=any(s.part < HALF for s in told)),
-        thresholds,
-    )  # fmt: skip
+    reasons = EXPLAINED if {sign.name for sign in differences} == DIFFERENCES else frozenset()
+    judged = [sign for sign in signs if sign.name not in reasons]
+    parts = {sign.name: sign.part for sign in judged}
+    ill = [sign for sign in judged if sign.part < CLEAR]
+    complaints = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not told beside the fatal
+    if DIFFERENCES & {sign.name for sign in complaints}:
+        complaints += [sign for sign in signs if sign.name in reasons and sign.part < HALF]
+    complaints.sort(key=signs.index)
+    score = min(parts.values(), default=1.0)
+    advice = _advice([sign.name for sign in complaints], has_norms=_has_norms(layers), is_fatal=score < HALF)
+    words = tuple(sign.words for sign in complaints)
+    return Verdict(score, parts, words or _all_well(layers), advice, thresholds)
 
 
 @dataclass(frozen=True)
@@ -121,6 +149,27 @@ def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
             f"the signal collapses to rank {first.r:.3f} at layer {first.depth} of {layers[-1].depth} ({first.place})"
         )
         yield _Sign("rank", worst.r - 1.0, t.rank, words)
+
+
+def _start(start: float | None, t: Thresholds) -> Iterable[_Sign]:
+    if start is not None:
+        words = f"the loss at the start is {start:.1f} times that of outputs of zero"
+        yield _Sign("start", 1.0 / (start - 1.0) if start > 1.0 else math.inf, 1.0 / t.start, words)
+
+
+def _contrast(contrast: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
+    if contrast is not None:
+        words = f"outputs follow what tells samples apart {contrast:.1e} times as fast as what all share"
+        yield _Sign("contrast", contrast * (HOPE + (told or 0.0)), t.contrast, words)
+
+
+def _directions(directions: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
+    if directions is not None and told is not None:
+        words = (
+            f"the last layer gets {directions:.2f} directions that differ between samples, of which the targets "
+            f"explain {told:.0%}"
+        )
+        yield _Sign("directions", (directions - 1.0 + told) ** 2, t.directions, words)
 
 
 def _cosines(alignment: float | None, input_cosine: float | None, t: Thresholds) -> Iterable[_Sign]:
@@ -204,7 +253,7 @@ def _advice(told: Sequence[str], *, has_norms: bool, is_fatal: bool) -> str:
     no = "This network will not train at any learning rate. " if is_fatal else ""
     if told[0] == "alive":
         return no + "Raise the biases of that layer, or take a leaky activation."
-    if told[0] in ("growing", "exploding"):
+    if told[0] in ("growing", "exploding", "start"):
         return "Draw smaller weights (orthogonal, or He's), add norms, or scale residual branches down."
     if told[0] in ("shrinking", "gradient"):
         return no + "Draw larger weights (He's), or add norms."
