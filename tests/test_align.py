@@ -18,6 +18,7 @@ from onlynorm.alignment import objective as objective_module
 from onlynorm.alignment.directions import Directions
 from onlynorm.alignment.exchange import Swaps, tabu_search, two_opt
 from onlynorm.alignment.greedy import best_of_random, greedy
+from onlynorm.alignment.mixed import CLEAN, missed_by_single_factor
 from onlynorm.alignment.objective import Objective, Order
 from onlynorm.bench.align import greedy_as_described
 from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
@@ -64,6 +65,38 @@ def test_the_objective_is_the_error_of_least_squares(name: str, n_features: int)
         expected = missed_by_lstsq(target[torch.from_numpy(order)], left, right)
         # The square root of the Gram matrix costs half of the digits of the condition number, which is below 1e4 here.
         assert objective.missed(order) == pytest.approx(expected, abs=1e-9 * float(target.square().sum()))
+
+
+@pytest.mark.parametrize(("name", "n_features"), [("he_normal", 200), ("er_sign", 190), ("he_uniform", 220)])
+def test_a_factor_in_single_precision_finds_the_same_directions(name: str, n_features: int) -> None:
+    left, right = factors(name, (15, 15), n_features, seed=3)
+    unit = KhatriRao(left / KhatriRao(left, right).column_squares().sqrt(), right)
+    missed = missed_by_single_factor(unit)
+    assert missed is not None
+    assert missed.shape == (225, 225 - n_features)
+    assert float((missed.mT @ missed - torch.eye(225 - n_features)).abs().max()) <= 1000 * EPS
+    # What is verified are random directions, not the basis: three times the bound leaves room for that.
+    assert float((unit.materialise().mT @ missed).abs().max()) <= 3 * CLEAN
+    target = normal(15, 15)
+    expected = missed_by_lstsq(target, left, right)
+    energy = float(target.square().sum())
+    assert float((missed.mT @ target.flatten()).square().sum()) == pytest.approx(expected, abs=CLEAN * energy)
+
+
+def test_directions_too_fine_for_single_precision_are_found_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directions_module, "MANY", 1)
+    left, right = factors("he_normal", (8, 8), 50)
+    assert missed_by_single_factor(KhatriRao(left, right)) is not None
+    near = left.clone(), right.clone()
+    near[0][:, 1], near[1][1] = left[:, 0], right[0] + 1e-4 * right[1]  # almost the first feature once more
+    lengths = KhatriRao(*near).column_squares().sqrt()
+    assert missed_by_single_factor(KhatriRao(near[0] / lengths, near[1])) is None
+    found = find_directions(*near)
+    assert isinstance(found, Directions)
+    assert found.rank == 50
+    target = normal(8, 8)
+    expected = missed_by_lstsq(target, *near)
+    assert objective_for(target, found).missed(np.arange(8)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_dependent_and_dead_features_change_nothing() -> None:

@@ -52,10 +52,10 @@ def test_what_is_measured_can_be_read_by_machines_and_people(bench: AlignBench) 
     assert all(len(row) == len(table.columns) for row in table.rows)
 
 
-def rows(ratio: float, missed: float, best: float) -> list[AlignRow]:
+def rows(ratio: float, missed: float, best: float, *, whole: float = 60.0) -> list[AlignRow]:
     return [
         AlignRow(LOW, "greedy", missed, 0.1, 1.0, 1.0, 1.0),
-        AlignRow(LOW, DESCRIBED, 0.5, 0.1 * ratio, ratio, 10.0, 10.0),
+        AlignRow(LOW, DESCRIBED, 0.5, 0.1 * ratio, ratio, whole, whole),
         AlignRow(LOW, "tabu", best, 1.0),
     ]
 
@@ -65,6 +65,7 @@ def rows(ratio: float, missed: float, best: float) -> list[AlignRow]:
     [
         (rows(60, 0.5, 0.4), True),
         (rows(40, 0.5, 0.4), False),
+        (rows(60, 0.5, 0.4, whole=40.0), False),
         (rows(60, 0.6, 0.4), False),
         (rows(60, 0.5, 0.5), False),
     ],

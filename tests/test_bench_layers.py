@@ -68,15 +68,16 @@ def test_a_race_takes_turns_and_does_not_count_the_first() -> None:
 # ------------------------------------------------------------------------------- goals and the command
 
 
-def made(*, ratio: float = 1.3, step: float = 2.0, **changes: Any) -> LayersBench:
+def made(*, ratio: float = 1.3, step: float = 2.0, few: float = 2.3, **changes: Any) -> LayersBench:
     layers = [CostRow("net", way, 1.0, ratio if way == "ortho_cond" else 1.0, 10, 0, 8.0) for way in WAYS]
     steps = [CostRow("net", PLAIN, 1.0, 1.0, 10, 20), CostRow("net", FOLLOWED, step, step, 10, 20)]
     blocks = [BlockRow(1, 4.0, 0.4, 400, 1e-11), BlockRow(4, 1.0, 0.1, 100, 1e-11)]
-    return LayersBench(layers, steps, [blocks[0], dataclasses.replace(blocks[1], **changes)])
+    few_rows = [CostRow("net", "ortho_cond", few, few, 10, 0, 0.1)]
+    return LayersBench(layers, few_rows, steps, [blocks[0], dataclasses.replace(blocks[1], **changes)])
 
 
 def test_goals_are_met_up_to_their_limits() -> None:
-    assert len(made().goals) == 6
+    assert len(made().goals) == 7
     assert is_met(made())
     assert is_met(made(solve_seconds=1.09))
     assert LayersBench().goals == []
@@ -84,15 +85,16 @@ def test_goals_are_met_up_to_their_limits() -> None:
 
 def test_ortho_cond_is_not_judged_where_the_batch_is_too_small_to_pay_for_its_products() -> None:
     bench = made(ratio=5.0)
-    bench.layers = [dataclasses.replace(row, load=7.9) for row in bench.layers]
+    bench.layers = [dataclasses.replace(row, load=2.9) for row in bench.layers]
     assert is_met(bench)
-    assert len(bench.goals) == 5
+    assert len(bench.goals) == 6
 
 
 @pytest.mark.parametrize(
     ("changes", "aim"),
     [
         ({"ratio": 1.31}, "ortho_cond: forward and backward"),
+        ({"few": 2.6}, "ortho_cond, few samples"),
         ({"step": 2.01}, "preconditioned step"),
         ({"solve_seconds": 1.2}, "4 blocks"),
         ({"weight_seconds": 0.12}, "4 blocks"),
@@ -134,7 +136,7 @@ def test_the_command_shows_rows_and_goals_and_exits_with_1_when_one_is_missed(
     shown = capsys.readouterr().out
     if how == "--json":
         assert [row["n_blocks"] for row in json.loads(shown)["blocks"]] == [1, 4]
-        assert len(json.loads(shown)["goals"]) == 6
+        assert len(json.loads(shown)["goals"]) == 7
     else:
         assert "ortho_cond" in shown
         assert "1e-11" in shown

@@ -205,6 +205,18 @@ def test_block_features_have_a_block_diagonal_matrix_of_equal_blocks() -> None:
         features.as_blocks(torch.ones(6, 6))
 
 
+@pytest.mark.parametrize(("n_in", "n_out"), [(7, 4), (4, 7), (5, 5)])
+@pytest.mark.parametrize("n_samples", [0, 1, 3, 5, 6, 9])  # both factors turn the samples, one of them, none
+def test_ortho_cond_may_turn_the_samples_in_place_of_the_weight(n_in: int, n_out: int, n_samples: int) -> None:
+    layer = NormOnlyLinear(n_in, n_out, features="ortho_cond", seed=2, **DOUBLE)
+    x, towards = normal(n_samples, n_in).requires_grad_(), normal(n_samples, n_out, seed=1)
+    wanted = [x, *layer.parameters()]
+    found = torch.autograd.grad(layer(x), wanted, towards)
+    expected = torch.autograd.grad(nn.functional.linear(x, layer.weight, layer.beta), wanted, towards)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.beta), rtol=0, atol=1000 * EPS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1000 * EPS)
+
+
 @pytest.mark.parametrize("way", ["factor", "iteration", "one by one", "too few"])
 def test_blocks_are_solved_to_the_least_norm_in_every_way(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     monkeypatch.setattr(solve_blocks_module, "EQUATIONS_PER_BLOCK", 0 if way == "iteration" else 1000)
@@ -216,6 +228,24 @@ def test_blocks_are_solved_to_the_least_norm_in_every_way(monkeypatch: pytest.Mo
     wanted = targets.flatten(1) @ torch.linalg.pinv(block.materialise()).mT
     # The tolerance of 1e-10 times a condition number below 1e4.
     assert relative(gamma, wanted) <= 1e-6
+
+
+def test_blocks_whose_factor_is_too_coarse_are_solved_by_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = draw_blocks("he_normal", (12, 7), n_blocks=4, excess=1.5, seed=1)
+    block = KhatriRao(features.base.left(), features.base.right())
+    targets, turns = normal(4, 3, 7), list[Tensor]()
+    iterate = solve_blocks_module._by_iteration
+
+    def count(whole: BlockOperator, target: Tensor) -> Tensor:
+        turns.append(target)
+        return iterate(whole, target)
+
+    monkeypatch.setattr(solve_blocks_module, "_by_iteration", count)
+    for gram in (lambda _: -torch.eye(21), lambda _: 100 * torch.eye(21)):  # not positive, and far from the Gram matrix
+        monkeypatch.setattr(solve_blocks_module, "row_gram", gram)
+        gamma = solve_blocks_module.solve_blocks(block, targets)
+        assert relative(block.apply(gamma), targets) <= solve_blocks_module.TOLERANCE
+    assert len(turns) == 2
 
 
 def test_the_operator_of_all_blocks_is_that_of_its_matrix() -> None:

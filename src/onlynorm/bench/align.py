@@ -2,8 +2,9 @@
 
 The cases are those of figure 4 of random_features, at 50 x 50. The described greedy decomposes the whole feature matrix
 into singular values and then scores one pair of rows at a time; ours makes the same choices from tables. Both searches
-are timed alone, on the same directions, and with everything that comes before them. Seconds are of the processor, on
-one thread, so that a busy machine does no harm. The other methods are judged by the energy they leave.
+are timed alone, and with everything that comes before them. Both orders are judged by the described directions. Seconds
+are of the processor, on one thread, so that a busy machine does little harm. The other methods are judged by the energy
+they leave.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from onlynorm.solvers import KhatriRao
 UNALIGNED, DESCRIBED = "as it came", "greedy as described"
 FACTOR = 50.0
 N_RUNS = 40
+N_DECOMPOSED = 2
+"""Turns of the decomposition, which takes ten seconds and varies little."""
 SIDE, QUICK_SIDE = 50, 16
 LOW, MIDDLE, SPARSE, INSIDE = "low rank", "higher rank", "sparse target", "sparse target, sparse features"
 COLUMNS = ("case", "method", "missed share", "search s", "ours is x faster", "with directions s", "ours is x faster")
@@ -66,13 +69,9 @@ class AlignBench:
         goals = []
         slow, fast = self.find(LOW, DESCRIBED), self.find(LOW, "greedy")
         if slow and fast and self.side == SIDE:
-            goals.append(
-                Goal(
-                    f"{SIDE} x {SIDE}: the greedy search {FACTOR:g} times faster than as described",
-                    f"{slow.search_ratio:.0f} times; with the directions {slow.whole_ratio:.0f} times",
-                    slow.search_ratio >= FACTOR,
-                )
-            )
+            for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
+                aim = f"{SIDE} x {SIDE}: the {what} {FACTOR:g} times faster than as described"
+                goals.append(Goal(aim, f"{ratio:.0f} times", ratio >= FACTOR))
         pairs = [(self.find(case, DESCRIBED), self.find(case, "greedy")) for case in (LOW, MIDDLE, SPARSE)]
         both = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
         if both:
@@ -151,19 +150,22 @@ def _mask(side: int, density: float) -> Tensor:
 
 def _measure(case: str, side: int, repeats: int) -> list[AlignRow]:
     target, left, right = make_case(case, side)
-    preparation, directions = _timed(find_directions, left, right)
-    svd, missed = _timed(missed_as_described, left, right)
-    theirs = ours = math.inf
-    for _ in range(repeats):
+    preparation = svd = theirs = ours = math.inf
+    for turn in range(repeats):
+        seconds, directions = _timed(find_directions, left, right)
+        preparation = min(preparation, seconds)
+        if turn < N_DECOMPOSED:
+            seconds, missed = _timed(missed_as_described, left, right)
+            svd = min(svd, seconds)
         seconds, order = _timed(search_as_described, missed, target)
         theirs = min(theirs, seconds)
         # As many runs as fill a turn of the other: a single one is too short to be timed.
         seconds, found = _timed(_many_times, align_within, target, directions, method="greedy")
         ours = min(ours, seconds / N_RUNS)
-    described = float(torch.einsum("ijk,ij->k", missed, target[order]).square().sum()) / found.energy
+    reached, described = (_missed_energy(missed, target[o]) / found.energy for o in (found.permutation, order))
     rows = [
         AlignRow(case, UNALIGNED, found.unaligned / found.energy, math.nan),
-        AlignRow(case, "greedy", found.objective / found.energy, ours, 1.0, preparation + ours, 1.0),
+        AlignRow(case, "greedy", reached, ours, 1.0, preparation + ours, 1.0),
         AlignRow(
             case, DESCRIBED, described, theirs, theirs / ours, svd + theirs, (svd + theirs) / (preparation + ours)
         ),
@@ -192,6 +194,10 @@ def _other_methods(case: str, target: Tensor, directions: Directions | PerOutput
         for attempt in found.attempts
         if attempt.method != "greedy"
     ]
+
+
+def _missed_energy(missed: Tensor, target: Tensor) -> float:
+    return float(torch.einsum("ijk,ij->k", missed, target).square().sum())
 
 
 def _many_times(run: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -5,9 +5,9 @@ The middle of such a layer is linear, so its two frozen source layers and the no
     W = left diag(gamma) right,    y = W x + beta
 
 and W is what the forward pass makes first: for every distribution that is cheaper than to run the features on a batch,
-unless the batch has fewer than out inp / (out + inp) samples and positions. What a map keeps is what its structure
-needs: nothing for ID cond, the numbers of the kept weights for a sparse one, two square factors for Ortho cond, both
-factors of one block for random features.
+unless the batch has fewer than out inp / (out + inp) samples and positions. Only Ortho cond gains enough there to turn
+the samples instead. What a map keeps is what its structure needs: nothing for ID cond, the numbers of the kept weights
+for a sparse one, two square factors for Ortho cond, both factors of one block for random features.
 
 A map is made from its seed whenever its precision or device changes, so that float32 and back loses nothing.
 
@@ -23,13 +23,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from onlynorm.features import Features, draw
 from onlynorm.features.blocks import BlockFeatures, draw_blocks
 from onlynorm.features.minimal import IdCondMinimal
 from onlynorm.features.registry import STRUCTURED
 from onlynorm.features.scaled import Scaled, need_spectrum, semicircle_spectrum
-from onlynorm.features.structured import IdCond, Structure
+from onlynorm.features.structured import IdCond, OrthoCond, Structure
 from onlynorm.layers.choice import Choice
 from onlynorm.layers.solve_blocks import solve_blocks
 from onlynorm.solvers import KhatriRao
@@ -78,6 +79,10 @@ class FrozenMap(nn.Module):
     def digest(self) -> str:
         """SHA-256 of the frozen numbers in float64, as far as they come from a seed."""
 
+    def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
+        """W x + beta for the weight of these gammas."""
+        return functional.linear(x, self(*gammas), beta)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenMap:
         before = (self.like.dtype, self.like.device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -124,6 +129,26 @@ class StructuredMap(FrozenMap):
     def forward(self, gamma: Tensor) -> Tensor:
         """The weight of this gamma."""
         return self.structure.apply(gamma).reshape(self.shape)
+
+    def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
+        """W x + beta; each factor of Ortho cond turns the weight or, where these are fewer, the samples.
+
+        Forward and backward then take 4 (min(n, out) inp^2 + min(n, inp) out^2) operations beyond the ordinary layer's
+        6 n out inp, for n samples.
+        """
+        structure = self.structure
+        out, inp = self.shape[0], self.equations // self.shape[0]
+        n_samples = x.numel() // max(1, x.shape[-1])
+        if not isinstance(structure, OrthoCond) or n_samples >= max(out, inp):
+            return super().linear(x, gammas, beta)
+        weight = gammas[0].view(out, inp)
+        if n_samples < out:
+            x = functional.linear(x, structure.right_factor)
+        else:
+            weight = weight @ structure.right_factor
+        if n_samples < inp:
+            return functional.linear(functional.linear(x, weight), structure.left_factor, beta)
+        return functional.linear(x, structure.left_factor @ weight, beta)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
         matrix = weight.detach().double().reshape(self.shape[0], -1)

@@ -112,7 +112,9 @@ class NormOnlyLinear(NormOnlyLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """W x + beta."""
-        return functional.linear(x, self.weight, self.beta)
+        if self.held is not None:
+            return functional.linear(x, self.held, self.beta)
+        return self.frozen.linear(x, self.gammas, self.beta)
 
 
 class NormOnlyConv2d(NormOnlyLayer):

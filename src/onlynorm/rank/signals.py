@@ -16,7 +16,7 @@ from torch import Tensor
 from onlynorm.errors import ValueRangeError
 from onlynorm.rank.measures import count_at_least
 
-MAX_COLUMNS = 2048
+MAX_COLUMNS = 1024
 """Columns by default. N columns of a signal with ratio r give about 1 / (1/r + 1/N)."""
 TAU = 0.5
 """The soft rank counts eigenvalues of M of at least half the mean of its diagonal."""
