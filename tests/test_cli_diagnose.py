@@ -12,10 +12,12 @@ from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import save_file
 
+from onlynorm.cli import diagnose as command
 from onlynorm.cli.parts import draw_places
 from onlynorm.data import digits
 from onlynorm.models import make_model
 from onlynorm.rank import diagnose
+from onlynorm.rank.diagnosis import COLUMNS
 
 OWN_MODULE = """
 from onlynorm.models import mlp, vgg
@@ -96,3 +98,12 @@ def test_the_help_has_an_example(run: RunCli) -> None:
     ran = run("--help")
     assert ran.code == 0
     assert "onlynorm diagnose resnet20" in ran.stdout
+
+
+def test_a_narrow_screen_does_without_the_columns_that_say_the_least() -> None:
+    rows = [("1", "layers.0", "Linear", "128", "5.799", "26", "0.7", "0.57", "0%", "9.1e-13", "2e-14")]
+    assert command._fitting(rows, 200) == list(range(len(COLUMNS)))
+    kept = command._fitting(rows, 80)
+    assert [COLUMNS[place] for place in kept] == [name for name in COLUMNS if name not in command.SPARED[:2]]
+    assert sum(2 + max(len(COLUMNS[place]), len(rows[0][place])) for place in kept) <= 80
+    assert len(command._fitting(rows, 10)) == len(COLUMNS) - len(command.SPARED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,9 @@ from onlynorm.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
 from onlynorm.screen import make_table, print_json, screen, spinner
 
 TONES = {"healthy": "green", "suspect": "yellow", "untrainable": "red"}
+
+SPARED = ("of signal", "units", "soft rank", "dead")
+"""Columns that a narrow screen does without, in this order."""
 
 
 @app.command(
@@ -103,11 +107,25 @@ def _print(found: Diagnosis) -> None:
         screen.print(f"- {escape(finding)}", highlight=False)
     if verdict.advice:
         screen.print(escape(verdict.advice), highlight=False)
-    grid = make_table(*COLUMNS)
-    for place, column in enumerate(grid.columns):
+    kept = _fitting(found.rows(), screen.width)
+    grid = make_table(*(COLUMNS[place] for place in kept))
+    for place, column in zip(kept, grid.columns, strict=True):
         column.justify = "left" if COLUMNS[place] in ("signal", "kind") else "right"
     for row in found.rows():
-        grid.add_row(*map(escape, row))
+        grid.add_row(*(escape(row[place]) for place in kept))
     screen.print(grid)
+    if len(kept) < len(COLUMNS):
+        left_out = [name for place, name in enumerate(COLUMNS) if place not in kept]
+        screen.print(f"left out on a narrow screen: {', '.join(left_out)}; --html has all", highlight=False)
     for note in found.notes():
         screen.print(escape(note), highlight=False)
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Places of the columns that fit side by side; those that say the least go first."""
+    wide = [2 + max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    kept = list(range(len(COLUMNS)))
+    for name in SPARED:
+        if sum(wide[place] for place in kept) > width:
+            kept.remove(COLUMNS.index(name))
+    return kept

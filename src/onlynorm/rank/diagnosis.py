@@ -102,8 +102,8 @@ class Diagnosis:
 def _cells(layer: Layer) -> tuple[str, ...]:
     return (
         str(layer.depth), layer.place, layer.kind, str(layer.n_units), _number(layer.r, ".4g"),
-        str(layer.soft_rank) if layer.is_finite else "-", _number(layer.spread, ".1e"), _number(layer.scale, ".2e"),
-        _number(layer.dead, ".0%"), _number(layer.gradient, ".1e"), _number(layer.signal_gradient, ".1e"),
+        str(layer.soft_rank) if layer.is_finite else "-", _number(layer.spread, ".2g"), _number(layer.scale, ".2g"),
+        _number(layer.dead, ".0%"), _number(layer.gradient, ".2g"), _number(layer.signal_gradient, ".2g"),
     )  # fmt: skip
 
 
