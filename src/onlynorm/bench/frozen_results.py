@@ -182,7 +182,7 @@ def write_histogram(bench: FrozenBench, folder: Path) -> Path:
         _draw(ways, bench.find(None, way), way, number)
     ways.set_title("all networks")
     for axes in (wider, deeper, ways):
-        axes.set(xlabel="scale after training", ylabel="share of scales")
+        axes.set(xlabel="scale after training; the last bins hold all beyond", ylabel="share of scales")
         axes.legend(frameon=False, fontsize=8)
     return write_pictures(figure, folder, "gammas")[0]
 
