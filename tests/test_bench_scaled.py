@@ -29,13 +29,13 @@ ONE, LAST, STEEP = Scale(SEMICIRCLE, 1.0), Scale(SEMICIRCLE, 1e6), Scale(GEOMETR
 
 
 def _data() -> Split:
-    images, labels = torch.randn(120, 1, 6, 4, generator=seeded(0)), torch.arange(120) % 10
+    images, labels = torch.randn(120, 1, 4, 4, generator=seeded(0)), torch.arange(120) % 10
     return Split("toy", images[:80], labels[:80], images[80:], labels[80:])
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    subject = Subject(_data, lambda seed: nn.Sequential(nn.Flatten(), *mlp((6, 5, 10), seed=seed)))
+    subject = Subject(_data, lambda seed: nn.Sequential(nn.Flatten(), *mlp((4, 5, 10), seed=seed)))
     monkeypatch.setitem(training.SUBJECTS, "toy", subject)
     monkeypatch.setattr(training, "N_PUT_ASIDE", 40)
     monkeypatch.setattr(bench_module, "RATES", (0.01, 0.1))

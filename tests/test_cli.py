@@ -260,7 +260,7 @@ def test_without_a_command_the_help_is_shown(run: RunCli) -> None:
         ("verify net.safetensors", "Missing option '--model'"),
         ("verify net.safetensors --model mlp", "net.safetensors"),
         ("verify net.safetensors --model mlp --tolerance 0", "tolerance needs to lie in (0, 1); got 0.0"),
-        ("bench sole", "No such command 'sole'. Did you mean 'solve'?"),
+        ("bench slove", "No such command 'slove'. Did you mean 'solve'"),
         ("bench reconstruct --features he_norml", "features needs a known name; got 'he_norml'"),
         ("bench reconstruct --images 0", "Invalid value for '--images'"),
         ("bench solve --repeats 0", "Invalid value for '--repeats'"),
