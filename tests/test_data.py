@@ -101,6 +101,8 @@ def test_images_are_averaged_down_and_never_up() -> None:
     assert torch.allclose(made.test_inputs[1, 1, 0, 2], images[5, 1, 0:2, 4:6].mean())
     assert made.train_labels is split.train_labels
     assert split.smaller(16) is split
+    tall = Split("tall", images.reshape(6, 3, 16, 4)[:4], labels[:4], images.reshape(6, 3, 16, 4)[4:], labels[4:])
+    assert tall.smaller(2).train_inputs.shape == (4, 3, 8, 2)
 
 
 def test_a_split_says_its_name_sizes_and_shape() -> None:

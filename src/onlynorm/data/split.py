@@ -31,10 +31,15 @@ class Split:
         return len(self.test_labels) > 0
 
     def smaller(self, side: int) -> Split:
-        """The same with images averaged down to so many pixels a side; as it is if they have no more."""
-        if self.train_inputs.shape[-1] <= side:
+        """The same with images averaged down to so many pixels in width, and as many in height as their shape asks for.
+
+        Images that have no more stay as they are.
+        """
+        height, width = self.train_inputs.shape[-2:]
+        if width <= side:
             return self
-        train, test = (adaptive_avg_pool2d(images, side) for images in (self.train_inputs, self.test_inputs))
+        size = (max(1, height * side // width), side)
+        train, test = (adaptive_avg_pool2d(images, size) for images in (self.train_inputs, self.test_inputs))
         return replace(self, train_inputs=train, test_inputs=test)
 
     def __str__(self) -> str:
