@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from rich.markup import escape
 from torch import Tensor
+from torch.utils.data import Dataset, Subset
 
 from onlynorm.cli.choices import find_split
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, DATA_SETS, Split, seeded
@@ -40,28 +40,18 @@ class Parts:
     unreadable: tuple[Path, ...] = ()
 
 
-class _Some:
-    """Chosen samples of a data set."""
+class _Images:
+    """Images of a folder, normalised as the networks for CIFAR and ImageNet expect them."""
 
-    def __init__(self, pairs: Pairs, chosen: Sequence[int]) -> None:
-        self._pairs, self._chosen = pairs, chosen
-
-    def __len__(self) -> int:
-        return len(self._chosen)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._pairs[self._chosen[index]]
-
-
-class _Images(_Some):
-    """Chosen images of a folder, normalised as the networks for CIFAR and ImageNet expect them."""
-
-    def __init__(self, images: ImageFolder, chosen: Sequence[int]) -> None:
-        super().__init__(images, chosen)
+    def __init__(self, images: ImageFolder) -> None:
+        self._images = images
         self._mean, self._std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
 
+    def __len__(self) -> int:
+        return len(self._images)
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = super().__getitem__(index)
+        image, label = self._images[index]
         return (image - self._mean) / self._std, label
 
 
@@ -114,13 +104,9 @@ def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -
                 f"train and test need the same classes; got {', '.join(odd[:3])} in one of them only. Add an empty "
                 "folder to the other, or remove it."
             )
-        return Parts(
-            _Images(train, range(len(train))), _Images(test, range(len(test))), len(train.classes),
-            (*train.unreadable, *test.unreadable),
-        )  # fmt: skip
+        return Parts(_Images(train), _Images(test), len(train.classes), (*train.unreadable, *test.unreadable))
     images = ImageFolder(folder, size=size, skip_unreadable=skip_unreadable)
-    learn, judge = _cut(len(images), seed=seed, where=str(folder))
-    return Parts(_Images(images, learn), _Images(images, judge), len(images.classes), tuple(images.unreadable))
+    return Parts(*_cut(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable))
 
 
 def factory_parts(spec: str, *, seed: int) -> Parts:
@@ -131,12 +117,12 @@ def factory_parts(spec: str, *, seed: int) -> Parts:
     made = run_factory(spec, what="a data set")
     if isinstance(made, Split):
         return split_parts(made)
-    if isinstance(made, tuple | list) and len(made) == 2 and not isinstance(made[0], Tensor):
+    is_cut = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
+    if is_cut:
         train, test = (_data_set(part, spec) for part in made)
     else:
-        pairs = _data_set(made, spec)
-        train, test = (_Some(pairs, chosen) for chosen in _cut(len(pairs), seed=seed, where=spec))
-    classes = getattr(made[0] if isinstance(made, tuple | list) else made, "classes", None)
+        train, test = _cut(_data_set(made, spec), seed=seed, where=spec)
+    classes = getattr(made[0] if is_cut else made, "classes", None)
     n_classes = len(classes) if classes is not None else 1 + max(_labels(train, spec) | _labels(test, spec))
     return Parts(train, test, n_classes)
 
@@ -152,20 +138,22 @@ def split_parts(split: Split) -> Parts:
     return Parts(train, test, n_classes)
 
 
-def _cut(n_samples: int, *, seed: int, where: str) -> tuple[list[int], list[int]]:
-    """Which samples to learn from and which to judge by, drawn by seed."""
+def _cut(pairs: Pairs, *, seed: int, where: str) -> tuple[Pairs, Pairs]:
+    """Samples to learn from and samples to judge by, drawn by seed."""
+    n_samples = len(pairs)
     if n_samples < 2:
         raise ValueRangeError(
             f"data need two samples or more to be cut in two; got {n_samples} from {where}. Add some, or give both "
             "parts."
         )
     order = torch.randperm(n_samples, generator=seeded(seed)).tolist()
-    cut = min(max(round(n_samples * (1.0 - TEST_SHARE)), 1), n_samples - 1)
-    return order[:cut], order[cut:]
+    n_learn = min(max(round(n_samples * (1.0 - TEST_SHARE)), 1), n_samples - 1)
+    whole = cast("Dataset[Any]", pairs)  # anything with a length and an index serves as one
+    return Subset(whole, order[:n_learn]), Subset(whole, order[n_learn:])
 
 
 def _data_set(made: Any, spec: str) -> Pairs:
-    if isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, Tensor) for part in made):
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Tensor) for part in made):
         return TensorPairs(*made)
     if not isinstance(made, Pairs) or isinstance(made, Tensor | str | dict) or not len(made):
         what = "nothing" if made is None else f"a {type(made).__name__}"
