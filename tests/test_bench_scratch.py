@@ -72,7 +72,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, **options: Any) -> ScratchBench:
-    return bench_scratch(trainings={"toy": SMALL}, out=out, **{"n_seeds": 2, **options})
+    return bench_scratch(trainings={"toy": SMALL}, out=out, **{"n_seeds": 2, "n_trials": 2, **options})
 
 
 def result(way: str, accuracy: float, seed: int = 0, losses: tuple[float, ...] = (1.0, 0.5)) -> ScratchRun:
@@ -183,7 +183,8 @@ def test_every_way_is_tuned_and_trained_and_drawn(tmp_path: Path) -> None:
     assert seen == bench.runs
     assert [made.way for made in bench.runs] == list(WAYS)
     assert {way.excess for way in WAYS.values()} == {None, *SHARES, BOUND, ABOVE}
-    assert len(bench.trials) == 2 * len(WAYS)
+    assert len(bench.trials) == 2 * 2 * len(WAYS)
+    assert {trial.seed for trial in bench.trials} == {TRIAL_SEED, TRIAL_SEED + 1}
     for made in bench.runs:
         assert made.rate == best_rate(bench.tried("toy", made.way))
         assert made.accuracy in [n / 30 for n in range(31)]
@@ -271,8 +272,20 @@ def test_the_papers_finding_is_decided_by_the_interval_of_the_gap() -> None:
         assert met == (words == "confirmed")
 
 
+def test_a_rate_is_judged_by_the_mean_of_its_trials() -> None:
+    found = {0.1: (0.9, 0.1), 0.3: (0.6, 0.6), 1.0: (0.2, 0.7)}
+    trials = [
+        ScratchTrial("toy", ORDINARY, TRIAL_SEED + place, rate, accuracy)
+        for rate, accuracies in found.items()
+        for place, accuracy in enumerate(accuracies)
+    ]
+    tried = ScratchBench(trials=[*trials, ScratchTrial("toy", ID_COND, TRIAL_SEED, 3.0, 1.0)]).tried("toy", ORDINARY)
+    assert tried == pytest.approx({0.1: 0.5, 0.3: 0.6, 1.0: 0.45})
+    assert best_rate(tried) == 0.3
+
+
 def test_a_best_rate_at_the_end_of_all_rates_is_said() -> None:
-    trials = [ScratchTrial("toy", ORDINARY, rate, rate) for rate in RATES]
+    trials = [ScratchTrial("toy", ORDINARY, TRIAL_SEED, rate, rate) for rate in RATES]
     bench = ScratchBench([dataclasses.replace(result(ORDINARY, 0.5), rate=RATES[-1])], trials)
     assert bench.tables()[0].rows[0][6] == "1000, the end of the grid"
     assert ScratchBench([result(ORDINARY, 0.5)], trials[3:6]).tables()[0].rows[0][6] == "0.1"
@@ -298,9 +311,9 @@ def test_the_command_prints_tables_and_ends_with_one_where_a_goal_is_missed(
         return ScratchBench(runs, figure="shares.png")
 
     monkeypatch.setattr(measuring, "bench_scratch", pretend)
-    ran = command("--data", "cifar10", "--epochs", 5, "--seeds", 4, "--markdown")
+    ran = command("--data", "cifar10", "--epochs", 5, "--seeds", 4, "--trials", 2, "--markdown")
     assert ran.code == 1
-    assert (asked[0]["data"], asked[0]["epochs"], asked[0]["n_seeds"]) == (["cifar10"], 5, 4)
+    assert [asked[0][name] for name in ("data", "epochs", "n_seeds", "n_trials")] == [["cifar10"], 5, 4, 2]
     assert "| toy | he_normal 1 | 100 | 60.0 ± 0.0 | -10.0 ± 0.0 |" in ran.out
     assert "toy, he_normal 1, seed 0: 40.0 %" in ran.err
     assert "accuracy against the share of features: shares.png" in ran.err

@@ -1,14 +1,15 @@
 """Norms trained from scratch beside the ordinary network, on real images with tuned learning rates.
 
 Small VGGs with batch norms, SGD with momentum, the rate on a cosine, as many epochs for every way. The rate of a way is
-the one with the best accuracy on training images put aside, tried on a network that is not judged: all ways begin with
-the same four rates and go on to their neighbours while the best lies at an end. Then every seed is judged on test
-images. Below the width bound features reach only a part of the weights: accuracy against their share is drawn. Each run
-and each try of a rate is kept as a record.
+the one with the best accuracy on training images put aside, the mean of several networks that are not judged: all ways
+begin with the same four rates and go on to their neighbours while the best lies at an end. Then every seed is judged on
+test images. Below the width bound features reach only a part of the weights: accuracy against their share is drawn.
+Each run and each try of a rate is kept as a record.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,10 +24,10 @@ from onlynorm.reconstruction.partial import tensors_digest
 
 TRAININGS = {
     "fashion_mnist": Training(
-        "fashion_mnist", ((8, 8), (16,)), image_size=14, n_train=8000, n_put_aside=2000, n_test=10_000, epochs=8
+        "fashion_mnist", ((8, 8), (16,)), image_size=14, n_train=8000, n_put_aside=10_000, n_test=10_000, epochs=8
     ),
     "cifar10": Training(
-        "cifar10", ((8, 8), (16, 16)), image_size=16, n_train=8000, n_put_aside=2000, n_test=10_000, epochs=8
+        "cifar10", ((8, 8), (16, 16)), image_size=16, n_train=8000, n_put_aside=5000, n_test=10_000, epochs=8
     ),
 }
 """Networks, images and schedules by data set."""
@@ -40,7 +41,8 @@ KIND = "onlynorm-bench-scratch"
 def bench_scratch(
     *,
     data: Sequence[str] | None = None,
-    n_seeds: int = 3,
+    n_seeds: int = 5,
+    n_trials: int = 3,
     epochs: int | None = None,
     trainings: dict[str, Training] | None = None,
     quick: bool = False,
@@ -51,6 +53,7 @@ def bench_scratch(
 ) -> ScratchBench:
     """Trains every way on each of these data sets; what an earlier run with the same sizes did is read again.
 
+    `n_trials` networks choose the rate of a way, `n_seeds` others are judged.
     `force` makes it anew. The picture of accuracy against the share of features lies in the folder of the records.
     """
     if n_seeds > TRIAL_SEED:
@@ -64,7 +67,7 @@ def bench_scratch(
     chosen = {name: replace(known[name], epochs=epochs or known[name].epochs) for name in data or known}
     bench = ScratchBench(trainings=chosen)
     for name, training in chosen.items():
-        lab = _Lab(training, rows, say)
+        lab = _Lab(training, rows, say, range(TRIAL_SEED, TRIAL_SEED + n_trials))
         for way in WAYS:
             bench.trials += lab.trials(way)
             rate = best_rate(bench.tried(name, way))
@@ -79,8 +82,8 @@ def bench_scratch(
 class _Lab:
     """One data set and the records of its runs."""
 
-    def __init__(self, training: Training, rows: Rows, say: Say) -> None:
-        self.training, self.rows, self.say = training, rows, say
+    def __init__(self, training: Training, rows: Rows, say: Say, trial_seeds: Sequence[int]) -> None:
+        self.training, self.rows, self.say, self.trial_seeds = training, rows, say, trial_seeds
         split = images(training.data, training.image_size)
         n_left = len(split.train_inputs) - training.n_put_aside
         if training.n_train > n_left:
@@ -95,9 +98,10 @@ class _Lab:
         found: list[ScratchTrial] = []
 
         def attempt(rate: float) -> float:
-            row = self._find(way, TRIAL_SEED, rate, f"trying rate {rate:g}", is_trial=True)
-            found.append(ScratchTrial(self.training.data, way, rate, row["accuracy"], row["note"]))
-            return found[-1].accuracy
+            for seed in self.trial_seeds:
+                row = self._find(way, seed, rate, f"trying rate {rate:g}, seed {seed}", is_trial=True)
+                found.append(ScratchTrial(self.training.data, way, seed, rate, row["accuracy"], row["note"]))
+            return statistics.fmean(trial.accuracy for trial in found if trial.rate == rate)
 
         try_rates(attempt)
         return found

@@ -63,6 +63,7 @@ class ScratchTrial:
 
     data: str
     way: str
+    seed: int
     rate: float
     accuracy: float
     note: str = ""
@@ -96,8 +97,12 @@ class ScratchBench:
         return Spread.of([ordinary[r.seed] - r.accuracy for r in self.find(data, way) if r.seed in ordinary])
 
     def tried(self, data: str, way: str) -> dict[float, float]:
-        """Accuracies on the images put aside, by rate."""
-        return {t.rate: t.accuracy for t in self.trials if (t.data, t.way) == (data, way)}
+        """Accuracies on the images put aside, by rate: means of the seeds on which it was tried."""
+        found: dict[float, list[float]] = {}
+        for trial in self.trials:
+            if (trial.data, trial.way) == (data, way):
+                found.setdefault(trial.rate, []).append(trial.accuracy)
+        return {rate: statistics.fmean(accuracies) for rate, accuracies in found.items()}
 
     @property
     def goals(self) -> list[Goal]:

@@ -16,7 +16,8 @@ from onlynorm.screen import errors, spinner
 def measure_scratch(
     quick: Quick = False,
     data: Annotated[list[str] | None, typer.Option(help="fashion_mnist, cifar10; both if left out.")] = None,
-    seeds: Annotated[int, typer.Option(help="Networks of each way.", min=1)] = 3,
+    seeds: Annotated[int, typer.Option(help="Networks of each way.", min=1)] = 5,
+    trials: Annotated[int, typer.Option(help="Other networks by which the rate of a way is chosen.", min=1)] = 3,
     epochs: Epochs = None,
     out: Out = OUT,
     force: Force = False,
@@ -27,7 +28,8 @@ def measure_scratch(
     need_folder(out)
     with spinner("bench scratch", hidden=False) as say:
         result = bench_scratch(
-            data=data, n_seeds=seeds, epochs=epochs, quick=quick, out=out, force=force, progress=say,
+            data=data, n_seeds=seeds, n_trials=trials, epochs=epochs, quick=quick, out=out, force=force,
+            progress=say,
             on_row=lambda run: errors.print(
                 f"{run.data}, {run.way}, seed {run.seed}: {100 * run.accuracy:.1f} %", highlight=False
             ),
