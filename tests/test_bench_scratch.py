@@ -34,9 +34,9 @@ from onlynorm.cli import measure_scratch as measuring
 from onlynorm.data import Split, seeded
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.papers import scratch_training
+from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.papers.scratch_training import (
     RATES,
-    TRIAL_SEED,
     Training,
     Way,
     best_rate,
@@ -225,7 +225,7 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         bench_scratch(data=["cifar"], out=tmp_path)
     with pytest.raises(ValueRangeError, match="at most 100 seeds; got 101"):
         bench_scratch(n_seeds=101, out=tmp_path)
-    with pytest.raises(ValueRangeError, match="91 images needs as many that are not put aside; toy has 90"):
+    with pytest.raises(ValueRangeError, match="toy needs at most the 90 images that are not put aside; got 91"):
         bench_scratch(trainings={"toy": dataclasses.replace(SMALL, n_train=91)}, out=tmp_path)
 
 

@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 from onlynorm.bench.kept import Rows, Say
 from onlynorm.bench.scaled_results import ORDINARY, Scale, ScaledBench, ScaledLaw, ScaledRun, ScaledSizes, ScaledTrial
 from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.papers.scaled_training import (
     GEOMETRIC,
     LAWS,
     SEMICIRCLE,
     SUBJECTS,
-    TRIAL_SEED,
     images_of,
     spectrum_change,
     squared_spectrum,

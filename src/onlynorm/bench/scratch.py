@@ -19,7 +19,8 @@ from onlynorm.bench.kept import Rows, Say
 from onlynorm.bench.scratch_picture import write_shares
 from onlynorm.bench.scratch_results import WAYS, ScratchBench, ScratchRun, ScratchTrial
 from onlynorm.errors import UnknownNameError, ValueRangeError
-from onlynorm.papers.scratch_training import TRIAL_SEED, Training, best_rate, images, train, try_rates
+from onlynorm.papers.lessons import TRIAL_SEED
+from onlynorm.papers.scratch_training import Training, best_rate, images, lesson, train, try_rates
 from onlynorm.reconstruction.partial import tensors_digest
 
 TRAININGS = {
@@ -85,12 +86,7 @@ class _Lab:
     def __init__(self, training: Training, rows: Rows, say: Say, trial_seeds: Sequence[int]) -> None:
         self.training, self.rows, self.say, self.trial_seeds = training, rows, say, trial_seeds
         split = images(training.data, training.image_size)
-        n_left = len(split.train_inputs) - training.n_put_aside
-        if training.n_train > n_left:
-            raise ValueRangeError(
-                f"training on {training.n_train} images needs as many that are not put aside; {training.data} has "
-                f"{n_left}. Take fewer."
-            )
+        lesson(training, 0)  # says now what would fail after the trials
         self.made_of = {"data": tensors_digest(vars(split)), "training": asdict(training)}
 
     def trials(self, way: str) -> list[ScratchTrial]:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from onlynorm.papers.artifact import artifact
+from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.papers.run import Outcome, Run
-from onlynorm.papers.scaled_training import TRIAL_SEED, spectrum_change, train
+from onlynorm.papers.scaled_training import spectrum_change, train
 from onlynorm.report.records import Curve, Panel, Table
 from onlynorm.report.spread import Spread
 

@@ -24,17 +24,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onlynorm as on
-from onlynorm.data import Split, cifar10, fashion_mnist, seeded
-from onlynorm.errors import TrainingError, UnknownNameError, ValueRangeError
+from onlynorm.data import Split, cifar10, fashion_mnist
+from onlynorm.errors import TrainingError, UnknownNameError
 from onlynorm.layers import Choice, NormOnlyLayer, wrap
 from onlynorm.models import cifar_resnet, mlp
+from onlynorm.papers import lessons
 from onlynorm.tuning import accuracy
 
 SEMICIRCLE, GEOMETRIC = "semi-circle", "geometric"
 LAWS = (SEMICIRCLE, GEOMETRIC)
 """Laws of the singular values."""
-TRIAL_SEED = 100
-"""Seed with which rates are chosen."""
 N_PUT_ASIDE = 2000
 """Training images that only choose rates."""
 _N_CLASSES = 10
@@ -118,20 +117,12 @@ def train(
 
 def pick_lesson(data: str, *, n_train: int, seed: int) -> tuple[Tensor, Tensor]:
     """Training images chosen by the seed among those not put aside, and their labels."""
-    split, pool = images_of(data), _order(data)[N_PUT_ASIDE:]
-    if n_train > len(pool):
-        raise ValueRangeError(
-            f"a lesson on {data} needs at most the {len(pool)} images that are not put aside; got {n_train}. Take "
-            "fewer."
-        )
-    chosen = pool[torch.randperm(len(pool), generator=seeded(seed))[:n_train]]
-    return split.train_inputs[chosen], split.train_labels[chosen]
+    return lessons.lesson(images_of(data), n_train, n_put_aside=N_PUT_ASIDE, seed=seed)
 
 
 def put_aside(data: str) -> tuple[Tensor, Tensor]:
     """The training images that choose rates, and their labels."""
-    split, chosen = images_of(data), _order(data)[:N_PUT_ASIDE]
-    return split.train_inputs[chosen], split.train_labels[chosen]
+    return lessons.put_aside(images_of(data), N_PUT_ASIDE)
 
 
 @functools.lru_cache(maxsize=2)
@@ -139,10 +130,6 @@ def images_of(data: str) -> Split:
     """The data set with images averaged over 2 x 2 pixels."""
     split = _subject(data).load()
     return split.smaller(split.train_inputs.shape[-1] // 2)
-
-
-def _order(data: str) -> Tensor:
-    return torch.randperm(len(images_of(data).train_labels), generator=seeded(TRIAL_SEED))
 
 
 def _subject(data: str) -> Subject:

@@ -16,19 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm.data import Split, cifar10, fashion_mnist, seeded
+from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.errors import TrainingError
 from onlynorm.models import vgg
+from onlynorm.papers import lessons
+from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.tuning import accuracy
 
 DATA: dict[str, Callable[[], Split]] = {"fashion_mnist": fashion_mnist, "cifar10": cifar10}
 """Data sets by name."""
-TRIAL_SEED = 100
-"""Seed of the networks on which learning rates are chosen, and of the choice of the images put aside."""
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Learning rates that can be tried; plain steps on he_normal features move weights by 4 / inputs of the rate."""
 FIRST_RATES = (0.03, 0.1, 0.3, 1.0)
@@ -136,30 +135,19 @@ def build(way: Way, training: Training, *, seed: int) -> nn.Module:
 
 def lesson(training: Training, seed: int) -> tuple[Tensor, Tensor]:
     """Training images of this seed, none of which is put aside, and their labels."""
-    pool = _order(training)[training.n_put_aside :]
-    chosen = pool[torch.randperm(len(pool), generator=seeded(seed))[: training.n_train]]
-    return _pick(training, chosen)
+    split = images(training.data, training.image_size)
+    return lessons.lesson(split, training.n_train, n_put_aside=training.n_put_aside, seed=seed)
 
 
 def put_aside(training: Training) -> tuple[Tensor, Tensor]:
     """The training images by which rates are chosen, and their labels."""
-    return _pick(training, _order(training)[: training.n_put_aside])
+    return lessons.put_aside(images(training.data, training.image_size), training.n_put_aside)
 
 
 def judged(training: Training) -> tuple[Tensor, Tensor]:
     """The test images by which networks are judged, and their labels."""
     split = images(training.data, training.image_size)
     return split.test_inputs[: training.n_test], split.test_labels[: training.n_test]
-
-
-def _order(training: Training) -> Tensor:
-    n_images = len(images(training.data, training.image_size).train_inputs)
-    return torch.randperm(n_images, generator=seeded(TRIAL_SEED))
-
-
-def _pick(training: Training, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    split = images(training.data, training.image_size)
-    return split.train_inputs[chosen], split.train_labels[chosen]
 
 
 @functools.lru_cache(maxsize=2)
