@@ -217,7 +217,7 @@ def test_text_of_a_record_cannot_become_markup() -> None:
         values={HOSTILE: 1.0},
         sizes={HOSTILE: HOSTILE},
         curves=(Curve(HOSTILE, [0], [1], panel=HOSTILE),),
-        panels=(Panel(HOSTILE, HOSTILE, HOSTILE, HOSTILE),),
+        panels=(Panel(HOSTILE, HOSTILE, HOSTILE, HOSTILE, x_names=(HOSTILE,)),),
         table=Table([HOSTILE], [[HOSTILE]]),
         pieces=(PieceNote(HOSTILE, HOSTILE, {}, 1.0, is_reloaded=False),),
         versions={HOSTILE: HOSTILE},
@@ -338,3 +338,25 @@ def test_the_legend_of_a_narrow_figure_stays_inside_it() -> None:
     box = figure.legends[0].get_window_extent()
     assert figure.bbox.x0 <= box.x0
     assert box.x1 <= figure.bbox.x1
+
+
+def test_names_stand_below_an_axis_of_kinds_and_come_back_from_the_file(tmp_path: Path) -> None:
+    curve = Curve("error", [1.0, 2.0], [1.0, 2.0])
+    record = make_record(curves=[curve], panels=[Panel("", x_names=["cost in $", "he_normal"])])
+    axes = draw_figure(record).axes[0]
+    assert [(t.get_position()[0], t.get_text()) for t in axes.get_xticklabels()] == [
+        (1, r"cost in \$"),
+        (2, "he_normal"),
+    ]
+    assert plot_panels(record)[0]["layout"]["xaxis"]["ticktext"] == ["cost in $", "he_normal"]
+    write_record(tmp_path / "record.json", record)
+    assert read_record(tmp_path / "record.json").panels == tuple(record.panels)
+
+
+def test_records_of_before_axes_had_names_are_read(tmp_path: Path) -> None:
+    write_record(tmp_path / "record.json", make_record())
+    body = read_sealed(tmp_path / "record.json", kind=RECORD)
+    for panel in body["panels"]:
+        del panel["x_names"]
+    write_sealed(tmp_path / "record.json", body, kind=RECORD)
+    assert [panel.x_names for panel in read_record(tmp_path / "record.json").panels] == [(), ()]

@@ -192,10 +192,9 @@ def _sparse_values(right: Grid) -> dict[str, float]:
 
 
 def _panels(grids: Mapping[str, Grid], names: Sequence[str], side: int, sizes: Mapping[str, Any]) -> list[Panel]:
-    numbered = ", ".join(f"{place} {name}" for place, name in enumerate(names, start=1))
     low = [
-        Panel(panel, f"{side} x {side}, rank {sizes[panel][0]}, {sizes[panel][1]} features", f"target: {numbered}",
-              "relative error after greedy")
+        Panel(panel, f"{side} x {side}, rank {sizes[panel][0]}, {sizes[panel][1]} features", "target",
+              "relative error after greedy", x_names=names)
         for panel in grids
     ]  # fmt: skip
     title = f"sparse targets, {sizes['middle'][1]} features (points: best method)"
@@ -210,7 +209,8 @@ def _curves(grids: Mapping[str, Grid], right: Grid, densities: Sequence[float]) 
             curves.append(Curve(name, list(range(1, len(heights) + 1)), heights, kind="points", panel=panel))
     for name, row in right.items():
         before, after = ([cell[way] for cell in row.values()] for way in (PLAIN, BEST))
-        curves.append(Curve(f"{name}, {PLAIN}", densities, before, panel="right"))
+        if name in ("he_normal", "id_cond"):  # the others lie on them
+            curves.append(Curve(f"{name}, {PLAIN}", densities, before, panel="right", style="law"))
         curves.append(Curve(name, densities, after, kind="line+points", panel="right"))
     return curves
 

@@ -80,6 +80,9 @@ def draw_figure(record: Record) -> Figure:
         axes.set(title=_plain(panel.title), xlabel=_plain(panel.x_label), ylabel=_plain(panel.y_label))
         axes.set_xscale("log" if panel.x_log else "linear")
         axes.set_yscale("log" if panel.y_log else "linear")
+        if panel.x_names:
+            places = range(1, len(panel.x_names) + 1)
+            axes.set_xticks(places, [_plain(name) for name in panel.x_names], rotation=30, ha="right")
     _add_legend(figure, named)
     return figure
 

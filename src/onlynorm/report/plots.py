@@ -54,8 +54,12 @@ def _trace(curve: Curve, number: int) -> dict[str, Any]:
 
 
 def _layout(panel: Panel) -> dict[str, Any]:
+    x_axis: dict[str, Any] = {"title": {"text": html.escape(panel.x_label)}, "type": "log" if panel.x_log else "linear"}
+    if panel.x_names:
+        names = [html.escape(name) for name in panel.x_names]
+        x_axis |= {"tickmode": "array", "tickvals": list(range(1, len(names) + 1)), "ticktext": names}
     return {
-        "xaxis": {"title": {"text": html.escape(panel.x_label)}, "type": "log" if panel.x_log else "linear"},
+        "xaxis": x_axis,
         "yaxis": {"title": {"text": html.escape(panel.y_label)}, "type": "log" if panel.y_log else "linear"},
     }
 

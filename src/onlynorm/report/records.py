@@ -59,7 +59,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; curves name the panel they belong to."""
+    """One pair of axes; curves name the panel they belong to.
+
+    `x_names` stand at 1, 2, 3 and so on instead of numbers.
+    """
 
     name: str = ""
     title: str = ""
@@ -67,6 +70,10 @@ class Panel:
     y_label: str = ""
     x_log: bool = False
     y_log: bool = False
+    x_names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x_names", tuple(self.x_names))
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,8 @@ def _check(item: Mapping[str, Any]) -> Check:
 
 def _panel(item: Mapping[str, Any]) -> Panel:
     words = {key: _text(item, key) for key in ("name", "title", "x_label", "y_label")}
-    return Panel(**words, x_log=_flag(item, "x_log"), y_log=_flag(item, "y_log"))
+    names = _texts(item, "x_names") if "x_names" in item else ()  # older records have none
+    return Panel(**words, x_log=_flag(item, "x_log"), y_log=_flag(item, "y_log"), x_names=names)
 
 
 def _piece(item: Mapping[str, Any]) -> PieceNote:
