@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jaxtyping
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from commands import RunCli
 
 # Systems in tests are small: a second thread waits more than it works, and on a busy machine tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,3 +33,11 @@ def unchecked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> RunCli:
+    """Runs `onlynorm` in this process, in a folder of its own."""
+    from commands import runner  # it imports the package, which must come after the hook above
+
+    return runner(monkeypatch, capsys, tmp_path)

@@ -9,27 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import normals, some_labels
 from torch import Tensor
 from torch.nn import functional
 
-from onlynorm import theorems
 from onlynorm.data import digits
-from onlynorm.errors import FormatError, MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.features import draw
-from onlynorm.identity import checks_memorize
+from onlynorm.errors import FormatError, ShapeError, ValueRangeError
 from onlynorm.identity.memorize import FACTOR, memorize
 from onlynorm.identity.memorizer import SILENT, Block, Memorizer
 from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
 from onlynorm.identity.off_sample import margins, measure_off_sample
-from onlynorm.identity.thresholds import by_length, largest_later, separate
-
-
-def normals(rows: int, columns: int, *, seed: int = 0) -> Tensor:
-    return draw("er_normal", (rows, 1), n_features=columns, density=1.0, seed=seed, layer="test").left().contiguous()
-
-
-def some_labels(n: int, r: int, *, seed: int = 0) -> Tensor:
-    return (normals(n, 1, seed=seed)[:, 0].abs() * 1e6).long() % r
+from onlynorm.identity.thresholds import by_length
 
 
 @pytest.fixture(scope="module")
@@ -181,53 +171,6 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
     assert not torch.equal(first.lift.weight, other.lift.weight)
 
 
-# ------------------------------------------------------------------------------------- order and thresholds
-
-
-def test_by_length_no_later_point_hides_an_earlier_one_and_without_it_many_do() -> None:
-    points = normals(300, 6)
-    ordered = points[by_length(points)]
-    own = ordered.square().sum(1)
-    assert bool((largest_later(ordered) < own).all())
-    products = points @ points.mT
-    hidden = (products - torch.diag(torch.full((300,), torch.inf).double())).amax(1) >= points.square().sum(1)
-    assert int(hidden.sum()) > 100
-
-
-def test_the_gap_is_at_least_half_the_squared_distance_to_the_nearest_later_point() -> None:
-    ordered = normals(200, 8)
-    ordered = ordered[by_length(ordered)]
-    gaps = ordered.square().sum(1) - largest_later(ordered)
-    for i in range(199):
-        nearest = (ordered[i] - ordered[i + 1 :]).square().sum(1).min()
-        assert float(gaps[i]) >= float(nearest) / 2.0 * (1.0 - 1e-12)
-
-
-def test_streamed_maxima_equal_those_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = normals(97, 5)
-    whole = (points @ points.mT).masked_fill(torch.ones(97, 97).tril().bool(), -torch.inf).amax(1)
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("onlynorm.identity.thresholds.CHUNK", 300)
-    torch.testing.assert_close(largest_later(points, progress=lambda *at: seen.append(at)), whole)
-    assert seen[-1] == (97, 97)
-    assert len(seen) > 10
-
-
-def test_a_tilted_direction_leaves_a_gap_of_the_order_of_the_distance() -> None:
-    points = normals(50, 20)
-    points = torch.cat([points, points[:1] + 1e-9 * normals(1, 20, seed=1)])
-    ordered = points[by_length(points)]
-    noise = torch.full((51,), 1e-15).double()
-    found = separate(ordered, noise=noise, names=torch.arange(51))
-    assert found.n_tilted == 1
-    lengths = torch.linalg.vector_norm(found.directions, dim=1)
-    distance = float((points[50] - points[0]).norm())
-    assert float((found.gaps / lengths).min()) >= 0.05 * distance  # the plain direction leaves distance^2, 1e-18
-    for i in range(50):
-        said = (ordered[i] - ordered[i + 1 :]) @ found.directions[i]
-        assert float(said.min()) >= float(found.gaps[i]) * (1.0 - 1e-6)
-
-
 # ------------------------------------------------------------------------------------- the module
 
 
@@ -302,94 +245,6 @@ def test_at_a_class_vector_its_own_cue_speaks_alone(network: Memorizer) -> None:
     fires = network.cues(vectors).detach() > 0.0
     assert torch.equal(fires, torch.eye(10, dtype=torch.bool))
     torch.testing.assert_close(network.read(vectors).detach(), torch.eye(10).double(), rtol=0, atol=1e-12)
-
-
-# ------------------------------------------------------------------------------------- merging and refusing
-
-
-def test_repeated_points_with_equal_labels_merge() -> None:
-    x, labels = normals(20, 4), some_labels(20, 3)
-    x[3], labels[3] = x[11], labels[11]
-    twice = torch.cat([x, x, -0.0 * x[:1]])
-    many = torch.cat([labels, labels, labels[:1]])
-    network = memorize(twice, many)
-    assert network.facts is not None
-    assert network.facts.n_points == 20
-    assert network.facts.n_merged == 21
-    assert torch.equal(network.classify(twice), many)
-
-
-def test_repeated_points_with_different_labels_are_named() -> None:
-    x, labels = normals(20, 4), some_labels(20, 3)
-    x[3], labels[3], labels[11] = x[11], 0, 1
-    with pytest.raises(ValueRangeError, match="equal points with different targets at 3 and 11"):
-        memorize(x, labels)
-    with pytest.raises(ValueRangeError, match="at 3 and 11"):
-        memorize(x, labels.double())
-
-
-def test_many_conflicts_are_counted() -> None:
-    x = normals(10, 4)
-    with pytest.raises(ValueRangeError, match=r"4 and 14 and 5 more"):
-        memorize(torch.cat([x, x]), torch.arange(20))
-
-
-def test_points_that_the_principal_directions_drop_are_named() -> None:
-    x = torch.zeros(40, 30, dtype=torch.float64)
-    x[:, :2] = normals(40, 2)
-    x[1, :2] = x[0, :2]
-    x[1, 20] = 1e-9  # a direction of next to no variance
-    with pytest.raises(ValueRangeError, match=r"(at 0 and 1|got 1 and 0|got 0 and 1)"):
-        memorize(x, torch.arange(40), projection="principal", width=3)
-
-
-def test_points_below_the_resolution_of_float64_are_named() -> None:
-    x = normals(30, 8)
-    x[17] = x[4] * (1.0 + 4e-16)
-    with pytest.raises(ValueRangeError, match=r"float64 can tell apart.*(17 and 4|4 and 17)|projected.*4 and 17"):
-        memorize(x, torch.arange(30))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_points_and_targets_that_cannot_be_memorized_are_refused() -> None:
-    x, labels = normals(5, 3), torch.arange(5)
-    bad = x.clone()
-    bad[2, 1] = torch.nan
-    with pytest.raises(ValueRangeError, match="finite points; got NaN or infinity at 2"):
-        memorize(bad, labels)
-    with pytest.raises(ValueRangeError, match="finite targets"):
-        memorize(x, torch.tensor([0.0, 1.0, torch.inf, 0.0, 0.0]))
-    with pytest.raises(ShapeError, match="one point and one number"):
-        memorize(x[:0], labels[:0])
-    with pytest.raises(ShapeError, match="one point and one number"):
-        memorize(torch.tensor(1.0), torch.tensor(0))
-    with pytest.raises(ShapeError, match="one label per point, 5 whole numbers"):
-        memorize(x, labels[:4])
-    with pytest.raises(ShapeError, match="argmax"):
-        memorize(x, torch.eye(5).long())
-    with pytest.raises(ValueRangeError, match="from 0 to 4; got -1 to 3"):
-        memorize(x, labels - 1, n_classes=5)
-    with pytest.raises(ValueRangeError, match="from 0 to 2; got 0 to 4"):
-        memorize(x, labels, n_classes=3)
-    with pytest.raises(ValueRangeError, match="n_classes needs whole-number labels"):
-        memorize(x, labels.double(), n_classes=3)
-    with pytest.raises(MemoryLimitError, match="Number the classes without gaps"):
-        memorize(x, labels * 10**7)
-    with pytest.raises(ValueRangeError, match="squares fit into float64"):
-        memorize(x * 1e200, labels)
-
-
-def test_odd_options_are_refused() -> None:
-    x, labels = normals(5, 3), torch.arange(5)
-    for width in (1, 2):
-        with pytest.raises(ValueRangeError, match="width needs a whole number from 3 on"):
-            memorize(x, labels, width=width)
-    with pytest.raises(ValueRangeError, match="from 8 on"):
-        memorize(x, normals(5, 7), width=5)
-    with pytest.raises(UnknownNameError, match="principal"):
-        memorize(x, labels, projection="principle")
-    with pytest.raises(ValueRangeError, match="seed needs"):
-        memorize(x, labels, seed=-1)
 
 
 # ------------------------------------------------------------------------------------- off the sample
@@ -467,23 +322,3 @@ def test_off_sample_measures_refuse_what_they_cannot_judge(network: Memorizer) -
         measure_off_sample(network, x, labels=torch.zeros(6))
     with pytest.raises(ValueRangeError, match="zero or more"):
         measure_off_sample(network, x, labels=torch.arange(6), sizes=(-1.0,))
-
-
-# ------------------------------------------------------------------------------------- the paper
-
-
-@pytest.mark.parametrize("key", ["thm-3.2", "lemma-3.3", "lemma-B.1", "lemma-B.2"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_statements_about_memorizing_hold_once_corrected(key: str, seed: int) -> None:
-    found = theorems.run_check(f"hardt_ma2017:{key}", seed=seed)
-    assert found.verdict is theorems.Verdict.CORRECTED, found.evidence
-
-
-def test_the_checks_would_notice_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks_memorize, "by_length", lambda points: torch.arange(len(points)))
-    assert theorems.run_check("hardt_ma2017:lemma-B.2").verdict is theorems.Verdict.FAILS
-
-
-def test_the_checks_would_notice_a_wrong_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memorizer, "classify", lambda self, x: torch.zeros(len(x), dtype=torch.long))
-    assert theorems.run_check("hardt_ma2017:thm-3.2").verdict is theorems.Verdict.FAILS

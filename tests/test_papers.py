@@ -1,10 +1,9 @@
-"""The reproduction harness: artifacts from TOML, pieces that survive a kill, records, verdicts."""
+"""The reproduction harness: artifacts from TOML, pieces that survive a kill, records."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import signal
 import subprocess
@@ -18,12 +17,11 @@ from typing import Any
 import pytest
 
 from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRangeError
-from onlynorm.papers import Artifact, Expectation, Outcome, Progress, artifacts, load_artifacts, reproduce
+from onlynorm.papers import Artifact, Outcome, Progress, artifacts, load_artifacts, reproduce
 from onlynorm.papers import run as run_module
 from onlynorm.papers.artifact import _FUNCTIONS
-from onlynorm.papers.verdict import accepted_range, check, decide
-from onlynorm.report.records import Check, Verdict, read_record, read_records
-from onlynorm.report.sealed import digest, from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.report.records import Verdict, read_record, read_records
+from onlynorm.report.sealed import digest
 
 TOML = """
 [paper]
@@ -121,66 +119,6 @@ def toy(tmp_path: Path) -> Any:
     yield one
     _FUNCTIONS.pop("toy:fig-1", None)
     sys.modules.pop(one.name, None)
-
-
-# ---------------------------------------------------------------------------------------------- verdicts
-
-
-def made(*, is_met: bool, is_soft: bool = False) -> Check:
-    return Check(name="a", ours=1.0, is_met=is_met, accepted="x", source="s", is_soft=is_soft)
-
-
-MET, OUT, SOFT_OUT = made(is_met=True), made(is_met=False), made(is_met=False, is_soft=True)
-
-
-@pytest.mark.parametrize(
-    ("checks", "scale", "caveats", "failure", "verdict"),
-    [
-        ([MET], "paper", [], "", Verdict.REPRODUCED),
-        ([MET], "quick", [], "", Verdict.CAVEAT),
-        ([MET], "paper", ["other weights"], "", Verdict.CAVEAT),
-        ([MET, SOFT_OUT], "paper", [], "", Verdict.CAVEAT),
-        ([MET, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
-        ([MET, OUT], "quick", ["other weights"], "", Verdict.NOT_REPRODUCED),
-        ([SOFT_OUT, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
-        ([MET], "paper", [], "The run stopped", Verdict.NOT_REPRODUCED),
-        ([], "paper", [], "", Verdict.NOT_REPRODUCED),
-    ],
-)
-def test_the_verdict_follows_from_checks_scale_and_caveats(
-    checks: list[Check], scale: Any, caveats: list[str], failure: str, verdict: Verdict
-) -> None:
-    decided, reasons = decide(checks, scale=scale, caveats=caveats, failure=failure)
-    assert decided is verdict
-    assert reasons
-    assert all(caveat in reasons for caveat in caveats)
-    assert not failure or reasons[0] == failure
-
-
-@pytest.mark.parametrize(
-    ("fields", "ours", "is_met"),
-    [
-        ({"value": 2.0, "tolerance": 0.1}, 2.1, True),
-        ({"value": 2.0, "tolerance": 0.1}, 2.11, False),
-        ({"value": 2.0, "tolerance": 0.1, "is_relative": True}, 2.19, True),
-        ({"value": -2.0, "tolerance": 0.1, "is_relative": True}, -2.21, False),
-        ({"minimum": 1.0}, 1.0, True),
-        ({"minimum": 1.0}, 0.999, False),
-        ({"maximum": 1.0}, 1.001, False),
-        ({"minimum": 0.0, "maximum": 1.0}, math.inf, False),
-        ({"value": 2.0, "tolerance": 1.0, "maximum": 2.5}, 2.6, False),
-        ({"maximum": 1.0}, math.nan, False),
-        ({"maximum": 1.0}, None, False),
-    ],
-)
-def test_a_value_is_met_inside_its_closed_interval_only(
-    fields: dict[str, Any], ours: float | None, is_met: bool
-) -> None:
-    expectation = Expectation(name="a", source="s", **fields)
-    low, high = accepted_range(expectation)
-    checked = check(expectation, {} if ours is None else {"a": ours})
-    assert checked.is_met is is_met
-    assert checked.is_met == (ours is not None and low <= ours <= high)
 
 
 # ---------------------------------------------------------------------------------------------- artifacts
@@ -423,50 +361,6 @@ def test_an_unwritable_folder_is_a_clear_error(toy: Toy) -> None:
     toy.out.write_text("a file where the folder should be")
     with pytest.raises(StorageError, match="needs a writable folder"):
         toy.run()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk_is_a_clear_error_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.json"
-    write_sealed(path, {"n": 1}, kind="k")
-    full = open
-
-    def always_full(name: Any, mode: str) -> Any:
-        return full("/dev/full", mode)
-
-    monkeypatch.setattr("builtins.open", always_full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        write_sealed(path, {"n": 2}, kind="k")
-    monkeypatch.undo()
-    assert read_sealed(path, kind="k") == {"n": 1}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_sealed_file_returns_what_was_put_in(tmp_path: Path) -> None:
-    import numpy as np
-    import torch
-
-    body = {
-        "array": np.arange(3.0),
-        "tensor": torch.ones(2, 2),
-        "number": np.float64(0.1),
-        "odd": [math.inf, -math.inf],
-    }
-    write_sealed(tmp_path / "a.json", body, kind="k")
-    assert read_sealed(tmp_path / "a.json", kind="k") == {
-        "array": [0.0, 1.0, 2.0],
-        "tensor": [[1.0, 1.0], [1.0, 1.0]],
-        "number": 0.1,
-        "odd": [math.inf, -math.inf],
-    }
-    assert math.isnan(from_plain(to_plain(math.nan)))
-
-
-def test_a_result_that_is_not_plain_is_refused() -> None:
-    with pytest.raises(FormatError, match="got object"):
-        to_plain({"a": object()})
-    with pytest.raises(FormatError, match="string keys"):
-        to_plain({1: 2})
 
 
 def test_a_damaged_record_is_an_error_not_a_guess(toy: Toy) -> None:

@@ -1,0 +1,154 @@
+"""Runs that fail, are stopped or killed: the target is left alone, and finished layers are not built again."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rebuilding import X, batch, is_untouched, net, with_norm
+from torch import nn
+
+from onlynorm.errors import FormatError, StorageError, ToleranceError
+from onlynorm.reconstruction import reconstruct
+
+
+def test_a_failure_leaves_the_target_alone_even_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = with_norm()
+    before = copy.deepcopy(network.state_dict())
+    with pytest.raises(ToleranceError, match=r"layer '0'"):
+        reconstruct(network, inputs=X, error=1e-13, activation=nn.Sigmoid(), in_place=True, fold_norms=True)
+    counted(monkeypatch, stop_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        reconstruct(network, inputs=X, in_place=True, fold_norms=True)
+    assert is_untouched(network, before)
+
+
+def test_a_run_that_was_stopped_resumes_behind_the_last_finished_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = net(6, 5, 5, 4)
+    whole = reconstruct(network, inputs=X, activation=nn.ReLU())
+    folder = tmp_path / "net.partial"
+    built = counted(monkeypatch, stop_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        reconstruct(network, inputs=X, activation=nn.ReLU(), partial=folder)
+    assert built == ["0", "2", "4"]
+    assert sorted(path.name for path in folder.iterdir()) == ["layer-0000.safetensors", "layer-0001.safetensors"]
+    built = counted(monkeypatch)
+    told: list[str] = []
+    resumed = reconstruct(
+        network, inputs=X, activation=nn.ReLU(), partial=folder, step=lambda name, n, residual: told.append(name)
+    )
+    assert built == ["4"]
+    assert told[:2] == ["0", "2"]
+    assert is_untouched(resumed.network, whole.network.state_dict())
+    assert torch.equal(resumed.network(X), whole.network(X))
+    assert [layer.error for layer in resumed.layers] == [layer.error for layer in whole.layers]
+    assert resumed.partial == folder
+    built = counted(monkeypatch)
+    again = reconstruct(network, inputs=X, activation=nn.ReLU(), partial=folder)
+    assert built == []
+    assert again.layers == resumed.layers
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[str]:
+    """The layers that are really built from now on; the last of them is interrupted."""
+    from onlynorm.reconstruction import recipe
+
+    monkeypatch.undo()
+    real = recipe._CONSTRUCTIONS["wide"]
+    built: list[str] = []
+
+    def build(target: Any, *rest: Any) -> Any:
+        built.append(target.name)
+        if len(built) == stop_at:
+            raise KeyboardInterrupt
+        return real.build(target, *rest)
+
+    counting = recipe.Construction("wide", build, real.estimate, real.fields)
+    monkeypatch.setitem(recipe._CONSTRUCTIONS, "wide", counting)
+    return built
+
+
+KILLED = """
+import os, signal, sys, torch
+from torch import nn
+from onlynorm import reconstruct
+from onlynorm.models import mlp
+
+real, calls = os.fsync, []
+def fsync(handle):
+    calls.append(handle)
+    if len(calls) > 2:  # each layer is flushed as a file and in its folder: the second dies with its file half made
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(handle)
+os.fsync = fsync
+x = torch.randn((30, 6), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+reconstruct(mlp((6, 5, 4)).double().eval(), inputs=x, activation=nn.ReLU(), partial=sys.argv[1])
+"""
+
+
+def test_a_killed_process_loses_at_most_the_layer_it_was_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "net.partial"
+    ran = subprocess.run([sys.executable, "-c", KILLED, str(folder)], capture_output=True, timeout=600, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    kept = sorted(path.name for path in folder.iterdir())
+    assert [name for name in kept if not name.startswith(".")] == ["layer-0000.safetensors"]
+    assert len(kept) == 2  # and the file that was being written, which no reader takes for a layer
+    built = counted(monkeypatch)
+    resumed = reconstruct(net(), inputs=X, activation=nn.ReLU(), partial=folder)
+    assert built == ["2"]
+    assert is_untouched(resumed.network, reconstruct(net(), inputs=X, activation=nn.ReLU()).network.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seed": 1}, r"another seed \(0 then, 1 now\)"),
+        ({"features": "he_uniform"}, r"another features \(he_normal then, he_uniform now\)"),
+        ({"activation": nn.Tanh()}, r"another activation \("),
+        ({"inputs": batch(30, 6, seed=1)}, r"another calibration batch \("),
+        ({"fold_norms": True}, r"another fold_norms \(False then, True now\)"),
+        ({"error": 1e-6}, r"another error \(None then, 1e-06 now\); tolerance \(None then, .*; window \("),
+    ],
+)
+def test_other_arguments_do_not_mix_with_a_partial_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    arguments = {"inputs": X, "activation": nn.ReLU(), "partial": tmp_path / "partial"}
+    reconstruct(net(), **arguments)
+    with pytest.raises(FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start anew"):
+        reconstruct(net(), **{**arguments, **changes})
+
+
+def test_another_target_does_not_mix_with_a_partial_run(tmp_path: Path) -> None:
+    reconstruct(net(), inputs=X, partial=tmp_path)
+    other = net()
+    with torch.no_grad():
+        other[2].bias[0] += 1e-12
+    with pytest.raises(FormatError, match=r"got another target network \(.*Delete the folder"):
+        reconstruct(other, inputs=X, partial=tmp_path)
+    leaky = nn.Sequential(other[0], nn.LeakyReLU(), net()[2])
+    with pytest.raises(FormatError, match=r"got another architecture \(.*Delete the folder"):
+        reconstruct(leaky, inputs=X, partial=tmp_path)
+
+
+def test_a_damaged_piece_is_refused(tmp_path: Path) -> None:
+    reconstruct(net(), inputs=X, partial=tmp_path)
+    piece = tmp_path / "layer-0001.safetensors"
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 1
+    piece.write_bytes(data)
+    with pytest.raises(FormatError, match=r"whole safetensors file.*layer-0001.*Delete the folder .* to start anew"):
+        reconstruct(net(), inputs=X, partial=tmp_path)
+    piece.write_bytes((tmp_path / "layer-0000.safetensors").read_bytes())
+    with pytest.raises(FormatError, match=r"layer-0001.safetensors needs to hold '2'; it holds '0'"):
+        reconstruct(net(), inputs=X, partial=tmp_path)
+    with pytest.raises(StorageError, match=r"partial needs the path of a folder"):
+        reconstruct(net(), inputs=X, partial=piece)

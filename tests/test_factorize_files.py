@@ -1,0 +1,57 @@
+"""Files of factors: the same factors again, and files that are damaged or do not fit are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from square_matrices import positive, symmetric
+
+from onlynorm.errors import FormatError, StorageError
+from onlynorm.identity import factorize, load_factors, save_factors
+from onlynorm.storage import write_tensors
+
+
+def test_factors_come_back_from_a_file_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "factors.safetensors"
+    for method in ("spiral", "svd"):
+        matrix = positive(4)
+        matrix[0] = -matrix[0]
+        found = factorize(matrix, 20, method=method)
+        save_factors(found, path)
+        back = load_factors(path)
+        assert torch.equal(back.factors(), found.factors())
+        assert back.as_dict() == found.as_dict()
+        assert str(back) == str(found)
+        save_factors(back, tmp_path / "again.safetensors")
+        assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+    assert path.stat().st_size < 20 * 25 * 8 * 2
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "factors.safetensors"
+    save_factors(factorize(positive(3), 5), path)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        load_factors(path)
+    with pytest.raises(StorageError, match="factors need the name of a file"):
+        save_factors(factorize(positive(3), 5), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("has_core", "change"),
+    [(False, {}), (True, {"runs": [0]}), (True, {"dim": 7}), (True, {"options": [{"max_norm": 1.0}]})],
+    ids=["no core", "no layers", "another size", "an option without a name"],
+)
+def test_a_sealed_file_that_does_not_fit_together_is_refused(
+    tmp_path: Path, has_core: bool, change: dict[str, object]
+) -> None:
+    path = tmp_path / "factors.safetensors"
+    found = factorize(symmetric(3), 5, method="root")
+    kept = {"core.0": found.runs[0].core.contiguous()} if has_core else {"other": torch.ones(1)}
+    write_tensors(path, kept, kind="factorization", format=1, document={"factorization": found.as_dict() | change})
+    with pytest.raises(FormatError, match=r"factors need the tensors and facts of their runs; factors\.safetensors"):
+        load_factors(path)
