@@ -13,7 +13,7 @@ import typer
 from onlynorm.data import DATA_SETS, Split, load_data
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.models import ACTIVATIONS, BUILT_IN
-from onlynorm.reconstruction import Recipe
+from onlynorm.reconstruction import Recipe, constructions
 
 Weights = Annotated[
     Path | None, typer.Option(help="File with the model's weights: .safetensors, or a PyTorch state dict.")
@@ -22,10 +22,14 @@ Data = Annotated[
     str | None,
     typer.Option(help=f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; the model's own if left out."),
 ]
-Density = Annotated[float | None, typer.Option(help="Share of sparse frozen weights that are not zero.")]
+Density = Annotated[
+    float | None, typer.Option(help="Share of the weights that sparse features keep (0.5 if left out; id_cond: all).")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the frozen weights.")]
-ActivationName = Annotated[str, typer.Option(help="What stands between the frozen layers: relu, tanh, ... or none.")]
-ConstructionName = Annotated[str, typer.Option(help="How layers are rebuilt: wide, or another construction.")]
+ActivationName = Annotated[
+    str, typer.Option(help=f"What stands between the frozen layers: {', '.join(ACTIVATIONS)} or none.")
+]
+ConstructionName = Annotated[str, typer.Option(help=f"How layers are rebuilt: {', '.join(sorted(constructions()))}.")]
 Fields = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other field of the recipe, as in --set kernel=second."),

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 import onlynorm
 from onlynorm.errors import OnlynormError, StorageError, ToleranceError
+from onlynorm.features import names
 from onlynorm.screen import errors
 
 app = typer.Typer(
@@ -22,8 +23,11 @@ app = typer.Typer(
     epilog="Start with `onlynorm demo`. Each command has its own --help with examples.",
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Excess = Annotated[float | None, typer.Option(max=1e6, help="Features per equation (1.25 if left out).")]
-FeaturesName = Annotated[str, typer.Option(help="Distribution of the frozen weights.")]
+Excess = Annotated[
+    float | None,
+    typer.Option(max=1e6, help="Features per equation; a layer has one per weight (1.25 if left out)."),
+]
+FeaturesName = Annotated[str, typer.Option(help=f"Distribution of the frozen weights: {', '.join(names())}.")]
 
 
 def _print_version(wanted: bool) -> None:

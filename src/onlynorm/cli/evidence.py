@@ -38,8 +38,12 @@ RECORDS = Path("onlynorm-out/records")
 )
 def theorems(
     key: Annotated[str | None, typer.Argument(help="Key of one statement, as in giannou2023:thm-1.")] = None,
-    paper: Annotated[str | None, typer.Option(help="Only the statements of one paper.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Run the checks and print a verdict each.")] = False,
+    paper: Annotated[
+        str | None, typer.Option(help=f"Only the statements of one paper: {', '.join(registry.PAPERS)}.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the checks, about a minute for all, and print a verdict each.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the checks.")] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -59,11 +63,21 @@ def theorems(
 
 
 @app.command(
-    "reproduce", epilog="Examples: `onlynorm reproduce random_features:fig-3`, `onlynorm reproduce --scale paper`"
+    "reproduce",
+    epilog="Examples: `onlynorm reproduce random_features:fig-3`, `onlynorm reproduce hardt_ma2017`, "
+    "`onlynorm reproduce random_features:fig-3 --scale paper`",
 )
 def reproduce_command(
-    ids: Annotated[list[str] | None, typer.Argument(help="Artifacts or papers; everything if left out.")] = None,
-    scale: Annotated[str, typer.Option(help="quick, or paper for the paper's own size.")] = "quick",
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Figures or tables, as in random_features:fig-3, or papers ({', '.join(registry.PAPERS)}); "
+            "everything if left out."
+        ),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="quick, or paper for sizes as near to the paper's as a processor gets: up to hours.")
+    ] = "quick",
     out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = RECORDS,
     force: Annotated[bool, typer.Option("--force", help="Compute finished pieces again.")] = False,
     as_json: AsJson = False,

@@ -29,15 +29,15 @@ from onlynorm.screen import bench_markdown, errors, print_bench, print_json, spi
 benches = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench tune --markdown`. Exit code 1: missed.",
+    epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench tune --markdown`. Exit code 1: a goal is missed.",
 )
 app.add_typer(benches, name="bench")
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables for a README.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Leave out what takes long.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A small run: what takes long is left out or shrunk.")]
 Out = Annotated[Path, typer.Option(help="Folder for records and what was made.")]
 Force = Annotated[bool, typer.Option("--force", help="Make finished rows again.")]
-Epochs = Annotated[int | None, typer.Option(help="Epochs of training.", min=1)]
-Images = Annotated[int | None, typer.Option(help="Training images.", min=1)]
+Epochs = Annotated[int | None, typer.Option(help="Epochs of training; its own number if left out.", min=1)]
+Images = Annotated[int | None, typer.Option(help="Training images; its own number if left out.", min=1)]
 OUT = Path("onlynorm-out/bench")
 
 
@@ -74,9 +74,13 @@ def measure_solve(
 @benches.command("reconstruct", epilog="Example: `onlynorm bench reconstruct --features he_normal --images 100`")
 def measure_reconstruct(
     quick: Quick = False,
-    features: Annotated[list[str] | None, typer.Option(help="Kinds of features; all six if left out.")] = None,
-    images: Annotated[int | None, typer.Option(help="Test images in float32.", min=1)] = None,
-    calibration: Annotated[int | None, typer.Option(help="Training images for the ranges.", min=1)] = None,
+    features: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(RECIPES)}; may be repeated, all six if left out.")
+    ] = None,
+    images: Annotated[int | None, typer.Option(help=f"Test images in float32 ({Sizes().images}).", min=1)] = None,
+    calibration: Annotated[
+        int | None, typer.Option(help=f"Training images for the ranges ({Sizes().calibration}).", min=1)
+    ] = None,
     out: Out = OUT,
     force: Force = False,
     markdown: AsMarkdown = False,
@@ -110,9 +114,11 @@ def measure_tune(
 @benches.command("adapt", epilog="Example: `onlynorm bench adapt --corruptions blur --seeds 3`")
 def measure_adapt(
     quick: Quick = False,
-    corruptions: Annotated[list[str] | None, typer.Option(help="Kinds of images; all four if left out.")] = None,
+    corruptions: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(CORRUPTIONS)}; may be repeated, all four if left out.")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each way; 5, and 3 if quick.", min=1)] = None,
-    severity: Annotated[float, typer.Option(help="Of the corruptions, up to 5.")] = 3.0,
+    severity: Annotated[float, typer.Option(help="Severity of the corruptions, from 0 to 5.")] = 3.0,
     epochs: Epochs = None,
     images: Images = None,
     out: Out = OUT,

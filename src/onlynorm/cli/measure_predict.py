@@ -21,7 +21,7 @@ def measure_predict(
         str, typer.Option(help="test, or calibration: the networks on which thresholds were set.")
     ] = "test",
     quick: Quick = False,
-    steps: Annotated[int | None, typer.Option(help="Steps of each training.", min=5)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of each training; 250, and 20 if quick.", min=5)] = None,
     out: Out = OUT,
     force: Force = False,
     markdown: AsMarkdown = False,

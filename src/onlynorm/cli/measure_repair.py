@@ -18,7 +18,7 @@ from onlynorm.screen import errors, spinner
 def measure_repair(
     quick: Quick = False,
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind; 5, and 3 if quick.", min=1)] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of training.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training; 1000, and 120 if quick.", min=1)] = None,
     out: Out = OUT,
     force: Force = False,
     markdown: AsMarkdown = False,

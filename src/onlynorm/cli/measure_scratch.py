@@ -15,7 +15,9 @@ from onlynorm.screen import errors, spinner
 @benches.command("scratch", epilog="Example: `onlynorm bench scratch --data cifar10 --seeds 5`")
 def measure_scratch(
     quick: Quick = False,
-    data: Annotated[list[str] | None, typer.Option(help="fashion_mnist, cifar10; both if left out.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="fashion_mnist or cifar10, may be repeated; both if left out.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Networks of each way.", min=1)] = 5,
     trials: Annotated[int, typer.Option(help="Other networks by which the rate of a way is chosen.", min=1)] = 3,
     epochs: Epochs = None,

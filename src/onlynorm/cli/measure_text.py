@@ -16,8 +16,10 @@ from onlynorm.screen import errors, spinner
 @benches.command("text", epilog="Example: `onlynorm bench text --seeds 5 --markdown`")
 def measure_text(
     quick: Quick = False,
-    seeds: Annotated[int | None, typer.Option(help="Trainings that are judged, for each way.", min=2)] = None,
-    texts: Annotated[int | None, typer.Option(help="Texts to train on.", min=1)] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Trainings that are judged, for each way; 3, and 2 if quick.", min=2)
+    ] = None,
+    texts: Annotated[int | None, typer.Option(help="Texts to train on; 1024, and 64 if quick.", min=1)] = None,
     out: Out = OUT,
     force: Force = False,
     markdown: AsMarkdown = False,

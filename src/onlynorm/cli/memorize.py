@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from onlynorm.cli.entry import AsJson, app, need_folder
 from onlynorm.cli.memorize_data import ToMemorize, find_sample
+from onlynorm.data import DATA_SETS
 from onlynorm.errors import StorageError, ValueRangeError
 from onlynorm.identity.memorize import PROJECTIONS, memorize
 from onlynorm.identity.memorizer import Memorizer
@@ -33,7 +34,7 @@ def memorize_command(
         str,
         typer.Argument(
             metavar="DATA",
-            help="digits, fashion_mnist, cifar10, ..., or a .npz or .safetensors file with inputs and labels (whole "
+            help=f"{', '.join(DATA_SETS)}, or a .npz or .safetensors file with inputs and labels (whole "
             "numbers) or targets (real numbers).",
         ),
     ] = "digits",

@@ -22,8 +22,8 @@ from onlynorm.tuning.batches import ImageFolder, Pairs, TensorPairs, collate
 AnyData = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(DATA_SETS)}, a file of tensors, a folder of images, or package.module:factory of a Dataset; "
-        "the model's own if left out."
+        help=f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
+        "package.module:factory of a Dataset; the model's own if left out."
     ),
 ]
 TEST_SHARE = 0.2

@@ -26,7 +26,8 @@ COLUMNS = ("layer", "rank before", "after", "scale before", "after", "gradient b
 @app.command(
     "repair",
     epilog="Examples: `onlynorm repair my.models:deep --data fashion_mnist --out repaired.safetensors`, "
-    "`onlynorm repair vgg --method lsuv --json`, `onlynorm repair mlp --method paper --steps 75`",
+    "`onlynorm repair vgg --method lsuv --json`, "
+    "`onlynorm repair my.models:deep --data fashion_mnist --method paper --steps 75`",
 )
 def repair_command(
     model: Annotated[
@@ -34,9 +35,11 @@ def repair_command(
     ],
     data: AnyData = None,
     weights: Weights = None,
-    method: Annotated[str, typer.Option(help=f"auto, {', '.join(METHODS)}.")] = "auto",
+    method: Annotated[str, typer.Option(help=f"auto (mirrored or rank, if needed), {', '.join(METHODS)}.")] = "auto",
     batch: Annotated[int, typer.Option(min=2, help="Training samples to look at, drawn by seed.")] = 256,
-    steps: Annotated[int | None, typer.Option(min=0, help="Steps of a rank ascent per layer.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer, its own if left out.")
+    ] = None,
     target_rank: Annotated[
         float | None, typer.Option(help="Rank that rank and whole aim at; the root of the width if left out.")
     ] = None,
