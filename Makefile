@@ -13,7 +13,7 @@ help:
 	@echo "make lint      ruff, format check"
 	@echo "make types     mypy"
 	@echo "make docs      build the documentation into site/"
-	@echo "make bench     the solver beside its competitors (about 20 minutes; QUICK=1 for 3)"
+	@echo "make bench     the solver beside its competitors (about 15 minutes; QUICK=1 for 3)"
 	@echo "make showcase  a trained ResNet-20 from six kinds of frozen features (long; QUICK=1 for a minute)"
 
 $(BIN)/python:

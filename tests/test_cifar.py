@@ -67,6 +67,12 @@ def test_missing_files_say_where_they_belong(folder: Path) -> None:
         find_data("fashion")
 
 
+def test_an_empty_data_folder_means_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONLYNORM_DATA", "")
+    with pytest.raises(MissingDataError, match=r"got nothing at .*shared.data.nowhere\."):
+        find_data("nowhere")
+
+
 @pytest.mark.parametrize("depth", [0, 19, 21])
 def test_a_depth_that_makes_no_residual_network_is_refused(depth: int) -> None:
     with pytest.raises(ShapeError, match=r"depth of 6 n \+ 2; got .*Try 20"):

@@ -127,6 +127,7 @@ def test_without_a_command_the_help_is_shown(run: RunCli) -> None:
         ("theorems giannou2023:thm-1 --paper hardt_ma2017", "statement of hardt_ma2017 needs a known name"),
         ("reproduce random_features:fig-33", "reproduce needs a known name; got 'random_features:fig-33'. Did you"),
         ("reproduce nope", "reproduce needs a known name; got 'nope'"),
+        ("reproduce random_featurs", "got 'random_featurs'. Did you mean 'random_features'"),
         ("reproduce --scale big", "scale needs a known name; got 'big'. Known: paper, quick."),
         ("plan mlp --activation rely", "activation needs a known name; got 'rely'. Did you mean 'relu'"),
         ("plan mlp --construction wid", "construction needs a known name; got 'wid'. Did you mean 'wide'"),

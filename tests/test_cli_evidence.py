@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import pytest
 from commands import RunCli
 
 from onlynorm import theorems as registry
-from onlynorm.cli import evidence
+from onlynorm.cli import entry
+from onlynorm.errors import MissingDataError
 from onlynorm.papers import Artifact, Curve, Expectation, Outcome, Run
 from onlynorm.papers import run as run_module
 from onlynorm.theorems import Evidence, Verdict
@@ -35,6 +37,10 @@ def tiny_figure(run: Run) -> Outcome:
 
 def failing_figure(run: Run) -> Outcome:
     raise RuntimeError("a figure that cannot be drawn")
+
+
+def figure_without_data(run: Run) -> Outcome:
+    raise MissingDataError("cifar10 needs a folder; got none. Copy it.")
 
 
 def killed_figure(run: Run) -> Outcome:
@@ -90,7 +96,7 @@ def test_a_disk_that_fails_during_the_run_is_an_error_in_one_line(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(evidence, "need_folder", lambda out: None)
+    monkeypatch.setattr(entry, "need_folder", lambda out: None)
     ran = run("reproduce", FIGURE, "--out", tmp_path / "file")
     assert ran.code == 2
     assert "saving results needs a writable folder with space" in ran.err
@@ -218,11 +224,31 @@ def test_what_is_not_reproduced_exits_with_1(
     assert "not reproduced" in told.out
 
 
+def test_what_lacks_its_data_leaves_a_record_alone_and_is_no_verdict(run: RunCli, figure: Callable[..., None]) -> None:
+    assert run("reproduce", FIGURE).code == 0
+    figure(figure_without_data)
+    told = run("reproduce", FIGURE)
+    assert told.code == 2
+    assert f"{FIGURE}: cifar10 needs a folder; got none. Copy it." in told.err
+    assert run("report", "--json").json()["records"] == 1
+
+
+def test_artifacts_with_their_data_run_before_the_missing_data_is_told(
+    monkeypatch: pytest.MonkeyPatch, figure: Callable[..., None], tmp_path: Path
+) -> None:
+    (whole,) = run_module.artifacts().values()
+    lacking = dataclasses.replace(whole, id="random_features:fig-4", function=figure_without_data)
+    with pytest.raises(MissingDataError, match=r"^random_features:fig-4: cifar10 needs .* The other 1 are done\.$"):
+        run_module.reproduce([lacking, whole], out=tmp_path)
+    assert [path.parent.parent.name for path in tmp_path.rglob("record.json")] == ["fig-3"]
+
+
 def test_a_killed_run_keeps_its_pieces_and_goes_on(run: RunCli, figure: Callable[..., None], tmp_path: Path) -> None:
     figure(killed_figure)
     killed = run("reproduce", FIGURE)
     assert killed.code == 130
     assert killed.stdout == ""
+    assert "What is finished is in onlynorm-out/records: the same command goes on from there." in killed.err
     (first,) = (tmp_path / "onlynorm-out").rglob("pieces/*.json")
     written = first.stat().st_mtime_ns
 

@@ -74,6 +74,14 @@ def test_the_figure_has_both_panels(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "figures" / "figure.png").stat().st_size > 1000
 
 
+def test_a_tiny_layer_has_a_row_for_every_number_of_features(run: Run) -> None:
+    for shape, n_rows in (("2,2", 8), ("2,5", 10)):  # of 12: at 10 weights 1.04 and 1.1 both come to 11 features
+        code, out, _ = run(shape, "--seeds", "1", "--json")
+        excesses = json.loads(out)["sweep"]["excess"]
+        assert code == 0
+        assert len(set(excesses)) == len(excesses) == n_rows
+
+
 def test_without_sweep_only_the_spectrum_is_measured(run: Run) -> None:
     code, out, _ = run("6,6", "--no-sweep")
     assert code == 0
@@ -87,6 +95,9 @@ def test_without_sweep_only_the_spectrum_is_measured(run: Run) -> None:
         (("6,6", "--features", "he_norml"), "he_normal"),
         (("6,6", "--features", "id_cond", "--excess", "2"), "exactly its own"),
         (("6,6", "--density", "0.5"), "sparse distribution"),
+        (("3,3", "--features", "er_sign", "--density", "0.001"), "at least one feature that is not zero"),
+        (("1000000,1000000", "--features", "id_cond"), "id_cond features needs 2.4e+04 GB"),
+        (("100,100", "--excess", "1000000"), "Take a smaller layer or less excess"),
     ],
 )
 def test_misuse_is_one_line(run: Run, args: tuple[str, ...], message: str) -> None:

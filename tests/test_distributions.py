@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.features import Features, draw, names, orthogonal, register, registry, weights
-from onlynorm.features.distributions import _check_shape, _count
+from onlynorm.features.distributions import _count, check_shape
 from onlynorm.features.streams import Stream
 
 EPS = torch.finfo(torch.float64).eps
@@ -271,7 +271,8 @@ def test_a_registered_function_that_fills_the_wrong_shape_is_refused() -> None:
         draw("flat", (2, 3), n_features=5).right()
 
 
-@pytest.mark.parametrize("name", ["", "he_normal", "id_cond"])
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["", "he_normal", "id_cond", 3])
 def test_a_taken_name_cannot_be_registered(name: str) -> None:
     with pytest.raises(ValueRangeError, match="register needs a new, non-empty name; got"):
         register(name)
@@ -295,7 +296,7 @@ def test_an_unknown_kernel_place_is_refused() -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, -1), (1,) * 6, (True, 2), (2, 2.5), ("2", 3), 5, None])
 def test_a_shape_that_is_no_weight_is_refused(shape: object) -> None:
     with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive whole numbers.*got"):
-        _check_shape(shape)
+        check_shape(shape)
 
 
 def test_draw_checks_its_shape_seed_and_layer() -> None:

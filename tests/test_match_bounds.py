@@ -160,3 +160,14 @@ def test_what_makes_no_sense_is_refused() -> None:
         outputs_per_row(1, 400, target_density=0.9, density=0.01, chance=0.9)
     with pytest.raises(ShapeError, match="equal inp"):
         fits_inside(np.ones((2, 3), dtype=np.bool_), np.ones((2, 4), dtype=np.bool_))
+    with pytest.raises(ValueRangeError, match=r"printed_outputs_per_row needs.*Raise the density"):
+        printed_outputs_per_row(1, 4000, target_density=0.9, density=0.01, chance=0.9)
+    with pytest.raises(ValueRangeError, match="at least 0; got -1"):
+        match_bound([2, -1], density=0.5)
+    with pytest.raises(ValueRangeError, match="at least 1; got 0"):
+        density_for_match(1, n_outputs=0, chance=0.5)
+    with pytest.raises(ValueRangeError, match="at least 1; got -1"):
+        partition_chance(3, 4, target_density=0.5, density=0.5, outputs_per_row=-1)
+    for needs_share in (outputs_per_row, printed_outputs_per_row):
+        with pytest.raises(ValueRangeError, match=r"target's density needs to lie between 0 and 1; got 1.5"):
+            needs_share(3, 4, target_density=1.5, density=0.5, chance=0.5)

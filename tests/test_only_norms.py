@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -63,6 +64,12 @@ def test_norms_are_chosen_by_pattern_or_function(which: object) -> None:
     model = Net()
     only_norms(model, which=which)  # type: ignore[arg-type]
     assert trained(model) == {"bn.weight", "bn.bias"}
+
+
+@pytest.mark.parametrize(("which", "told"), [("layer4.*", "'layer4.*'"), (lambda norm: False, "a function")])
+def test_a_choice_that_fits_no_norm_is_told_which_norms_there_are(which: object, told: str) -> None:
+    with pytest.raises(ConversionError, match=rf"which needs to fit a norm; got {re.escape(told)}.* norms are .*'bn'"):
+        only_norms(Net(), which=which)  # type: ignore[arg-type]
 
 
 def test_a_step_changes_norms_only() -> None:

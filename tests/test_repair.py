@@ -288,3 +288,10 @@ def test_a_dead_network_can_be_drawn_anew() -> None:
     assert math.isnan(result.before[2].r)
     assert result.ratio_before == 0.0
     assert result.ratio_after == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_single_hidden_layer_has_no_ratio_of_gradients_to_tell() -> None:
+    result = repair(mlp((6, 8, 3), seed=0), torch.randn(32, 6, generator=seeded(0)), method="paper")
+    assert math.isnan(result.ratio_after)
+    assert "nan" not in str(result)
+    assert "gradient" not in str(result)

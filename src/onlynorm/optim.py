@@ -14,7 +14,9 @@ M gamma is part of the next step, so that errors do not add up.
     loss.backward(); optimizer.step()                 # gammas are up to date after every step
 
 The optimizer is of the class that was asked for: schedulers, closures and state dicts work as ever. The weights it
-steps on are its own, no parameters of the model: `optimizer.zero_grad()` clears them, `model.zero_grad()` does not.
+steps on are its own, no parameters of the model: `optimizer.zero_grad()` clears their gradients, `model.zero_grad()`
+does not, and gradients are clipped over the parameters of `optimizer.param_groups`, not over `model.parameters()`.
+Gammas that are loaded or changed by hand are taken up, weight and all.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ def follow_weights(
 
     Theory: random_features:thm-3.1
     """
+    if not callable(kind) or not isinstance(model, nn.Module):
+        raise ConversionError(
+            f"follow_weights needs a class of optimizers and a model; got {kind!r:.60} and a {type(model).__name__}. "
+            "Write follow_weights(torch.optim.SGD, model, lr=0.1)."
+        )
     layers = [module for module in model.modules() if isinstance(module, NormOnlyLayer)]
     if not layers:
         raise ConversionError(
@@ -54,19 +61,24 @@ def follow_weights(
     release(model)
     followers: dict[Tensor, _Follower] = {}
     for layer in layers:
-        if layer.frozen.is_identity or not layer.gamma.requires_grad:
+        if layer.frozen.is_identity or not all(gamma.requires_grad for gamma in layer.gammas):
             continue
         if layer.gamma not in followers:
             followers[layer.gamma] = _Follower(layer, memory)
-        layer.held = followers[layer.gamma].held  # tied layers hold one weight
-    replaced = {id(gamma) for follower in followers.values() for gamma in follower.layer.gammas}
+        layer.follower = followers[layer.gamma]  # tied layers hold one weight
+    replaced = {id(gamma) for follower in followers.values() for gamma in follower.gammas}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in replaced]
     optimizer = kind([*trained, *(follower.held for follower in followers.values())], **options)
+
+    def prepare(*_: Any) -> None:
+        for follower in followers.values():
+            follower.renew_if_stale()
 
     def update(*_: Any) -> None:
         for follower in followers.values():
             follower.update()
 
+    optimizer.register_step_pre_hook(prepare)
     optimizer.register_step_post_hook(update)
     return optimizer
 
@@ -75,37 +87,67 @@ def release(model: nn.Module) -> None:
     """Lets the layers of the model make their weights from gamma again, as they do without `follow_weights`."""
     for module in model.modules():
         if isinstance(module, NormOnlyLayer):
-            module.held = None
+            module.follower = None
 
 
 class _Follower:
     """The weight of one layer, which an optimizer changes, and the gammas that follow it."""
 
     def __init__(self, layer: NormOnlyLayer, memory: float | None) -> None:
-        self.layer = layer
+        self.layer, self.gammas = layer, layer.gammas
         self.inverse: PseudoInverse | None = None
         if isinstance(layer.frozen, RandomMap):
             self.inverse = PseudoInverse(layer.frozen.operator(), dtype=layer.gamma.dtype, memory=memory)
         self.made = layer.frozen(*layer.gammas).detach()
         self.rest = torch.zeros_like(self.made)
         self.held = self.made.clone().requires_grad_()
-        self.version = layer.gamma._version
+        self.versions = self._versions()
+
+    def weight_for(self, gammas: tuple[Tensor, ...]) -> Tensor:
+        """The held weight; what the gammas make where others stand in for the model's, as in `functional_call`."""
+        if any(given is not own for given, own in zip(gammas, self.gammas, strict=True)):
+            made: Tensor = self.layer.frozen(*gammas)
+            return made
+        if (gammas[0].dtype, gammas[0].device) != (self.held.dtype, self.held.device):
+            raise ConversionError(
+                f"follow_weights needs the precision and device it was made with, {self.held.dtype} on "
+                f"{self.held.device}; got {gammas[0].dtype} on {gammas[0].device}. Call it after moving the model."
+            )
+        if not torch.compiler.is_compiling():
+            self.renew_if_stale()
+        return self.held if all(gamma.requires_grad for gamma in self.gammas) else self.held.detach()
+
+    def renew_if_stale(self) -> None:
+        """Takes up gammas that something else changed since the last step."""
+        if self._versions() != self.versions:
+            self.renew(self.gammas)
+
+    @torch.no_grad()
+    def renew(self, gammas: tuple[nn.Parameter, ...]) -> None:
+        """Lets the held weight be what these gammas make."""
+        self.gammas = gammas
+        self.made = self.layer.frozen(*gammas)
+        self.rest = torch.zeros_like(self.made)
+        self.held.copy_(self.made)
+        self.versions = self._versions()
 
     @torch.no_grad()
     def update(self) -> None:
         """Gammas for the weight that the optimizer made, and that weight set to what they reach."""
-        if self.layer.gamma._version != self.version:  # gammas were loaded since the last step
-            self.made, self.rest = self.layer.frozen(*self.layer.gammas), torch.zeros_like(self.rest)
+        frozen = self.layer.frozen
         if self.inverse is None:
-            self.layer.set_weight(self.held)
+            for gamma, values in zip(self.gammas, frozen.solve(self.held), strict=True):
+                gamma.copy_(values)
         else:
-            frozen, gamma = self.layer.frozen, self.layer.gamma
             assert isinstance(frozen, RandomMap)
             change = self.held - self.made + self.rest
-            gamma.add_(self.inverse(frozen.as_blocks(change)).flatten().to(gamma))
-        made = self.layer.frozen(*self.layer.gammas)
+            self.gammas[0].add_(self.inverse(frozen.as_blocks(change)).flatten().to(self.gammas[0]))
+        made = frozen(*self.gammas)
         if self.inverse is not None and self.inverse.is_wide:
             self.rest = self.rest + (self.held - made)
         self.made = made
         self.held.copy_(made)
-        self.version = self.layer.gamma._version
+        self.versions = self._versions()
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(gamma._version for gamma in self.gammas)

@@ -131,10 +131,10 @@ def read_tensors(path: Path, *, kind: str, format: int, cure: str) -> tuple[dict
     try:
         data = path.read_bytes()
     except MemoryError as error:
-        raise MemoryLimitError(f"a {kind} needs to be read at once; {path.name} does not fit into memory.") from error
+        raise MemoryLimitError(f"the {kind} needs to be read at once; {path.name} does not fit into memory.") from error
     except OSError as error:
         raise StorageError(
-            f"a {kind} needs a readable file; got {error.strerror} for {path}. Check the path."
+            f"the {kind} needs a readable file; got {error.strerror} for {path}. Check the path."
         ) from error
     header = _open_seal(data, path.name, kind, cure)
     try:
@@ -143,7 +143,7 @@ def read_tensors(path: Path, *, kind: str, format: int, cure: str) -> tuple[dict
         if type(written) is not int or written < 1:
             raise TypeError("a format is a positive whole number")
         if written > format:
-            raise FormatError(f"a {kind} needs format {format} or older; {path.name} has {written}. Update onlynorm.")
+            raise FormatError(f"the {kind} needs format {format} or older; {path.name} has {written}. Update onlynorm.")
         if own != kind:
             raise FormatError(f"expected a file of kind {kind!r}; {path.name} is of kind {own!r}. Pass another file.")
         restored: dict[str, Any] = from_plain(document)
@@ -151,14 +151,14 @@ def read_tensors(path: Path, *, kind: str, format: int, cure: str) -> tuple[dict
     except FormatError:
         raise
     except Exception as error:  # whatever a forged header sets off in the parsers, it is the file's fault
-        raise FormatError(f"a {kind} needs a header of our own making; {path.name} has another. {cure}") from error
+        raise FormatError(f"the {kind} needs a header of our own making; {path.name} has another. {cure}") from error
 
 
 def _open_seal(data: bytes, name: str, kind: str, cure: str) -> bytes:
     """The header of the file, once the checksum of the whole holds."""
 
     def refuse(why: str) -> NoReturn:
-        raise FormatError(f"a {kind} needs a whole safetensors file written by onlynorm; {name} {why}. {cure}")
+        raise FormatError(f"the {kind} needs a whole safetensors file written by onlynorm; {name} {why}. {cure}")
 
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or end > len(data):

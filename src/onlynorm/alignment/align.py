@@ -32,6 +32,7 @@ from onlynorm.alignment.exchange import tabu_search, two_opt
 from onlynorm.alignment.greedy import best_of_random, greedy
 from onlynorm.alignment.objective import Objective, Order, objective_for
 from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.features.streams import check_seed
 
 METHODS = ("greedy", "two_opt", "random", "tabu", "assignment")
 N_RANDOM = 1000
@@ -104,6 +105,7 @@ def align(
     gained where the features reach everything. Theory: random_features:thm-4.1
     """
     start = time.perf_counter()
+    _need_tensors(target=target, left=left, right=right)
     if left.ndim != 2 or right.ndim != 2 or tuple(target.shape) != (left.shape[0], right.shape[-1]):
         raise ShapeError(
             "align needs target (out, inp), left (out, feat) and right (feat, inp); got "
@@ -111,7 +113,7 @@ def align(
             "weight.flatten(1), with the kernel in the first layer."
         )
     _need_method(method)
-    directions = find_directions(left, right)
+    directions = find_directions(left.detach(), right.detach())
     return align_within(target, directions, method=method, seed=seed, preparation=time.perf_counter() - start)
 
 
@@ -125,13 +127,15 @@ def align_within(
 ) -> Alignment:
     """As `align`, for directions that were found before: many targets for the same features cost little each."""
     start = time.perf_counter()
+    _need_tensors(target=target)
     _need_method(method)
+    seed = check_seed(seed)
     if tuple(target.shape) != directions.shape:
         raise ShapeError(
             f"align needs a target of the shape {directions.shape} that the features are for; got "
             f"{tuple(target.shape)}. Find the directions of features for this target."
         )
-    target = target.double()
+    target = target.detach().double()
     if not bool(target.isfinite().all()):
         raise ValueRangeError("align needs a finite target; got a NaN or an infinity. Look at the weights it is from.")
     if method == "assignment" and not isinstance(directions, PerOutput):
@@ -140,6 +144,11 @@ def align_within(
             "each other; got features that feed several. Leave method out, or pass tabu."
         )
     energy, identity = float(target.square().sum()), np.arange(len(target))
+    if not math.isfinite(energy) or (energy < np.finfo(np.float64).tiny and bool(target.any())):
+        raise ValueRangeError(
+            "align needs a target whose sum of squares float64 can hold; got a largest entry of "
+            f"{float(target.abs().max()):.1e}. Divide the target by it: the order does not change."
+        )
     attempts: dict[str, tuple[Order, Attempt]] = {}
     if isinstance(directions, PerOutput) and method in ("best", "assignment"):
         costs = directions.costs(target).cpu().numpy()
@@ -192,6 +201,16 @@ def _attempts(objective: Objective, methods: tuple[str, ...], seed: int) -> dict
         order = order_of(method)
         found[method] = order, Attempt(method, objective.missed(order), time.perf_counter() - start)
     return found
+
+
+def _need_tensors(**given: Tensor) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or value.is_complex():
+            what = f"numbers of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ShapeError(
+                f"align needs real matrices, as torch tensors; got {what} as {name}. Pass torch.as_tensor(...) of real "
+                "numbers."
+            )
 
 
 def _need_method(method: str) -> None:

@@ -95,6 +95,14 @@ def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat 
     )
     lengths = operator.column_squares().sqrt()
     alive = lengths > 0  # sparse distributions draw dead features
+    is_lost = ~lengths.isfinite() | (~alive & left.any(0) & right.any(1))
+    if bool(is_lost.any()):
+        raise ValueRangeError(
+            "align needs features whose lengths float64 can hold; got one too large or too small at feature "
+            f"{int(is_lost.nonzero()[0])}. Divide left and right by their largest entries: what they reach stays."
+        )
+    if not bool(alive.any()):
+        return Directions(left.new_zeros(operator.out, operator.inp, 0), 0, is_reached=True)
     # Features of unit length span the same space, and say how near they are to each other.
     unit = KhatriRao((left / lengths)[:, alive], right[alive])
     if 2 * unit.n_features <= unit.equations:

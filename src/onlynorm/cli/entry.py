@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -63,3 +65,16 @@ def need_folder(out: Path, *, what: str = "records") -> None:
     there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise StorageError(f"{what} need a writable folder; got {out}, but {there} is none. Choose another --out.")
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """A run whose finished parts are kept in a folder: that is checked before it, and told where it is stopped."""
+    need_folder(folder)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder.exists():
+            told = f"What is finished is in {escape(str(folder))}: the same command goes on from there."
+            errors.print(told, highlight=False)
+        raise

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from onlynorm import theorems as registry
-from onlynorm.cli.entry import AsJson, app, need_folder
+from onlynorm.cli.entry import AsJson, app, kept_in
 from onlynorm.errors import StorageError, UnknownNameError
 from onlynorm.papers import reproduce
 from onlynorm.report import Verdict as Outcome
@@ -85,8 +85,7 @@ def reproduce_command(
     """Redraw figures and tables of the papers with the paper's number beside ours; resumes after a kill."""
     if scale not in ("quick", "paper"):
         raise UnknownNameError("scale", scale, ("quick", "paper"))
-    need_folder(out)
-    with stages(hidden=as_json) as show:
+    with kept_in(out), stages(hidden=as_json) as show:
         records = reproduce(ids or None, scale=scale, out=out, force=force, progress=show)  # type: ignore[arg-type]
     if as_json:
         print_json([record_facts(r) for r in records])

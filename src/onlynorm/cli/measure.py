@@ -22,7 +22,7 @@ from onlynorm.bench import (
     bench_tune,
     is_met,
 )
-from onlynorm.cli.entry import AsJson, app, need_folder
+from onlynorm.cli.entry import AsJson, app, kept_in
 from onlynorm.data import CORRUPTIONS
 from onlynorm.screen import bench_markdown, errors, print_bench, print_json, spinner
 
@@ -87,10 +87,9 @@ def measure_reconstruct(
     as_json: AsJson = False,
 ) -> None:
     """A trained ResNet-20 from six kinds of frozen features; resumes after a kill."""
-    need_folder(out)
     usual = Sizes.quick() if quick else Sizes()
     sizes = dataclasses.replace(usual, images=images or usual.images, calibration=calibration or usual.calibration)
-    with spinner("bench reconstruct", hidden=False) as say:
+    with kept_in(out), spinner("bench reconstruct", hidden=False) as say:
         result = bench_reconstruct(
             features=features or tuple(RECIPES), sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda row: errors.print(f"{row.features}: {row.goal.measured}", highlight=False),
@@ -127,10 +126,9 @@ def measure_adapt(
     as_json: AsJson = False,
 ) -> None:
     """A trained ResNet-20 adapted to corrupted images in six ways; resumes after a kill."""
-    need_folder(out)
     usual = AdaptSizes.quick() if quick else AdaptSizes()
     sizes = dataclasses.replace(usual, epochs=epochs or usual.epochs, n_train=images or usual.n_train)
-    with spinner("bench adapt", hidden=False) as say:
+    with kept_in(out), spinner("bench adapt", hidden=False) as say:
         result = bench_adapt(
             corruptions=corruptions or CORRUPTIONS, n_seeds=seeds or (3 if quick else 5), severity=severity,
             sizes=sizes, out=out, force=force, progress=say,
@@ -151,10 +149,9 @@ def measure_frozen(
     as_json: AsJson = False,
 ) -> None:
     """Frozen random ResNets that learn by their norms alone; resumes after a kill."""
-    need_folder(out)
     usual = FrozenSizes.quick() if quick else FrozenSizes()
     sizes = dataclasses.replace(usual, epochs=epochs or usual.epochs, n_train=images or usual.n_train)
-    with spinner("bench frozen", hidden=False) as say:
+    with kept_in(out), spinner("bench frozen", hidden=False) as say:
         result = bench_frozen(
             n_seeds=seeds, sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda run: _tell(

@@ -9,7 +9,7 @@ import typer
 
 from onlynorm.bench.predict import PredictSizes, bench_predict
 from onlynorm.bench.predict_subjects import FIRST_SEEDS
-from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.entry import AsJson, kept_in
 from onlynorm.cli.measure import OUT, AsMarkdown, Force, Out, Quick, benches, show
 from onlynorm.errors import UnknownNameError
 from onlynorm.screen import errors, spinner
@@ -30,10 +30,9 @@ def measure_predict(
     """Networks of many kinds: the verdict at the start against what training made of them; resumes after a kill."""
     if networks not in FIRST_SEEDS:
         raise UnknownNameError("set of networks", networks, FIRST_SEEDS)
-    need_folder(out)
     usual = PredictSizes.quick() if quick else PredictSizes()
     sizes = dataclasses.replace(usual, n_steps=steps or usual.n_steps)
-    with spinner("bench predict", hidden=False) as say:
+    with kept_in(out), spinner("bench predict", hidden=False) as say:
         result = bench_predict(
             networks, sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda row: errors.print(

@@ -9,7 +9,7 @@ import typer
 
 from onlynorm.bench.repair import bench_repair
 from onlynorm.bench.repair_results import RepairSizes
-from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.entry import AsJson, kept_in
 from onlynorm.cli.measure import OUT, AsMarkdown, Force, Out, Quick, benches, show
 from onlynorm.screen import errors, spinner
 
@@ -25,10 +25,9 @@ def measure_repair(
     as_json: AsJson = False,
 ) -> None:
     """Deep networks on Fashion-MNIST after every repair, beside batch norms; resumes after a kill."""
-    need_folder(out)
     usual = RepairSizes.quick() if quick else RepairSizes()
     sizes = dataclasses.replace(usual, n_steps=steps or usual.n_steps)
-    with spinner("bench repair", hidden=False) as say:
+    with kept_in(out), spinner("bench repair", hidden=False) as say:
         result = bench_repair(
             n_seeds=seeds, sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda run: errors.print(

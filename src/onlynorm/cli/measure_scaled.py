@@ -9,7 +9,7 @@ import typer
 
 from onlynorm.bench.scaled import bench_scaled
 from onlynorm.bench.scaled_results import ScaledSizes
-from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.entry import AsJson, kept_in
 from onlynorm.cli.measure import OUT, AsMarkdown, Epochs, Force, Images, Out, Quick, benches, show
 from onlynorm.screen import errors, spinner
 
@@ -34,10 +34,9 @@ def measure_scaled(
     as_json: AsJson = False,
 ) -> None:
     """Networks with features of growing condition number, trained from scratch; resumes after a kill."""
-    need_folder(out)
     usual = ScaledSizes.quick() if quick else ScaledSizes()
     sizes = dataclasses.replace(usual, n_epochs=epochs or usual.n_epochs, n_train=images or usual.n_train)
-    with spinner("bench scaled", hidden=False) as say:
+    with kept_in(out), spinner("bench scaled", hidden=False) as say:
         result = bench_scaled(
             data=data, laws=law, n_seeds=seeds, sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda run: errors.print(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from onlynorm.bench.scratch import bench_scratch
-from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.entry import AsJson, kept_in
 from onlynorm.cli.measure import OUT, AsMarkdown, Epochs, Force, Out, Quick, benches, show
 from onlynorm.screen import errors, spinner
 
@@ -27,8 +27,7 @@ def measure_scratch(
     as_json: AsJson = False,
 ) -> None:
     """Norms trained from scratch, on gamma and on weights, beside the ordinary network; resumes after a kill."""
-    need_folder(out)
-    with spinner("bench scratch", hidden=False) as say:
+    with kept_in(out), spinner("bench scratch", hidden=False) as say:
         result = bench_scratch(
             data=data, n_seeds=seeds, n_trials=trials, epochs=epochs, quick=quick, out=out, force=force,
             progress=say,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onlynorm.bench.text import TextSizes, bench_text
-from onlynorm.cli.entry import AsJson, need_folder
+from onlynorm.cli.entry import AsJson, kept_in
 from onlynorm.cli.measure import OUT, AsMarkdown, Force, Out, Quick, benches, show
 from onlynorm.screen import errors, spinner
 
@@ -26,10 +26,9 @@ def measure_text(
     as_json: AsJson = False,
 ) -> None:
     """MiniLM on film reviews by its norms, its head, all of it, and PEFT; resumes after a kill."""
-    need_folder(out)
     usual = TextSizes.quick() if quick else TextSizes()
     sizes = dataclasses.replace(usual, seeds=seeds or usual.seeds, train=texts or usual.train)
-    with spinner("bench text", hidden=False) as say:
+    with kept_in(out), spinner("bench text", hidden=False) as say:
         result = bench_text(
             sizes=sizes, quick=quick, out=out, force=force, progress=say,
             on_row=lambda row: errors.print(

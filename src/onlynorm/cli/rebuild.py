@@ -92,7 +92,8 @@ def reconstruct_command(
                 target, inputs=batch, error=error, fold_norms=fold_norms, partial=partial, step=step, **choices
             )
     except KeyboardInterrupt:
-        errors.print(f"Finished layers are in {escape(str(partial))}: the same command goes on from there.")
+        if partial.exists():
+            errors.print(f"Finished layers are in {escape(str(partial))}: the same command goes on from there.")
         raise
     save(result, out)
     comparison = None

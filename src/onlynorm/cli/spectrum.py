@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,18 @@ from rich.markup import escape
 from onlynorm.cli.choices import Density, Seed
 from onlynorm.cli.entry import AsJson, Excess, FeaturesName, app, need_folder
 from onlynorm.cli.plan import parse_shape
-from onlynorm.features import draw
+from onlynorm.errors import InsufficientFeaturesError
+from onlynorm.features import Features, draw
 from onlynorm.report.figure import write_figure
 from onlynorm.report.records import Curve, Panel, Record, Verdict
 from onlynorm.screen import bar, make_table, print_facts, print_json, screen
 from onlynorm.solvers.conditioning import EXCESSES, Descent, Spectrum, measure_spectrum, sweep_excess
+from onlynorm.solvers.memory import memory_limit, need_memory
 
 N_BINS = 12
 FINE_BINS = 48
+N_COPIES = 3
+"""How often all numbers of the features are held at one time."""
 
 
 @app.command(
@@ -43,14 +48,24 @@ def spectrum_command(
     if out is not None:
         need_folder(out, what="figures")
     drawn = draw(features, parse_shape(shape), excess=excess, density=density, seed=seed)
+    _need_room(drawn)
     sweeps = sweep and not drawn.is_structured
-    with bar("spectrum", 1 + (len(EXCESSES) if sweeps else 0), hidden=as_json) as step:
+    # Of a tiny layer several excesses come to the same number of features: one of them is enough.
+    counts = {draw(features, drawn.shape, excess=e, density=density).n_features: e for e in EXCESSES if sweeps}
+    with bar("spectrum", 1 + len(counts), hidden=as_json) as step:
         step(drawn.name)
         found = measure_spectrum(drawn)
+        if not math.isfinite(found.values[-1]):
+            raise InsufficientFeaturesError(
+                f"a spectrum needs at least one feature that is not zero; got none of {drawn.n_features} with density "
+                f"{drawn.density}. Raise --density or change --seed."
+            )
         descent = None
         if sweeps:
             chosen = range(seed, seed + seeds)
-            descent = sweep_excess(features, drawn.shape, seeds=chosen, density=density, progress=step)
+            descent = sweep_excess(
+                features, drawn.shape, excesses=tuple(counts.values()), seeds=chosen, density=density, progress=step
+            )
     files = [] if out is None else [str(path) for path in write_figure(as_record(found, descent), out)]
     if as_json:
         swept = None if descent is None else {
@@ -64,6 +79,17 @@ def spectrum_command(
         _print_descent(descent)
     for file in files:
         screen.print(f"figure: {escape(file)}", highlight=False)
+
+
+def _need_room(features: Features) -> None:
+    """Raises where the frozen weights themselves do not fit; how much the Gram matrix takes is asked for later."""
+    numbers = features.n_features * (1 if features.is_structured else features.rows + features.cols)
+    need_memory(
+        f"{features.n_features:,} {features.name} features",
+        N_COPIES * 8 * numbers,
+        memory_limit(),
+        "Take a smaller layer or less excess.",
+    )
 
 
 def _print_spectrum(found: Spectrum) -> None:

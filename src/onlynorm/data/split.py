@@ -50,7 +50,8 @@ class Split:
 def find_data(name: str) -> Path:
     """The file or folder of that name in the data folder, or an error that says where it was looked for."""
     beside = Path(__file__).resolve().parents[4] / "shared" / "data"
-    folder = Path(os.environ["ONLYNORM_DATA"]) if "ONLYNORM_DATA" in os.environ else beside
+    given = os.environ.get("ONLYNORM_DATA")
+    folder = Path(given) if given else beside
     if not (folder / name).exists():
         raise MissingDataError(
             f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.features.distributions import draw
+from onlynorm.features.distributions import check_shape, draw
 from onlynorm.features.streams import as_integer, check_range
 from onlynorm.features.weights import Features
 
@@ -101,7 +101,7 @@ def draw_blocks(
 
     `name` is any random distribution of `draw`, `excess` counts features per equation in every block.
     """
-    count = as_integer(n_blocks)
+    shape, count = check_shape(shape), as_integer(n_blocks)
     if count is None or count < 1 or shape[0] % count:
         fitting = [d for d in range(1, shape[0] + 1) if shape[0] % d == 0]
         raise ValueRangeError(

@@ -100,7 +100,7 @@ def draw(
     of equal seed and different `layer` are independent. Nothing large is computed before a block is asked for.
     """
     distribution = lookup(name)
-    shape = _check_shape(shape)
+    shape = check_shape(shape)
     if kernel not in _KERNELS:
         raise UnknownNameError("kernel", str(kernel), _KERNELS)
     if distribution is not None and distribution.density is not None:
@@ -144,7 +144,8 @@ def _with_own_count(features: Features, n_features: int | None, excess: float | 
     return dataclasses.replace(features, n_features=own)
 
 
-def _check_shape(shape: object) -> tuple[int, ...]:
+def check_shape(shape: object) -> tuple[int, ...]:
+    """The shape of a target's weight as ints, or an error that says what it may be."""
     sizes = [as_integer(size) for size in shape] if isinstance(shape, Iterable) else []
     if not 2 <= len(sizes) <= 5 or any(size is None or size < 1 for size in sizes):
         raise ShapeError(

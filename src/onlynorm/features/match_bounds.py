@@ -26,9 +26,11 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from scipy.special import betaincinv, gammaln
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.features.streams import Stream, check_density
+from onlynorm.features.streams import Stream, as_integer, check_density
 
 Mask = npt.NDArray[np.bool_]
+MOST_OUTPUTS = 2**60
+"""Beyond, a row is said not to fit at all."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def match_bound(degrees: Sequence[int], *, density: float, n_outputs: int | None
     `n_outputs` is the number of rows if left out. Theory: random_features:thm-4.2
     """
     check_density(density)
+    _need_counts(0, *degrees)
     outputs = len(degrees) if n_outputs is None else n_outputs
     if outputs < len(degrees):
         return 0.0
@@ -75,6 +78,8 @@ def density_for_match(degree: int, *, n_outputs: int, chance: float) -> float:
     The text that follows the theorem lacks the power 1 / degree. Theory: random_features:thm-4.2
     """
     _need_chance(chance)
+    _need_counts(0, degree)
+    _need_counts(1, n_outputs)
     each = chance ** (1.0 / n_outputs)
     return float((1.0 - (1.0 - each) ** (1.0 / n_outputs)) ** (1.0 / degree)) if degree else 0.0
 
@@ -86,6 +91,9 @@ def partition_chance(
 
     Theory: random_features:thm-4.3
     """
+    _need_counts(1, n_rows, n_inputs, outputs_per_row)
+    _need_share(target_density)
+    check_density(density)
     counts = np.arange(n_inputs + 1)
     weights = _binomial(n_inputs, target_density)
     with np.errstate(divide="ignore"):
@@ -98,7 +106,6 @@ def outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, densit
 
     Theory: random_features:thm-4.3
     """
-    check_density(density)
     _need_chance(chance)
 
     def is_enough(k: int) -> bool:
@@ -108,11 +115,8 @@ def outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, densit
     high = 1
     while not is_enough(high):
         high *= 2
-        if high > 2**60:
-            raise ValueRangeError(
-                f"outputs_per_row needs a density at which rows of {n_inputs} inputs can fit; got {density}, where "
-                f"2^60 outputs are not enough for chance {chance}. Raise the density."
-            )
+        if high > MOST_OUTPUTS:
+            raise _too_sparse("outputs_per_row", n_inputs, density, chance)
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -122,12 +126,17 @@ def outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, densit
 
 def printed_outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, density: float, chance: float) -> int:
     """The number of outputs per row that the paper states, which is too small. Theory: random_features:thm-4.3"""
+    _need_counts(1, n_rows, n_inputs)
+    _need_share(target_density)
     check_density(density)
     _need_chance(chance)
     fits = (1.0 - target_density * (1.0 - density)) ** n_inputs
     if fits == 1.0:
         return 1
-    return max(1, math.ceil(math.log1p(-(chance ** (1.0 / n_rows))) / math.log1p(-fits)))
+    needed = math.log1p(-(chance ** (1.0 / n_rows))) / math.log1p(-fits) if fits else math.inf
+    if needed > MOST_OUTPUTS:
+        raise _too_sparse("printed_outputs_per_row", n_inputs, density, chance)
+    return max(1, math.ceil(needed))
 
 
 def fits_inside(target: Mask, features: Mask) -> bool:
@@ -196,3 +205,25 @@ def _binomial(n: int, q: float) -> npt.NDArray[np.float64]:
 def _need_chance(chance: float) -> None:
     if not 0.0 < chance < 1.0:
         raise ValueRangeError(f"a chance needs to lie strictly between 0 and 1; got {chance!r}. Try 0.9.")
+
+
+def _need_share(share: float) -> None:
+    if not 0.0 <= share <= 1.0:
+        raise ValueRangeError(f"a target's density needs to lie between 0 and 1; got {share!r}. Try 0.5.")
+
+
+def _need_counts(least: int, *counts: int) -> None:
+    for count in counts:
+        value = as_integer(count)
+        if value is None or value < least:
+            raise ValueRangeError(
+                f"rows, inputs, outputs and nonzero weights need whole numbers of at least {least}; got {count!r}. "
+                "Count them, as in mask.sum(1)."
+            )
+
+
+def _too_sparse(what: str, n_inputs: int, density: float, chance: float) -> ValueRangeError:
+    return ValueRangeError(
+        f"{what} needs a density at which rows of {n_inputs} inputs can fit; got {density}, where 2^60 outputs are not "
+        f"enough for chance {chance}. Raise the density."
+    )

@@ -87,7 +87,7 @@ def register(name: str, *, density: float | None = None, is_grouped: bool = Fals
     Give `density` to accept one in `draw` (this is its default); the entries outside `side.mask` are then set
     to zero for you. A file that uses your distribution can only be read where it is registered.
     """
-    if not name or name in names():
+    if not isinstance(name, str) or not name or name in names():
         raise ValueRangeError(
             f"register needs a new, non-empty name; got {name!r}. Choose one not in {', '.join(names())}."
         )

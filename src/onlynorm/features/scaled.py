@@ -17,10 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.features.streams import Stream
+from onlynorm.features.streams import Stream, as_integer
 from onlynorm.features.structured import IdCond
 
 _HALVINGS = 60
+MAX_CONDITION = 1e37
+"""Beyond, float32 could not hold the smallest value."""
 
 
 def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str = "") -> Float[Tensor, " n"]:
@@ -30,10 +32,13 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     stream "spectrum" of (seed, layer) orders them. Float64 numbers that float32 holds, which makes them the same on
     machines whose sines differ in the last bit.
     """
-    if n < 1 or not 1.0 <= condition < math.inf or (n == 1 and condition != 1.0):
+    count = as_integer(n) or 0
+    is_number = isinstance(condition, int | float) and not isinstance(condition, bool)
+    highest = MAX_CONDITION if count > 1 else 1.0
+    if count < 1 or not is_number or not 1.0 <= condition <= highest:
         raise ValueRangeError(
-            f"a spectrum needs at least two values and a finite condition of at least 1; got {n} values at condition "
-            f"{condition}. One value alone has condition 1."
+            "a spectrum needs at least two values and a condition of at least 1 and at most "
+            f"{MAX_CONDITION:.0e}; got {n!r} values at condition {condition!r}. One value alone has condition 1."
         )
     # x = 2 sin(angle) turns the distribution function into (angle + sin(angle) cos(angle)) * 2 / pi.
     smallest = math.asin(1.0 / condition)
@@ -51,9 +56,22 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     return torch.from_numpy(ordered.astype(np.float32).astype(np.float64))
 
 
+def as_spectrum(spectrum: object) -> Float[Tensor, " n"]:
+    """The numbers of a spectrum in a row, in float64 on the CPU, or an error where they are no real numbers."""
+    try:
+        values = torch.as_tensor(spectrum).detach()
+    except (TypeError, ValueError, RuntimeError):
+        values = None
+    if values is None or values.is_complex():
+        raise ValueRangeError(
+            f"a spectrum needs real numbers; got {spectrum!r:.60}. Pass a tensor with one value per feature."
+        )
+    return values.double().cpu().reshape(-1)
+
+
 def need_spectrum(spectrum: Tensor, n_features: int) -> Float[Tensor, " feat"]:
     """The spectrum as float64 numbers in a row, or an error unless there is a finite positive one per feature."""
-    values = torch.as_tensor(spectrum).detach().double().reshape(-1)
+    values = as_spectrum(spectrum)
     if len(values) != n_features:
         raise ShapeError(
             f"a spectrum needs one value per feature, {n_features}; got {len(values)}. Make it with "

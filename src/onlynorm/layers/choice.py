@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.features.registry import STRUCTURED
+from onlynorm.features.scaled import as_spectrum
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +57,9 @@ class Choice:
                 f"a spectrum of one's own needs id_cond features; got {self.features}, whose spectrum is fixed. Leave "
                 "condition and spectrum out, or take id_cond."
             )
+
+        if self.spectrum is not None:  # a copy: what is done to the given one later must not reach the layer
+            object.__setattr__(self, "spectrum", as_spectrum(self.spectrum).clone())
 
     def settings(self) -> dict[str, Any]:
         """The choice in JSON types; a spectrum that was given is only mentioned."""

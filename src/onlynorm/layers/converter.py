@@ -17,14 +17,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError
+from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError
 from onlynorm.layers.choice import Choice, make_choice
-from onlynorm.layers.modules import NormOnlyLayer, Plain, wrap
+from onlynorm.layers.modules import NormOnlyLayer, Plain, need_model, wrap
 from onlynorm.reconstruction.calls import copy_network
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.reconstruction.target import Left, find_layers
 
 _NOTE = "onlynorm_left"
+_PLAIN = (nn.Linear, nn.Conv2d)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,14 @@ def norm_only(
 
     Theory: random_features:thm-3.1, random_features:conclusion
     """
+    if "layer" in choices:
+        raise ValueRangeError(
+            f"norm_only names the features of each layer by its place in the model; got layer={choices['layer']!r}. "
+            "Leave it out, and change the seed for other features."
+        )
     choice = make_choice(features=features, density=density, seed=seed, **choices)
-    if any(p.is_meta for p in model.parameters()):
-        raise ConversionError("norm_only needs weights to start from; got a model on meta. Make it on a real device.")
+    need_model("norm_only", model)
+    _need_ordinary(model)
     network = copy_network(model)
     found = find_layers(network)
     kept = _kept(tuple(name for layer in found.layers for name in layer.names), keep)
@@ -145,7 +152,12 @@ def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None
 def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
     """The layers that the patterns name, themselves or by a module around them."""
     kept: set[str] = set()
-    for pattern in (keep,) if isinstance(keep, str) else keep:
+    patterns = (keep,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConversionError(
+                f"keep needs names of layers; got a {type(pattern).__name__}. Write keep='head' or keep=['blocks.1.*']."
+            )
         hits = [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not hits:
             raise UnknownNameError("keep", pattern, names)
@@ -159,6 +171,8 @@ def _refusal(module: nn.Module, choice: Choice) -> str:
         return "only Linear and Conv2d have norm-only layers"
     if isinstance(module, nn.Conv2d) and module.groups > 1 and choice.features != "id_cond":
         return f"a convolution in {module.groups} groups needs id_cond, whose paths stay inside a group"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "has hooks, which may change what it computes and would be lost"
     return ""
 
 
@@ -177,6 +191,16 @@ def _tied_elsewhere(network: nn.Module, chosen: dict[str, Plain]) -> dict[str, s
         if owner is not None:
             found[name] = f"shares a tensor with {owner!r}, which stays as it is"
     return found
+
+
+def _need_ordinary(model: nn.Module) -> None:
+    """Raises where all layers are norm-only already, which a missing Linear alone would not tell."""
+    modules = list(model.modules())
+    if any(isinstance(m, NormOnlyLayer) for m in modules) and not any(type(m) in _PLAIN for m in modules):
+        raise ConversionError(
+            f"norm_only needs Linear or Conv2d layers; got a {type(model).__name__} that is norm-only already. "
+            "Convert the ordinary model anew, or train this one."
+        )
 
 
 def _need_enough(model: nn.Module, chosen: dict[str, Plain], left: list[Left], strict: bool) -> None:

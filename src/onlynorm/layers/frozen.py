@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.errors import InsufficientFeaturesError
 from onlynorm.features import Features, draw
 from onlynorm.features.blocks import BlockFeatures, draw_blocks
 from onlynorm.features.minimal import IdCondMinimal
@@ -34,6 +35,7 @@ from onlynorm.features.structured import IdCond, OrthoCond, Structure
 from onlynorm.layers.choice import Choice
 from onlynorm.layers.solve_blocks import solve_blocks
 from onlynorm.solvers import KhatriRao
+from onlynorm.solvers.memory import memory_limit, need_memory
 
 
 class FrozenMap(nn.Module):
@@ -79,6 +81,10 @@ class FrozenMap(nn.Module):
     def digest(self) -> str:
         """SHA-256 of the frozen numbers in float64, as far as they come from a seed."""
 
+    @abstractmethod
+    def origin(self) -> str:
+        """The words that fix the frozen numbers, whatever their precision; equal words mean equal numbers."""
+
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
         """W x + beta for the weight of these gammas."""
         return functional.linear(x, self(*gammas), beta)
@@ -118,6 +124,14 @@ class StructuredMap(FrozenMap):
         return self.shape[0] ** 2 + (self.equations // self.shape[0]) ** 2
 
     def fill(self) -> None:
+        if self.choice.features == "ortho_cond":
+            out, inp = self.shape[0], self.equations // self.shape[0]
+            need_memory(
+                f"a weight {' x '.join(map(str, self.shape))} of ortho_cond features",
+                8 * (out**2 + inp**2),
+                memory_limit(),
+                "Take id_cond, which keeps nothing.",
+            )
         structure = self._features().structure
         assert structure is not None
         spectrum = self._spectrum(structure.n_features)
@@ -163,6 +177,15 @@ class StructuredMap(FrozenMap):
         assert spectrum is not None
         return hashlib.sha256(Scaled(features.structure, spectrum).digest_bytes()).hexdigest()
 
+    def origin(self) -> str:
+        c = self.choice
+        if self.is_identity:
+            return c.features
+        given = "" if c.spectrum is None else hashlib.sha256(c.spectrum.numpy().tobytes()).hexdigest()
+        density = "" if c.density is None else f", density {float(c.density)}"
+        scaled = f", condition {float(c.condition)}" if c.condition else f", spectrum {given:.16}" if given else ""
+        return f"{c.features}{density}{scaled}, seed {c.seed}, layer {c.layer!r}"
+
     def _features(self) -> Features:
         c = self.choice
         return draw(c.features, self.shape, density=c.density, seed=c.seed, layer=c.layer)
@@ -202,6 +225,9 @@ class MinimalMap(FrozenMap):
     def digest(self) -> str:
         return self._features().weights_digest()
 
+    def origin(self) -> str:
+        return f"{self.choice.features}, shared column {self.choice.shared_column}"
+
     def _features(self) -> Features:
         c = self.choice
         return draw(
@@ -225,7 +251,21 @@ class RandomMap(FrozenMap):
 
     def fill(self) -> None:
         base = self._features(self.like.dtype, self.like.device).base
-        self.left, self.right = base.left().contiguous(), base.right()
+        n_frozen = base.n_features * (base.rows + base.cols)
+        need_memory(
+            f"a weight {' x '.join(map(str, self.shape))} made of {base.n_features:,} {base.name} features",
+            # Twice for a moment, and once more in the float64 of the solver that finds the first gammas.
+            n_frozen * (2 * self.like.element_size() + 8),
+            memory_limit(),
+            "Take id_cond, which keeps nothing, more n_blocks, or less excess.",
+        )
+        left, right = base.left().contiguous(), base.right()
+        if base.density is not None and not left.is_meta and not bool((left.any(0) & right.any(1)).any()):
+            raise InsufficientFeaturesError(
+                f"{base.name} needs at least one feature that is not zero; got none of {base.n_features} with density "
+                f"{base.density}. Raise the density or change the seed."
+            )
+        self.left, self.right = left, right
 
     def operator(self) -> KhatriRao:
         """The operator of one block in float64, with the numbers as they are kept."""
@@ -250,6 +290,11 @@ class RandomMap(FrozenMap):
 
     def digest(self) -> str:
         return self._features(torch.float64, torch.device("cpu")).weights_digest()
+
+    def origin(self) -> str:
+        c, base = self.choice, self._features(torch.float64, torch.device("cpu")).base
+        density = "" if base.density is None else f", density {base.density}"
+        return f"{c.features}{density}, {c.n_blocks} blocks of {base.n_features}, seed {c.seed}, layer {c.layer!r}"
 
     def _features(self, dtype: torch.dtype, device: torch.device) -> BlockFeatures:
         c = self.choice

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError, FormatError, OnlynormError
 from onlynorm.layers.choice import Choice, make_choice
 from onlynorm.layers.frozen import count_features
-from onlynorm.layers.modules import NormOnlyLayer, wrap
+from onlynorm.layers.modules import NormOnlyLayer, need_model, wrap
 from onlynorm.reconstruction.calls import copy_network, precision
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.storage import read_tensors, write_tensors
@@ -32,6 +32,7 @@ _SPECTRUM = "frozen.spectrum"
 
 def save_norm_only(model: nn.Module, path: Path | str) -> None:
     """Writes a model of norm-only layers to one file, in its own precision; equal models make equal bytes."""
+    need_model("save_norm_only", model)
     layers = {module: places for module, places in places_of(model).items() if isinstance(module, NormOnlyLayer)}
     if not layers:
         raise ConversionError(
@@ -58,6 +59,7 @@ def load_norm_only(path: Path | str, *, into: nn.Module) -> nn.Module:
     `into` is copied, never changed; its weights do not matter. Everything is checked before anything is returned:
     checksum, format, architecture, and the digests of all frozen features.
     """
+    need_model("load_norm_only", into)
     document, tensors = read_tensors(Path(path), kind=KIND, format=FORMAT, cure=CURE)
     entries, aliases, dtype = document.get("layers"), document.get("aliases"), document.get("dtype")
     if not isinstance(entries, list) or not isinstance(aliases, dict) or dtype not in PRECISIONS:
@@ -65,6 +67,7 @@ def load_norm_only(path: Path | str, *, into: nn.Module) -> nn.Module:
     network = copy_network(into).to(PRECISIONS[dtype])
     try:
         full = {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
+        _cast(network, full)
         for entry in entries:
             layer = _make(entry, network, full)
             for place in entry["places"]:
@@ -80,6 +83,14 @@ def load_norm_only(path: Path | str, *, into: nn.Module) -> nn.Module:
             f"{error!s:.400}. Pass into= a fresh model, made as the one that was converted."
         ) from error
     return network
+
+
+def _cast(network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Gives every module the precision of its numbers in the file, where one model has several."""
+    precisions = {name.rpartition(".")[0]: t.dtype for name, t in tensors.items() if t.is_floating_point()}
+    for name, module in network.named_modules():  # from the outside in: a cast takes what is inside along
+        if name in precisions:
+            module.to(precisions[name])
 
 
 def _make(entry: Mapping[str, Any], network: nn.Module, tensors: Mapping[str, Tensor]) -> NormOnlyLayer:

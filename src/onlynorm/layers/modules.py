@@ -12,29 +12,44 @@ momentum, which does not see a rotation; id_cond_minimal and random features do 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
-from onlynorm.errors import ConversionError
+from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError
 from onlynorm.layers.choice import Choice, make_choice
 from onlynorm.layers.frozen import FrozenMap, MinimalMap, make_map
 from onlynorm.models import own_randomness
 from onlynorm.reconstruction.blocks import explicit_padding, layer_options, plain_layer
 
 Plain = nn.Linear | nn.Conv2d
+_ORIGIN = "onlynorm_frozen"
+
+
+class Follower(Protocol):
+    """What `onlynorm.optim` puts between a layer and its gammas: a weight that is trained and that gammas follow."""
+
+    held: Tensor
+
+    def weight_for(self, gammas: tuple[Tensor, ...]) -> Tensor:
+        """The weight to apply for these gammas."""
+
+    def renew(self, gammas: tuple[nn.Parameter, ...]) -> None:
+        """Lets the held weight be what these gammas make."""
 
 
 class NormOnlyLayer(nn.Module):
     """What both layers share: gamma, beta, the frozen map between gamma and the weight.
 
-    `output_gamma` exists for id_cond_minimal only. `held` is a weight that `onlynorm.optim` trains in gamma's place;
-    copies and files do not know it.
+    `output_gamma` exists for id_cond_minimal only. While `onlynorm.optim` trains a weight in gamma's place there is a
+    `follower`; copies and files do not know it.
     """
 
-    held: Tensor | None
+    follower: Follower | None
 
     def __init__(self, plain: Plain, choice: Choice, *, is_filled: bool = True) -> None:
         """The layer that takes the place of `plain` and starts with its weight; `is_filled=False` leaves gamma zero."""
@@ -45,16 +60,23 @@ class NormOnlyLayer(nn.Module):
                 f"a convolution in {groups} groups needs id_cond features, whose paths stay inside a group; got "
                 f"{choice.features}. Take id_cond for this layer."
             )
-        like = plain.weight
+        like, is_filled = plain.weight, is_filled and not plain.weight.is_meta
+        if is_filled:
+            _need_numbers(plain)
         self.frozen: FrozenMap = make_map(tuple(like.shape), choice, dtype=like.dtype, device=like.device)
         self.options = layer_options(plain)
         self.gamma = nn.Parameter(like.new_zeros(self.frozen.n_features))
         is_minimal = isinstance(self.frozen, MinimalMap)
         self.output_gamma = nn.Parameter(like.new_zeros(like.shape[0])) if is_minimal else None
         self.beta = None if plain.bias is None else nn.Parameter(plain.bias.detach().clone())
-        self.held = None
+        self.follower = None
         if is_filled:
             self.set_weight(like)
+            if not all(bool(gamma.isfinite().all()) for gamma in self.gammas):
+                raise ValueRangeError(
+                    f"a norm-only layer needs gammas that {like.dtype} can hold; got larger ones for this weight and "
+                    f"{choice.features} features. Take a smaller condition number, or a higher precision."
+                )
 
     @property
     def gammas(self) -> tuple[nn.Parameter, ...]:
@@ -62,16 +84,34 @@ class NormOnlyLayer(nn.Module):
         return (self.gamma,) if self.output_gamma is None else (self.gamma, self.output_gamma)
 
     @property
+    def held(self) -> Tensor | None:
+        """The weight that is trained in gamma's place, None without a follower."""
+        return None if self.follower is None else self.follower.held
+
+    @property
     def weight(self) -> Tensor:
         """The weight that is applied, in the shape of the ordinary layer's."""
-        made: Tensor = self.frozen(*self.gammas) if self.held is None else self.held
+        gammas = self.gammas
+        made: Tensor = self.frozen(*gammas) if self.follower is None else self.follower.weight_for(gammas)
         return made
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The shift, under the name that code written for ordinary layers reads."""
+        return self.beta
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
         """Chooses gamma so that the weight is this one, or the nearest that the features reach."""
+        if tuple(weight.shape) != self.frozen.shape:
+            raise ShapeError(
+                f"set_weight needs a weight of shape {self.frozen.shape}; got {tuple(weight.shape)}. Pass one of the "
+                "ordinary layer's shape."
+            )
         for gamma, values in zip(self.gammas, self.frozen.solve(weight), strict=True):
             gamma.copy_(values)
+        if self.follower is not None:
+            self.follower.renew(self.gammas)
 
     @torch.no_grad()
     def to_plain(self) -> Plain:
@@ -81,14 +121,26 @@ class NormOnlyLayer(nn.Module):
         assert isinstance(plain, nn.Linear | nn.Conv2d)
         return plain.train(self.training)
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        super()._load_from_state_dict(*arguments)
-        if self.held is not None:
-            with torch.no_grad():
-                self.held.copy_(self.frozen(*self.gammas))
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):  # travels with the state dict, also through torch.save
+            destination._metadata[prefix[:-1]][_ORIGIN] = self.frozen.origin()
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
+    ) -> None:
+        there, here = local_metadata.get(_ORIGIN), self.frozen.origin()
+        if there is not None and there != here:
+            raise FormatError(
+                f"the layer at {prefix[:-1]!r} needs gammas of its own frozen features, {here}; got those of {there}. "
+                "Make the model with the features, seed and layer names that the gammas are from."
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        if self.follower is not None:
+            self.follower.renew(self.gammas)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": None}
+        return {**self.__dict__, "follower": None}
 
 
 class NormOnlyLinear(NormOnlyLayer):
@@ -110,10 +162,20 @@ class NormOnlyLinear(NormOnlyLayer):
             plain = nn.Linear(n_in, n_out, bias=bias, dtype=dtype, device=device)
         super().__init__(plain, choice)
 
+    @property
+    def in_features(self) -> int:
+        """Inputs, under the name that nn.Linear gives them."""
+        return self.frozen.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Outputs, under the name that nn.Linear gives them."""
+        return self.frozen.shape[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """W x + beta."""
-        if self.held is not None:
-            return functional.linear(x, self.held, self.beta)
+        if self.follower is not None:
+            return functional.linear(x, self.weight, self.beta)
         return self.frozen.linear(x, self.gammas, self.beta)
 
 
@@ -145,6 +207,16 @@ class NormOnlyConv2d(NormOnlyLayer):
             )  # fmt: skip
         super().__init__(plain, choice)
 
+    @property
+    def in_channels(self) -> int:
+        """Channels that come in, under the name that nn.Conv2d gives them."""
+        return self.frozen.shape[1] * int(self.options["groups"])
+
+    @property
+    def out_channels(self) -> int:
+        """Channels that go out, under the name that nn.Conv2d gives them."""
+        return self.frozen.shape[0]
+
     def forward(self, x: Tensor) -> Tensor:
         """W * x + beta."""
         o, padding = self.options, self.options["padding"]
@@ -159,3 +231,28 @@ def wrap(plain: Plain, choice: Choice, *, is_filled: bool = True) -> NormOnlyLay
     layer = kind.__new__(kind)
     NormOnlyLayer.__init__(layer, plain, choice, is_filled=is_filled)
     return layer.train(plain.training)
+
+
+def need_model(what: str, model: nn.Module) -> None:
+    """Raises unless this is a model whose numbers have values."""
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"{what} needs a model, an nn.Module; got a {type(model).__name__}. Make one first.")
+    numbers = [*model.parameters(), *model.buffers()]
+    if any(is_lazy(x) for x in numbers):
+        raise ConversionError(
+            f"{what} needs a model with weights; got a lazy layer without any. Run one batch through the model."
+        )
+    if any(x.is_meta for x in numbers):
+        raise ConversionError(f"{what} needs a model with weights; got a model on meta. Make it on a real device.")
+
+
+def _need_numbers(plain: Plain) -> None:
+    """Raises unless weight and bias are real and finite."""
+    for what, values in (("weight", plain.weight), ("bias", plain.bias)):
+        if values is None or (values.is_floating_point() and bool(values.isfinite().all())):
+            continue
+        got = "a NaN or an infinity" if values.is_floating_point() else f"numbers of {values.dtype}"
+        raise ValueRangeError(
+            f"a norm-only layer needs real finite numbers to start from; got {got} in the {what} of {plain}. Take real "
+            "weights from before a training diverged."
+        )

@@ -70,6 +70,8 @@ class PseudoInverse:
             return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(right.shape)
         op = self.operator
         gram = op.row_gram_apply if n_axes == 2 else lambda g: op.transpose(op.apply(g))
+        if not bool(right.isfinite().all()):  # the iteration would leave out what is no number, and hide it
+            return torch.full_like(right, torch.nan)
         return conjugate_gradients(gram, right, n_axes, tolerance=ENOUGH, max_iterations=MAX_ITERATIONS)[0]
 
     def _left_over(self, gram: Tensor) -> float:

@@ -150,7 +150,7 @@ def select(ids: Iterable[str | Artifact] | None, known: Mapping[str, Artifact]) 
         else:
             of_paper = {id: one for id, one in known.items() if id.partition(":")[0] == item}
             if not of_paper:
-                raise UnknownNameError("reproduce", item, known)
+                raise UnknownNameError("reproduce", item, {*known, *(id.partition(":")[0] for id in known)})
             chosen.update(of_paper)
     return tuple(chosen.values())
 

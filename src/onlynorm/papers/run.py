@@ -31,7 +31,7 @@ import scipy
 import torch
 
 import onlynorm
-from onlynorm.errors import FormatError, StorageError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, StorageError, ValueRangeError
 from onlynorm.papers.artifact import SCALES, Artifact, Scale, artifacts, select, source_digest
 from onlynorm.papers.verdict import check, decide
 from onlynorm.report.figure import write_figure
@@ -143,7 +143,8 @@ def reproduce(
     """One record per artifact, written with its figure below `out`; finished pieces are kept unless `force`.
 
     `ids` are artifact ids, keys of papers (everything of that paper) or Artifact objects; None is everything.
-    An artifact that raises becomes a record that says so, and the others still run.
+    An artifact that raises becomes a record that says so, and the others still run. One whose data is missing leaves no
+    record, and is told of when the others are done.
     """
     if scale not in SCALES:
         raise ValueRangeError(f"reproduce needs scale in {SCALES}; got {scale!r}.")
@@ -151,7 +152,16 @@ def reproduce(
         ids = [ids] if isinstance(ids, str | Artifact) else list(ids)
     only_given = ids is not None and all(isinstance(item, Artifact) for item in ids)
     chosen = select(ids, {} if only_given else artifacts())
-    return tuple(_reproduce(one, scale, Path(out), force, progress) for one in chosen)
+    records, without = [], {}
+    for one in chosen:
+        try:
+            records.append(_reproduce(one, scale, Path(out), force, progress))
+        except MissingDataError as error:
+            without[one.id] = error
+    if without:
+        done = f" The other {len(records)} are done." if records else ""
+        raise MissingDataError(f"{', '.join(without)}: {next(iter(without.values()))}{done}")
+    return tuple(records)
 
 
 def _reproduce(
@@ -164,7 +174,7 @@ def _reproduce(
     start, failure = time.perf_counter(), ""
     try:
         outcome = one.function(run)
-    except StorageError:
+    except (MissingDataError, StorageError):
         raise
     except Exception as error:
         outcome, failure = (

@@ -164,10 +164,11 @@ class Repaired:
         chosen = sorted({0, (len(self.before) - 1) // 2, max(0, len(self.before) - 2)})
         ranks = ", ".join(f"{self.before[i].r:.3g} -> {self.after[i].r:.3g} in {self.before[i].name!r}" for i in chosen)
         done = "left as it is" if self.method == NOTHING else f"repaired by {self.method}"
-        return (
-            f"{done} ({self.remark}) in {self.seconds:.1f} s: rank {ranks}; gradient at the first over the last hidden "
-            f"layer {self.ratio_before:.2g} -> {self.ratio_after:.2g}"
-        )
+        told = f"{done} ({self.remark}) in {self.seconds:.1f} s: rank {ranks}"
+        if math.isnan(self.ratio_before) and math.isnan(self.ratio_after):  # a single hidden layer has no such ratio
+            return told
+        ratios = f"{self.ratio_before:.2g} -> {self.ratio_after:.2g}"
+        return f"{told}; gradient at the first over the last hidden layer {ratios}"
 
 
 def repair(

@@ -33,14 +33,14 @@ def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
     try:
         sealed = json.loads(path.read_bytes())
     except OSError as error:
-        raise StorageError(f"a {kind} needs a readable file; got {error.strerror} for {path}.") from error
+        raise StorageError(f"the {kind} needs a readable file; got {error.strerror} for {path}.") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"a {kind} needs whole JSON; {path.name} is damaged or cut short. {cure}") from error
+        raise FormatError(f"the {kind} needs whole JSON; {path.name} is damaged or cut short. {cure}") from error
     if not isinstance(sealed, dict) or sealed.get("kind") != kind or not isinstance(sealed.get("body"), dict):
         raise FormatError(f"expected a file of kind {kind!r}; {path.name} is something else. {cure}")
     if sealed.get("format") != FORMAT:
         raise FormatError(
-            f"a {kind} needs format {FORMAT}; {path.name} has {sealed.get('format')!r}. "
+            f"the {kind} needs format {FORMAT}; {path.name} has {sealed.get('format')!r}. "
             "Update onlynorm, or run `reproduce` again."
         )
     body = sealed["body"]
@@ -50,5 +50,5 @@ def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):
         intact = False
     if not intact:
-        raise FormatError(f"a {kind} needs its own checksum; {path.name} was altered or damaged. {cure}")
+        raise FormatError(f"the {kind} needs its own checksum; {path.name} was altered or damaged. {cure}")
     return restored

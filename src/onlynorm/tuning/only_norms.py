@@ -160,6 +160,12 @@ def only_norms(
     if not trained:
         while undo:
             undo.pop()()
+        if found.norms and which is not None and not any(_is_chosen(norm, which) for norm in found.norms):
+            names = ", ".join(repr(norm.name) for norm in found.norms[:5])
+            asked = repr(which) if isinstance(which, str) else "a function that takes none"
+            raise ConversionError(
+                f"which needs to fit a norm; got {asked}, and norms are {names}. Pass another pattern."
+            )
         listed = "; ".join(str(item) for item in skipped[:3]) or "no module that looks like a norm"
         raise ConversionError(
             f"only_norms needs a model with norms to train; got none in {type(model).__name__} ({listed}). "

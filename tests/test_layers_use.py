@@ -1,0 +1,250 @@
+"""Norm-only layers in the hands of code that was written for ordinary ones: attributes, state dicts, odd numbers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from onlynorm.errors import (
+    ConversionError,
+    FormatError,
+    InsufficientFeaturesError,
+    MemoryLimitError,
+    ShapeError,
+    ValueRangeError,
+)
+from onlynorm.layers import (
+    NormOnlyConv2d,
+    NormOnlyLinear,
+    converted,
+    draw_blocks,
+    frozen,
+    load_norm_only,
+    norm_only,
+    save_norm_only,
+    semicircle_spectrum,
+)
+from onlynorm.models import own_randomness
+
+SEEDED: list[dict[str, Any]] = [
+    {"features": "he_normal"},
+    {"features": "he_normal", "n_blocks": 2},
+    {"features": "er_sign", "density": 0.8},
+    {"features": "ortho_cond"},
+    {"features": "id_cond", "condition": 10.0},
+]
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+# ------------------------------------------------------------------------------- as an ordinary layer
+
+
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "he_normal"])
+def test_torch_s_own_transformer_layer_reads_weight_and_bias(features: str) -> None:
+    with own_randomness(0):
+        model = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()  # takes its fast way without gradients
+    mine = norm_only(model, features=features)
+    with torch.no_grad():
+        assert torch.allclose(mine(normal(2, 3, 6)), model(normal(2, 3, 6)), atol=1e-5)
+    assert torch.allclose(mine(normal(2, 3, 6)), model(normal(2, 3, 6)), atol=1e-5)
+
+
+def test_sizes_have_the_names_of_the_ordinary_layers() -> None:
+    linear, conv = NormOnlyLinear(3, 4, bias=False), NormOnlyConv2d(4, 6, kernel_size=3, groups=2)
+    assert (linear.in_features, linear.out_features, linear.bias) == (3, 4, None)
+    assert (conv.in_channels, conv.out_channels, conv.bias is conv.beta) == (4, 6, True)
+
+
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "he_normal", "er_sign"])
+def test_a_layer_can_be_made_on_meta(features: str) -> None:
+    layer = NormOnlyLinear(3, 4, features=features, device="meta")
+    assert layer(torch.empty(2, 3, device="meta")).shape == (2, 4)
+
+
+def test_a_weight_of_another_shape_is_not_set() -> None:
+    with pytest.raises(ShapeError, match=r"shape \(4, 3\); got \(3, 4\)"):
+        NormOnlyLinear(3, 4).set_weight(normal(3, 4))
+
+
+# ------------------------------------------------------------------------------- state dicts
+
+
+@pytest.mark.parametrize("choices", SEEDED, ids=str)
+def test_gammas_of_other_frozen_features_are_refused(choices: dict[str, Any]) -> None:
+    layer, file = NormOnlyLinear(3, 4, seed=1, **choices), io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    same = NormOnlyLinear(3, 4, seed=1, **choices).double()
+    same.load_state_dict(state)
+    assert torch.allclose(same.weight, layer.weight.double(), atol=1e-5)
+    for other in ({"seed": 2}, {"seed": 1, "layer": "head"}):
+        with pytest.raises(FormatError, match=r"needs gammas of its own frozen features.*seed 1, layer ''"):
+            NormOnlyLinear(3, 4, **choices, **other).load_state_dict(state, strict=False)
+
+
+def test_spectra_and_shared_columns_are_told_apart() -> None:
+    state = NormOnlyLinear(3, 4, spectrum=torch.linspace(1, 2, 12)).state_dict()
+    NormOnlyLinear(3, 4, spectrum=torch.linspace(1, 2, 12)).load_state_dict(state)
+    with pytest.raises(FormatError, match="spectrum"):
+        NormOnlyLinear(3, 4, spectrum=torch.linspace(1, 3, 12)).load_state_dict(state)
+    state = NormOnlyLinear(3, 4, features="id_cond_minimal").state_dict()
+    with pytest.raises(FormatError, match=r"shared column 1.*shared column 0"):
+        NormOnlyLinear(3, 4, features="id_cond_minimal", shared_column=1).load_state_dict(state)
+
+
+def test_features_without_a_seed_and_bare_dictionaries_load_anywhere() -> None:
+    layer, other = NormOnlyLinear(3, 4, seed=1), NormOnlyLinear(3, 4, seed=2)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, layer.weight)
+    random = NormOnlyLinear(3, 4, seed=1, features="he_normal")
+    NormOnlyLinear(3, 4, seed=2, features="he_normal").load_state_dict(dict(random.state_dict()))
+
+
+# ------------------------------------------------------------------------------- conversion
+
+
+def test_a_layer_with_hooks_is_left_because_they_would_be_lost() -> None:
+    with own_randomness(0):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda module, inputs, output: 2.0 * output)
+    mine = norm_only(model)
+    assert torch.allclose(mine(normal(5, 3)), model(normal(5, 3)))
+    assert [(left.name, "hooks" in left.reason) for left in converted(mine).left] == [("0", True)]
+
+
+def test_an_old_spectral_norm_is_left_with_its_parameters() -> None:
+    with own_randomness(0):
+        model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 2)).eval()
+    mine = norm_only(model)
+    assert torch.allclose(mine(normal(5, 3)), model(normal(5, 3)))
+    assert "0.weight_orig" in mine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (None, "needs a model, an nn.Module; got a NoneType"),
+        (nn.Linear, "needs a model, an nn.Module; got a type"),
+        (nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), "got a lazy layer"),
+        (nn.Sequential(nn.LazyBatchNorm1d(), nn.Linear(4, 2)), "got a lazy layer"),
+        (nn.Sequential(NormOnlyLinear(3, 4)), "norm-only already"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_has_no_ordinary_layers_with_weights_is_refused(model: Any, match: str) -> None:
+    with pytest.raises(ConversionError, match=match):
+        norm_only(model)
+
+
+@pytest.mark.parametrize("keep", [3, [2], None, [nn.ReLU()]])
+@pytest.mark.usefixtures("unchecked")
+def test_layers_are_kept_by_name_only(keep: Any) -> None:
+    with pytest.raises(ConversionError, match="keep needs names of layers; got a"):
+        norm_only(nn.Sequential(nn.Linear(3, 4)), keep=keep)
+
+
+def test_a_layer_name_of_one_s_own_is_refused_where_it_would_be_ignored() -> None:
+    with pytest.raises(ValueRangeError, match="by its place in the model; got layer='x'"):
+        norm_only(nn.Sequential(nn.Linear(3, 4)), layer="x")
+
+
+# ------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "he_normal"])
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_numbers_that_are_none_are_refused_for_all_features(features: str, what: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    with torch.no_grad():
+        getattr(model[0], what).view(-1)[1] = torch.nan
+    with pytest.raises(ValueRangeError, match=rf"layer '0'.*a NaN or an infinity in the {what} of"):
+        norm_only(model, features=features)
+
+
+def test_complex_layers_are_refused() -> None:
+    with pytest.raises(ValueRangeError, match=r"got numbers of torch.complex64 in the weight"):
+        NormOnlyLinear(3, 4, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("condition", ["10", True, 1e300, float("inf"), float("nan"), None])
+@pytest.mark.usefixtures("unchecked")
+def test_a_condition_number_that_cannot_be_is_refused(condition: Any) -> None:
+    with pytest.raises(ValueRangeError, match=r"condition of at least 1 and at most 1e\+37"):
+        semicircle_spectrum(12, condition=condition)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "a", True])
+@pytest.mark.usefixtures("unchecked")
+def test_a_number_of_values_that_cannot_be_is_refused(n: Any) -> None:
+    with pytest.raises(ValueRangeError, match="at least two values"):
+        semicircle_spectrum(n, condition=2.0)
+
+
+def test_gammas_that_the_precision_cannot_hold_are_refused() -> None:
+    with pytest.raises(ValueRangeError, match=r"gammas that torch.float16 can hold.*smaller condition"):
+        NormOnlyLinear(3, 4, condition=1e9, dtype=torch.float16)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_spectrum_may_be_any_real_numbers_and_is_copied(tmp_path: Path) -> None:
+    layer = NormOnlyLinear(2, 2, spectrum=[1.0, 2.0, 3.0, 4.0])
+    save_norm_only(nn.Sequential(layer), tmp_path / "model.safetensors")
+    loaded = load_norm_only(tmp_path / "model.safetensors", into=nn.Sequential(nn.Linear(2, 2)))
+    assert torch.equal(loaded(normal(3, 2)), layer(normal(3, 2)))
+    given = torch.ones(4)
+    layer = NormOnlyLinear(2, 2, spectrum=given)
+    before = layer.weight.clone()
+    given.mul_(7.0)
+    assert torch.allclose(layer.double().weight, before.double())
+    for wrong in ("abcd", torch.ones(4, dtype=torch.complex64)):
+        with pytest.raises(ValueRangeError, match="a spectrum needs real numbers"):
+            NormOnlyLinear(2, 2, spectrum=wrong)
+
+
+def test_a_file_keeps_the_precision_of_every_layer(tmp_path: Path) -> None:
+    layers = NormOnlyLinear(3, 4, features="he_normal"), NormOnlyLinear(4, 2, features="ortho_cond").double()
+    save_norm_only(nn.Sequential(*layers, nn.BatchNorm1d(2).bfloat16()), tmp_path / "model.safetensors")
+    fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.BatchNorm1d(2))
+    loaded = load_norm_only(tmp_path / "model.safetensors", into=fresh)
+    assert [torch.equal(loaded[i].weight, layers[i].weight) for i in (0, 1)] == [True, True]
+    assert [loaded[i].weight.dtype for i in range(3)] == [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_files_need_models_with_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(ConversionError, match=r"save_norm_only needs a model, an nn.Module; got a NoneType"):
+        save_norm_only(None, path)  # type: ignore[arg-type]
+    save_norm_only(NormOnlyLinear(3, 4), path)
+    with pytest.raises(ConversionError, match="load_norm_only needs a model with weights; got a model on meta"):
+        load_norm_only(path, into=nn.Linear(3, 4, device="meta"))
+
+
+def test_features_that_are_all_zero_are_refused() -> None:
+    with pytest.raises(InsufficientFeaturesError, match="er_sign needs at least one feature that is not zero"):
+        NormOnlyLinear(3, 4, features="er_sign", density=1e-9)
+
+
+@pytest.mark.parametrize("features", ["he_normal", "ortho_cond"])
+def test_features_that_do_not_fit_into_memory_are_refused_before_they_are_drawn(
+    features: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "memory_limit", lambda: 1000)
+    with pytest.raises(MemoryLimitError, match=rf"weight 40 x 30 .*{features} features needs .*Take id_cond"):
+        NormOnlyLinear(30, 40, features=features)
+
+
+@pytest.mark.parametrize("shape", [(), 3, ("a", 3)])
+@pytest.mark.usefixtures("unchecked")
+def test_blocks_need_a_shape(shape: Any) -> None:
+    with pytest.raises(ShapeError, match="2 to 5 positive whole numbers"):
+        draw_blocks("he_normal", shape)
