@@ -1,0 +1,55 @@
+"""The examples run as they stand and print what they promise."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    runpy.run_path(str(EXAMPLES / name))
+    return capsys.readouterr().out
+
+
+def shares(text: str) -> list[float]:
+    """Every percentage of right answers, in the order printed."""
+    return [float(share) for share in re.findall(r"([\d.]+) %(?: right|$)", text, flags=re.MULTILINE)]
+
+
+def test_a_rebuilt_network_has_the_outputs_of_the_trained_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("rebuild_a_network.py", capsys)
+    (error,) = re.findall(r"relative error ([\d.e-]+)", text)
+    assert float(error) < 1e-8
+
+
+def test_norms_alone_adapt_to_another_light(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("adapt_by_norms.py", capsys)
+    before, after = shares(text)
+    assert after > before + 30
+    assert "the same outputs: True" in text
+
+
+def test_a_deep_network_learns_once_it_is_repaired(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("repair_a_deep_network.py", capsys)
+    assert text.startswith("untrainable")
+    before, after = shares(text)
+    assert before < 20
+    assert after > 90
+
+
+def test_norms_learn_from_scratch_as_the_ordinary_network_does(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("train_norms_from_scratch.py", capsys)
+    ordinary, structured, plain, followed = (float(loss) for loss in re.findall(r"loss ([\d.]+)", text))
+    assert structured == ordinary
+    assert followed == pytest.approx(ordinary, rel=1e-3)  # float32, and features of condition number 18
+    assert plain > ordinary + 0.1
+
+
+def test_every_example_is_run_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))
