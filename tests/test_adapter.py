@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_norms import BatchNormAct2d, GlobalResponseNorm, LlamaRMSNorm
+from foreign_norms import BatchNormAct2d, GlobalResponseNorm, LlamaRMSNorm
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError, ShapeError, StorageError, UnknownNameError, ValueRangeError

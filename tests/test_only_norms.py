@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from test_norms import FrozenBatchNorm2d
+from foreign_norms import FrozenBatchNorm2d
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, UnknownNameError

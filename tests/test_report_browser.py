@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_report import HOSTILE, make_record
+from toy_records import HOSTILE, make_record
 
 from onlynorm.report import Curve, Verdict, write_report
 from onlynorm.report.records import write_record
