@@ -225,6 +225,8 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         bench_scratch(data=["cifar"], out=tmp_path)
     with pytest.raises(ValueRangeError, match="at most 100 seeds; got 101"):
         bench_scratch(n_seeds=101, out=tmp_path)
+    with pytest.raises(ValueRangeError, match="a network to try rates on; got n_trials=0"):
+        bench_scratch(n_trials=0, out=tmp_path)
     with pytest.raises(ValueRangeError, match="toy needs at most the 90 images that are not put aside; got 91"):
         bench_scratch(trainings={"toy": dataclasses.replace(SMALL, n_train=91)}, out=tmp_path)
 

@@ -238,7 +238,7 @@ def test_artifacts_with_their_data_run_before_the_missing_data_is_told(
 ) -> None:
     (whole,) = run_module.artifacts().values()
     lacking = dataclasses.replace(whole, id="random_features:fig-4", function=figure_without_data)
-    with pytest.raises(MissingDataError, match=r"^random_features:fig-4: cifar10 needs .* The other 1 are done\.$"):
+    with pytest.raises(MissingDataError, match=r"^random_features:fig-4: cifar10 needs .* All else is done\.$"):
         run_module.reproduce([lacking, whole], out=tmp_path)
     assert [path.parent.parent.name for path in tmp_path.rglob("record.json")] == ["fig-3"]
 

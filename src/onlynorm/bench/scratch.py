@@ -59,6 +59,8 @@ def bench_scratch(
     """
     if n_seeds > TRIAL_SEED:
         raise ValueRangeError(f"bench_scratch needs at most {TRIAL_SEED} seeds; got {n_seeds}. Rates are tried beyond.")
+    if n_trials < 1:
+        raise ValueRangeError(f"bench_scratch needs a network to try rates on; got n_trials={n_trials}. Take 3.")
     known = trainings or (QUICK if quick else TRAININGS)
     for name in data or ():
         if name not in known:

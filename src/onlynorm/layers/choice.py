@@ -57,7 +57,6 @@ class Choice:
                 f"a spectrum of one's own needs id_cond features; got {self.features}, whose spectrum is fixed. Leave "
                 "condition and spectrum out, or take id_cond."
             )
-
         if self.spectrum is not None:  # a copy: what is done to the given one later must not reach the layer
             object.__setattr__(self, "spectrum", as_spectrum(self.spectrum).clone())
 

@@ -159,7 +159,7 @@ def reproduce(
         except MissingDataError as error:
             without[one.id] = error
     if without:
-        done = f" The other {len(records)} are done." if records else ""
+        done = " All else is done." if records else ""
         raise MissingDataError(f"{', '.join(without)}: {next(iter(without.values()))}{done}")
     return tuple(records)
 
