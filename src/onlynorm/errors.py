@@ -1,4 +1,4 @@
-"""Every exception onlynorm raises on purpose.
+"""Every exception onlynorm raises on purpose, and its one warning.
 
 A message has three parts: what was needed, what came, and the cure. `OnlynormError` catches them all; each
 also derives from the built-in exception a caller would expect, so `except ValueError` keeps working.
@@ -8,6 +8,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+SHOWN = 60
+"""Characters of a value that a message shows at most."""
+_SHOWN_BITS, _LISTED = 200, 24
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its repr if that is short, shape and type of an array, else its class."""
+    kind = type(value).__name__
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and not isinstance(value, type) and len(shape) > 0:
+        return f"a {kind} of shape {tuple(shape)} and {str(dtype).removeprefix('torch.')}"
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:  # beyond 4300 digits Python refuses to print it
+        return f"an integer of {value.bit_length()} bits"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{'the class' if isinstance(value, type) else 'the function'} {value.__qualname__}"[:SHOWN]
+    if callable(getattr(value, "named_parameters", None)):
+        return f"a {kind} module"
+    try:
+        written = repr(value)
+    except Exception:  # the repr of a foreign object may raise anything, and must not hide the message
+        return f"a {kind}"
+    return written if len(written) <= SHOWN and written.isprintable() else f"a {kind}"
 
 
 class OnlynormError(Exception):
@@ -25,17 +49,19 @@ class ValueRangeError(OnlynormError, ValueError):
 class UnknownNameError(OnlynormError, KeyError):
     """A name that no registry holds; the message suggests the nearest one."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(self, kind: str, name: Any, known: Iterable[str]) -> None:
         known = sorted(known)
-        self._asked = (kind, name, known)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        cure = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else f"Known: {', '.join(known)}."
-        super().__init__(f"{kind} needs a known name; got {name!r}. {cure}")
+        got = shown(name)
+        self._asked = (kind, name if isinstance(name, str | int | float | None) else got, known)
+        near = difflib.get_close_matches(name[:SHOWN] if isinstance(name, str) else "", known, n=3, cutoff=0.4)
+        listed = ", ".join(known[:_LISTED]) + (f" and {len(known) - _LISTED} more" if len(known) > _LISTED else "")
+        cure = f"Did you mean {' or '.join(repr(n) for n in near)}?" if near else f"Known: {listed}."
+        super().__init__(f"{kind} needs a known name; got {got}. {cure}")
 
     def __str__(self) -> str:  # KeyError shows the repr of its argument, quotes included
         return str(self.args[0])
 
-    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, Any, list[str]]]:
         return type(self), self._asked  # a worker sends its error home by pickle, which would call __init__ with args
 
 
@@ -49,6 +75,10 @@ class MemoryLimitError(OnlynormError, MemoryError):
 
 class ToleranceError(OnlynormError, ArithmeticError):
     """The caller asked for a tolerance and it was not reached; the message holds the size and the cure."""
+
+
+class AccuracyWarning(UserWarning):
+    """A layer less exact than its features should make it; the message holds its name, the size and the cure."""
 
 
 class ConversionError(OnlynormError, TypeError):

@@ -1,0 +1,72 @@
+"""Default losses: cross entropy for integer targets, mean squared error for float targets.
+
+`fit`, `diagnose`, `repair` and `memorize` share this rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+
+Loss = Callable[[Any, Any], Tensor]
+_IGNORED = -100
+"""The label that cross entropy leaves out, as in torch."""
+
+
+def is_class_labels(targets: Tensor) -> bool:
+    """Whether targets are class labels (integers or booleans); floating-point targets are real values."""
+    return not targets.is_floating_point() and not targets.is_complex()
+
+
+def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy of logits with integer class labels, or the mean squared error to floating-point targets.
+
+    Classes are on axis 1, as in torch, or on the last axis, as in language models.
+    """
+    if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
+        what = f"{type(output).__name__} and {type(targets).__name__}"
+        raise ConversionError(
+            f"the default losses need tensors as output and targets; got {what}. Pass loss= of your own."
+        )
+    targets = targets.to(output.device)
+    if targets.is_complex() or output.is_complex():
+        raise ValueRangeError(
+            f"the default losses need real outputs and targets; got {output.dtype} and {targets.dtype}. Pass real and "
+            "imaginary parts apart, or loss= of your own."
+        )
+    if not is_class_labels(targets):
+        if targets.shape != output.shape:
+            raise ShapeError(
+                f"the mean squared error needs targets of the shape of the output, {tuple(output.shape)}; got "
+                f"{tuple(targets.shape)}. Reshape them, or pass loss= of your own."
+            )
+        return functional.mse_loss(output, targets.to(output.dtype))
+    if output.ndim == targets.ndim + 1 and output.ndim > 1:
+        targets = targets.long()
+        if (output.shape[0], *output.shape[2:]) == tuple(targets.shape):
+            _need_outputs(targets, output.shape[1])
+            return functional.cross_entropy(output, targets, label_smoothing=label_smoothing)
+        if output.shape[:-1] == targets.shape:
+            _need_outputs(targets, output.shape[-1])
+            flat = targets.flatten()
+            return functional.cross_entropy(output.flatten(0, -2), flat, label_smoothing=label_smoothing)
+    raise ShapeError(
+        f"cross entropy needs one class for each sample of an output (samples, classes, ...); got output "
+        f"{tuple(output.shape)} and targets {tuple(targets.shape)}. Pass loss= of your own."
+    )
+
+
+def _need_outputs(labels: Tensor, n_outputs: int) -> None:
+    """Raises unless every label has an output; torch's -100 marks labels to ignore."""
+    used = labels[labels != _IGNORED]
+    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_outputs:
+        odd = int(used.max()) if int(used.max()) >= n_outputs else int(used.min())
+        raise ValueRangeError(
+            f"class labels need to be whole numbers from 0 to {n_outputs - 1}, one for each output; got {odd}. Give "
+            "the model more outputs, or number the classes from 0."
+        )
