@@ -193,6 +193,19 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str | bytes | bytearray | np.ndarray)
 
 
+def test_names_and_arrays_inside_of_something_else_are_refused() -> None:
+    for raw in (b"cnumpy\nndarray\n.", b"]cnumpy\nndarray\na.", b"\x80\x02}U\x01acnumpy\nndarray\n\x85s."):
+        with pytest.raises(FormatError, match=r"an array or a name inside of something else"):
+            read_plain(raw, name="train")
+    nested = pickle.dumps({"a": [pixels(1)]}, protocol=2)
+    with pytest.raises(FormatError, match=r"an array or a name inside of something else"):
+        read_plain(nested, name="train")
+    shared = b"\x80\x02]" + b"".join(
+        b"q" + bytes([i]) + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60)
+    )
+    assert isinstance(read_plain(shared + b".", name="x"), list)  # 2^60 lists, if each were looked at once per place
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_pickle_is_read_or_refused_and_nothing_else(draw: st.DataObject) -> None:

@@ -125,8 +125,8 @@ def test_normalised_images_are_corrupted_as_pixels_are(kind: str) -> None:
     ("images", "options", "error", "message"),
     [
         (photos(), {"kind": "fog"}, UnknownNameError, r"corruption needs a known name; got 'fog'"),
-        (photos(), {"severity": 5.1}, ValueRangeError, r"severity needs to lie in \[0, 5\]; got 5\.1\. Try 3"),
-        (photos(), {"severity": float("nan")}, ValueRangeError, r"severity needs to lie in"),
+        (photos(), {"severity": 5.1}, ValueRangeError, r"severity needs .* in \[0, 5\]; got 5\.1\. Try 3"),
+        (photos(), {"severity": float("nan")}, ValueRangeError, r"severity needs .* in \[0, 5\]"),
         (photos(), {"seed": -1}, ValueRangeError, r"seed needs a whole number"),
         (photos()[0], {}, ShapeError, r"images \(n, channels, height, width\); got .*\(3, 12, 10\)"),
         (photos()[:0], {}, ShapeError, r"floating-point images"),

@@ -84,6 +84,14 @@ def test_non_finite_numbers_survive_a_file(tmp_path: Path) -> None:
         ("table", {"columns": ["a"], "rows": [[1, 2]]}),
         ("panels", [{"name": "a"}]),
         ("seeds", ["x"]),
+        ("seeds", ["1"]),
+        ("seeds", [1.5]),
+        ("values", {"a": 10**400}),
+        ("curves", [{"label": "a", "x": "123", "y": "456", "kind": "line", "panel": "", "style": "data"}]),
+        ("checks", "abc"),
+        ("table", {"columns": ["a", "b"], "rows": ["xy"]}),
+        ("versions", {"torch": 2}),
+        ("platform", {"threads": [1]}),
     ],
 )
 def test_a_record_with_a_wrong_field_is_refused(tmp_path: Path, field: str, value: Any) -> None:

@@ -244,10 +244,13 @@ def test_nothing_sticks_out_at_any_width(browser: Any, width: int) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     show_every_plot(browser)
-    inner, outer = browser.execute_script(
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
-    assert inner <= outer <= width
+    sizes = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+
+    def fits() -> bool:
+        inner, outer = browser.execute_script(sizes)
+        return inner <= outer <= width
+
+    wait_for(fits, f"a layout of at most {width} pixels")  # plots are laid out again after the window has changed
     words = "return [...document.querySelectorAll('td:first-child a, h3, .name')].map(e => e.offsetWidth)"
     # A column squeezed to single letters fits any width and can be read at none.
     assert min(filter(None, browser.execute_script(words))) > 40

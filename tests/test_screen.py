@@ -6,19 +6,23 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import RunCli
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.markup import escape
 from rich.progress import Progress
+from safetensors.torch import save_file as torch_save
 from torch import nn
 
 from onlynorm import theorems as registry
 from onlynorm.bench import Bench, Goal, RebuiltRow, ReconstructBench, Row
 from onlynorm.bench.reconstruct import COLUMNS as REBUILT_COLUMNS
-from onlynorm.bench.solve import COLUMNS as BENCH_COLUMNS
+from onlynorm.bench.reconstruct import PAPERS_COLUMNS
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record, Verdict
 from onlynorm.reconstruction import plan, reconstruct
@@ -40,16 +44,18 @@ from onlynorm.screen import (
     spinner,
     stages,
     statement_facts,
+    visible,
 )
 from onlynorm.theorems import Finding
 
 Output = pytest.CaptureFixture[str]
 HOSTILE = "a [b]bold[/b] [/] [red] word"  # rich would swallow or refuse it as markup
 NAN = math.nan
+BENCH_COLUMNS = ("tiny", "excess", "ours by", "time", "error", "rival", "time", "error", "ratio", "memory")
 BENCH = Bench(
     [
-        Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, HOSTILE),
-        Row("linear 4x4", 16, 1.25, "dense", NAN, NAN, 10_900_000_000, NAN, 0, "not run"),
+        Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, HOSTILE, "tiny", 3e-12),
+        Row("linear 4x4", 16, 1.25, "QR", NAN, NAN, 0, NAN, 0, "90 s", "tiny"),
     ],
     [Goal(HOSTILE, "N^2.00", True), Goal("aim", HOSTILE, False)],
 )
@@ -192,18 +198,19 @@ def test_the_bench_table_shows_every_cell_and_dashes_for_what_was_not_run(capsys
     words = flat(capsys.readouterr().out)
     assert "nan" not in words
     rows, _, goals = words.partition(" goal measured met ")
-    ours = f"linear 4x4 1.25 onlynorm 0.5 1 2 kB 3.0e-12 7 {HOSTILE}"
-    assert rows == f"{' '.join(BENCH_COLUMNS)} {ours} linear 4x4 1.25 dense - - 10.9 GB - - not run"
+    family, _, left_out = rows.partition(" system excess left out")
+    assert family == f"{' '.join(BENCH_COLUMNS)} linear 4x4 1.25 {HOSTILE} 500 ms 3e-12 none - - - 2 kB"
+    assert left_out.endswith(" linear 4x4 1.25 QR (90 s)")
     assert goals == f"{HOSTILE} N^2.00 yes aim {HOSTILE} no"
 
 
 def test_the_bench_markdown_has_as_many_cells_in_every_row_as_in_its_head() -> None:
-    rows, goals = (part.splitlines() for part in bench_markdown(BENCH).split("\n\n"))
+    rows, left_out, goals = (part.splitlines() for part in bench_markdown(BENCH).split("\n\n"))
     assert rows[0] == "| " + " | ".join(BENCH_COLUMNS) + " |"
     assert {line.count("|") for line in rows} == {len(BENCH_COLUMNS) + 1}
     assert {line.count("|") for line in goals} == {4}
-    assert rows[2] == f"| linear 4x4 | 1.25 | onlynorm | 0.5 | 1 | 2 kB | 3.0e-12 | 7 | {HOSTILE} |"
-    assert rows[3] == "| linear 4x4 | 1.25 | dense | - | - | 10.9 GB | - | - | not run |"
+    assert rows[2] == f"| linear 4x4 | 1.25 | {HOSTILE} | 500 ms | 3e-12 | none | - | - | - | 2 kB |"
+    assert left_out[2] == "| linear 4x4 | 1.25 | QR (90 s) |"
     assert [line.rsplit("| ", 1)[1] for line in goals[2:]] == ["yes |", "no |"]
 
 
@@ -223,7 +230,7 @@ def test_the_showcase_is_a_row_per_kind_of_features_whatever_the_terminal(
 def test_the_showcase_markdown_has_three_tables() -> None:
     rebuilt, papers, goals = (part.splitlines() for part in bench_markdown(REBUILT).split("\n\n"))
     assert {line.count("|") for line in rebuilt} == {len(REBUILT_COLUMNS) + 1}
-    assert {line.count("|") for line in papers} == {len(BENCH_COLUMNS) + 1}
+    assert {line.count("|") for line in papers} == {len(PAPERS_COLUMNS) + 1}
     assert goals[2].endswith("| error 3.0e-12, 100.00 %, 99.80 %, 1 s | yes |")
 
 
@@ -336,3 +343,49 @@ def test_layer_bars_follow_the_residual_from_layer_to_layer(monkeypatch: pytest.
         step("c", 1, math.inf)
         assert present.completed == 0.0
     assert layers.completed == 3
+
+
+# ------------------------------------------------------------------------------- characters that command a terminal
+
+
+COMMANDS = "\x1b[2J\x1b]0;title\x07\r\x9b31m\x08\u202eabc\u2028\udc80"
+
+
+def test_characters_that_command_a_terminal_are_written_out() -> None:
+    assert visible(COMMANDS) == r"\x1b[2J\x1b]0;title\x07\r\x9b31m\x08\u202eabc\u2028\udc80"
+    assert visible("plain text,\ttabs\nand é, ≤ 5 %") == "plain text,\ttabs\nand é, ≤ 5 %"
+
+
+@given(st.text())
+def test_what_is_visible_has_no_control_characters(text: str) -> None:
+    shown = visible(text)
+    assert not any(c < " " and c not in "\t\n" for c in shown)
+    assert not any("\x7f" <= c <= "\x9f" or "\ud800" <= c <= "\udfff" for c in shown)
+    assert visible(shown) == shown
+
+
+def test_names_from_files_reach_no_terminal_as_commands(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "_force_terminal", True)
+    screen.print(escape(COMMANDS), highlight=False)
+    print_facts(COMMANDS, {COMMANDS: COMMANDS, "list": [COMMANDS], "table": {COMMANDS: 1.5}})
+    print(bench_markdown(Bench([Row(COMMANDS, 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, COMMANDS)], [])))
+    print_json({COMMANDS: COMMANDS})
+    with spinner("x", hidden=False) as say, bar("y", 1, hidden=False) as advance:
+        say(COMMANDS + HOSTILE)
+        advance(COMMANDS + HOSTILE)
+    seen = capsys.readouterr()
+    for text in (seen.out, seen.err):
+        assert "\x1b[2J" not in text
+        assert "\x1b]0;" not in text
+        assert not any(c in text for c in "\x07\x08\x9b\u202e\u2028\udc80")
+    assert r"\x1b[2J" in seen.out
+
+
+def test_the_name_of_a_file_or_tensor_in_an_error_is_written_out(run: RunCli, tmp_path: Path) -> None:
+    name = "a\x1b[2J.safetensors"
+    torch_save({"weight\x1b[31m": torch.ones(2, 2), "b\x1b[32m": torch.ones(2, 2)}, tmp_path / name)
+    for words in (("factorize", name), ("factorize", "none\x1b[2J.npy"), ("verify", name, "--model", "mlp")):
+        ran = run(*words)
+        assert ran.code == 2
+        assert "\x1b[" not in ran.stderr + ran.stdout
+        assert "\\x1b[" in ran.stderr

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from onlynorm.errors import FormatError, StorageError
-from onlynorm.report.sealed import from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.report.sealed import from_plain, read_sealed, seal_json, to_plain, write_sealed
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_a_full_disk_is_a_clear_error_and_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     write_sealed(path, {"n": 1}, kind="k")
-    full = open
-
-    def always_full(name: Any, mode: str) -> Any:
-        return full("/dev/full", mode)
-
-    monkeypatch.setattr("builtins.open", always_full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        write_sealed(path, {"n": 2}, kind="k")
-    monkeypatch.undo()
+    real = os.write
+    device = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda _, data: real(device, data))
+        with pytest.raises(StorageError, match="No space left on device"):
+            write_sealed(path, {"n": 2}, kind="k")
+    os.close(device)
     assert read_sealed(path, kind="k") == {"n": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_altered_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_sealed(path, {"n": [1.0, 2], "word": "a b"}, kind="k")
+    whole = path.read_bytes()
+    for position, byte in enumerate(whole):
+        for altered in (
+            whole[:position] + bytes([byte ^ 0x01]) + whole[position + 1 :],
+            whole[:position] + b" " + whole[position:],
+        ):
+            path.write_bytes(altered)
+            with pytest.raises(FormatError, match=r"damaged|checksum|kind|format"):
+                read_sealed(path, kind="k")
+    path.write_bytes(seal_json({"$float": "nan"}, kind="k"))
+    with pytest.raises(FormatError, match=r"checksum"):
+        read_sealed(path, kind="k")
 
 
 def test_a_sealed_file_returns_what_was_put_in(tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
-"""How results look in a terminal: tables, facts, progress bars, and plain JSON for machines."""
+"""How results look in a terminal: tables, facts, progress bars, and plain JSON for machines.
+
+Names of tensors, files and attributes come from elsewhere and may hold sequences that command a terminal. All that the
+consoles of this file print goes through `visible`, so that such characters are shown instead of obeyed.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 
 from onlynorm import theorems as registry
@@ -23,6 +30,24 @@ from onlynorm.reconstruction.plan import Plan
 from onlynorm.reconstruction.result import Reconstruction
 from onlynorm.solvers.needs import DEFAULT_TOLERANCE
 from onlynorm.theorems import Finding, Verdict
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, those that turn the direction of text, and bytes that are no Unicode."""
+
+
+def visible(text: str) -> str:
+    """The text with characters that could command a terminal written out, as in \\x1b."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Console(RichConsole):
+    """A console that shows control characters of what it prints instead of sending them to the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """The segments of what is printed; the console's own commands are segments of control and stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
 
 screen = Console()
 errors = Console(stderr=True)
@@ -103,7 +128,7 @@ def bench_markdown(result: Measured) -> str:
     for table in (*result.tables(), _goal_table(result)):
         lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
         blocks.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table.rows)]))
-    return "\n\n".join(blocks)
+    return visible("\n\n".join(blocks))
 
 
 def _goal_table(result: Measured) -> BenchTable:
@@ -122,7 +147,8 @@ def print_plan(title: str, plan: Plan) -> None:
     for row in (*plan.layers, plan.total):
         grid.add_row(*map(escape, row.cells()[: len(shown)]), style="bold" if row.name == "total" else "")
     screen.print(grid)
-    screen.print("[dim]norms/target counts parameters; seconds are of solving, on this machine[/]", highlight=False)
+    words = "norms/target counts parameters; seconds are of the whole run on this machine"
+    screen.print(f"[dim]{words}; {escape(plan.basis)}[/]", highlight=False)
     for remark in plan.remarks:
         screen.print(escape(remark), highlight=False)
 
@@ -139,6 +165,8 @@ def print_layers(result: Reconstruction) -> None:
     for row in result.layers:
         if row.shortfall:
             screen.print(escape(f"{row.name}: {row.shortfall}"), highlight=False)
+    for warning in result.warnings:
+        screen.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
@@ -197,7 +225,7 @@ def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
         transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name)
-        yield lambda text: progress.update(task, description=f"{name}: {text}")
+        yield lambda text: progress.update(task, description=f"{name}: {escape(text)}")
 
 
 @contextmanager
@@ -208,7 +236,7 @@ def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None
         disable=hidden, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=total)
-        yield lambda text: progress.update(task, description=f"{name}: {text}", advance=1)
+        yield lambda text: progress.update(task, description=f"{name}: {escape(text)}", advance=1)
 
 
 @contextmanager
@@ -262,7 +290,10 @@ def stages(*, hidden: bool) -> Iterator[Callable[[Stage], None]]:
                 tasks[stage.artifact] = progress.add_task(stage.artifact, total=None)
             total = stage.total if stage.state != "finished" else stage.done
             progress.update(
-                tasks[stage.artifact], completed=stage.done, total=total, description=f"{stage.artifact} {stage.piece}"
+                tasks[stage.artifact],
+                completed=stage.done,
+                total=total,
+                description=escape(f"{stage.artifact} {stage.piece}"),
             )
 
         yield show

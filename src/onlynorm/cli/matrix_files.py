@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from onlynorm.errors import FormatError, MissingDataError, UnknownNameError
+from onlynorm.data.tensor_files import read_npy, read_safetensors
+from onlynorm.errors import FormatError, MissingDataError, OnlynormError, UnknownNameError
 
 ENDINGS = (".npy", ".safetensors", ".csv")
 
@@ -19,23 +18,26 @@ ENDINGS = (".npy", ".safetensors", ".csv")
 def read_matrix(path: Path | str, *, name: str | None = None) -> Tensor:
     """The matrix in a file, in float64; of a .safetensors file with several tensors, the one called `name`."""
     path = Path(path)
-    if path.suffix not in ENDINGS:
+    ending = path.suffix.lower()
+    if ending not in ENDINGS:
         raise UnknownNameError("ending of a matrix file", path.suffix or path.name, ENDINGS)
     if not path.is_file():
         raise MissingDataError(f"a matrix needs a file; there is none at {path}. Check the path, or try --random 8.")
-    if name is not None and path.suffix != ".safetensors":
+    if name is not None and ending != ".safetensors":
         raise FormatError(f"--name needs a .safetensors file; {path.name} holds one matrix. Leave --name out.")
     try:
-        if path.suffix == ".safetensors":
-            found = _pick(load_file(path), path, name)
+        if ending == ".safetensors":
+            found = _pick(read_safetensors(path), path, name)
         else:
-            found = torch.from_numpy(_read_csv(path) if path.suffix == ".csv" else _read_npy(path))
-    except (OSError, ValueError, TypeError, EOFError, MemoryError, SafetensorError) as error:
-        if isinstance(error, FormatError | UnknownNameError):
-            raise
+            found = torch.from_numpy(_read_csv(path) if ending == ".csv" else _read_npy(path))
+        if found.is_complex():
+            raise ValueError(f"{found.dtype} where real numbers belong")
+    except OnlynormError:
+        raise
+    except Exception as error:  # numpy's reader of text raises several kinds
         first = (str(error).splitlines() or ["no more"])[0]
         raise FormatError(
-            f"{path.name} needs to be a whole {path.suffix} file of plain numbers; got {type(error).__name__}: "
+            f"{path.name} needs to be a whole {ending} file of plain numbers; got {type(error).__name__}: "
             f"{first}. Save it again; objects, words and headings are not read."
         ) from error
     if found.ndim != 2:
@@ -44,16 +46,16 @@ def read_matrix(path: Path | str, *, name: str | None = None) -> Tensor:
 
 
 def _read_npy(path: Path) -> np.ndarray:
-    array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
-        raise ValueError(f"{getattr(array, 'dtype', type(array).__name__)} where real numbers belong")
+    array = read_npy(path)
+    if array.dtype.kind not in "fiu":
+        raise FormatError(f"{path.name} needs real numbers; got {array.dtype}. Save array.astype('float64').")
     return array.astype(np.float64)
 
 
 def _read_csv(path: Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # an empty file is an empty matrix, which is refused below
-        array = np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64)
+        array = np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64, encoding="utf-8-sig")
     if not array.size:
         raise ValueError("no numbers")
     return array

@@ -1,19 +1,18 @@
-"""What `onlynorm memorize` learns by heart: a data set by name, or a file of inputs with labels or real targets."""
+"""The data of `onlynorm memorize`: a data set by name, or a file of inputs with labels or real targets."""
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from onlynorm.data import DATA_SETS, load_data
+from onlynorm.data.tensor_files import read_npz, read_safetensors
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.modules import is_class_labels
 
 FILES = (".npz", ".safetensors")
 
@@ -30,7 +29,7 @@ class ToMemorize:
     @property
     def is_real(self) -> bool:
         """Whether the targets are real numbers and not classes."""
-        return self.targets.is_floating_point()
+        return not is_class_labels(self.targets)
 
     @property
     def n_classes(self) -> int | None:
@@ -58,11 +57,12 @@ def find_sample(data: str, n_points: int | None) -> ToMemorize:
 
 def _read(data: str) -> ToMemorize:
     path = Path(data)
-    if path.suffix not in FILES:
+    ending = path.suffix.lower()
+    if ending not in FILES:
         raise UnknownNameError("data", data, (*DATA_SETS, *(f"FILE{ending}" for ending in FILES)))
     if not path.is_file():
         raise MissingDataError(f"data needs a file; there is none at {path}. Check the path, or take the digits.")
-    tensors = _read_npz(path) if path.suffix == ".npz" else _read_tensors(path)
+    tensors = _read_npz(path) if ending == ".npz" else read_safetensors(path)
     goals = [name for name in ("labels", "targets") if name in tensors]
     if "inputs" not in tensors or not tensors["inputs"].ndim or len(goals) != 1:
         got = ", ".join(sorted(tensors)[:5]) or "nothing"
@@ -71,33 +71,42 @@ def _read(data: str) -> ToMemorize:
             f"got {got}. Save them under those names."
         )
     targets = tensors[goals[0]]
-    if targets.is_floating_point() != (goals[0] == "targets") or not targets.ndim:
+    if targets.is_complex() or is_class_labels(targets) != (goals[0] == "labels") or not targets.ndim:
         raise ShapeError(
             f"{path.name} needs labels as whole numbers and targets as floating-point ones, one per input; got "
             f"{goals[0]} of {targets.dtype} and shape {tuple(targets.shape)}. Save labels.long() or targets.float()."
         )
     held = None
-    if goals[0] == "labels" and "test_inputs" in tensors and "test_labels" in tensors:
-        held = (tensors["test_inputs"], tensors["test_labels"])
+    if goals[0] == "labels":
+        targets = targets.long()
+        held = _held_out(tensors, path)
     return ToMemorize(path.name, tensors["inputs"], targets, held)
 
 
+def _held_out(tensors: dict[str, Tensor], path: Path) -> tuple[Tensor, Tensor] | None:
+    """The test set of a file, None if it has none or an empty one."""
+    if "test_inputs" not in tensors or "test_labels" not in tensors:
+        return None
+    inputs, labels = tensors["test_inputs"], tensors["test_labels"]
+    if inputs.ndim and labels.ndim and not len(inputs) and not len(labels):
+        return None
+    is_like = inputs.ndim > 0 and inputs.shape[1:] == tensors["inputs"].shape[1:]
+    if not is_like or not is_class_labels(labels) or labels.shape != inputs.shape[:1] or int(labels.long().min()) < 0:
+        raise ShapeError(
+            f"{path.name} needs test_inputs like its inputs, (n, {', '.join(map(str, tensors['inputs'].shape[1:]))}), "
+            f"and as many test_labels, whole numbers from 0; got {tuple(inputs.shape)}, and {labels.dtype} of shape "
+            f"{tuple(labels.shape)}. Leave both out if there is no test set."
+        )
+    return inputs, labels.long()
+
+
 def _read_npz(path: Path) -> dict[str, Tensor]:
-    """Every array of the file, without pickle: arrays of objects are refused."""
-    try:
-        with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise ValueError("a single array")
-            return {name: torch.from_numpy(file[name]) for name in file.files}
-    except (OSError, ValueError, TypeError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise FormatError(
-            f"{path.name} needs a whole .npz file of plain numbers; got {type(error).__name__}: {error}. Save it with "
-            "numpy.savez and without objects."
-        ) from error
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise FormatError(f"{path.name} needs a whole safetensors file; got {error}. Save or copy it again.") from error
+    """Every array of the file; unsigned numbers that torch computes little with become signed ones."""
+    found = {}
+    for name, array in read_npz(path).items():
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+            if array.dtype.itemsize == 8 and array.size and int(array.max()) >= 2**63:
+                raise FormatError(f"{path.name} needs numbers below 2^63; {name!r} has {int(array.max())}. Save int64.")
+            array = array.astype(np.int64)
+        found[name] = torch.from_numpy(array)
+    return found

@@ -1,8 +1,8 @@
 """Data sets: digits, CIFAR-10 and CIFAR-100, Fashion-MNIST in their standard formats, teachers, files of your own.
 
 The data folder is `ONLYNORM_DATA`, else `shared/data` beside the checkout. Nothing is downloaded, and nothing that a
-file holds can run. The files read in the order: split, handwritten, plain_pickle, cifar, fashion,
-synthetic, files, corruptions.
+file holds can run. The files read in the order: split, handwritten, plain_pickle, tensor_files, cifar,
+fashion, synthetic, files, corruptions.
 """
 
 from onlynorm.data.cifar import CIFAR_MEAN, CIFAR_RECORD, CIFAR_STD, cifar10, cifar100

@@ -12,6 +12,7 @@ from torch import Tensor
 from onlynorm.data.plain_pickle import read_plain
 from onlynorm.data.split import Split, find_data
 from onlynorm.errors import FormatError, MissingDataError
+from onlynorm.storage import read_file
 
 _PIXELS = 3 * 32 * 32
 CIFAR_RECORD = 1 + _PIXELS
@@ -77,7 +78,7 @@ def _find(binary: str, python: str) -> tuple[Path, bool]:
 def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, column: int = 0) -> tuple[Tensor, Tensor]:
     """Images and labels of one binary file: records of label bytes and 3,072 pixel bytes."""
     _need_file(path, what)
-    raw = np.fromfile(path, dtype=np.uint8)
+    raw = np.frombuffer(bytearray(read_file(path, what=what)), dtype=np.uint8)
     record = n_labels + _PIXELS
     if not raw.size or raw.size % record:
         raise FormatError(
@@ -92,7 +93,7 @@ def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, co
 def _read_python(path: Path, *, what: str, labels: str, n_classes: int) -> tuple[Tensor, Tensor]:
     """Images and labels of one file for Python: a pickled dict with an array of pixels and a list of labels."""
     _need_file(path, what)
-    found = read_plain(path.read_bytes(), name=path.name)
+    found = read_plain(read_file(path, what=what), name=path.name)
     content: dict[Any, Any] = found if isinstance(found, dict) else {}
     pixels, given = (content.get(key.encode(), content.get(key)) for key in ("data", labels))
     is_sound = isinstance(pixels, np.ndarray) and pixels.shape[1:] == (_PIXELS,) and len(pixels) > 0

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from onlynorm.data.split import seeded
-from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.modules.validate import as_tensor, need_choice, need_items, need_number
 
 CORRUPTIONS = ("noise", "blur", "contrast", "invert")
 """Corruptions by name."""
@@ -38,10 +39,9 @@ def corrupt(
 
     Pixels lie in [0, 1]; for images that were normalised by channel, give `mean` and `std`, and they are again after.
     """
-    if kind not in CORRUPTIONS:
-        raise UnknownNameError("corruption", kind, CORRUPTIONS)
-    if not 0.0 <= severity <= MOST_SEVERE:
-        raise ValueRangeError(f"severity needs to lie in [0, 5]; got {severity}. Try 3.")
+    need_choice("corruption", kind, CORRUPTIONS)
+    severity = need_number("severity", severity, low=0.0, high=MOST_SEVERE, cure="Try 3.")
+    images = as_tensor("images", images)
     _need_images(images)
     generator = seeded(seed)
     shift, scale = _statistics(images, mean, std)
@@ -76,13 +76,19 @@ def _blur(pixels: Tensor, sigma: float) -> Tensor:
 def _statistics(images: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> tuple[Tensor, Tensor]:
     """Shift and scale that turn the images into pixels, per channel."""
     n_channels = images.shape[1]
-    shift, scale = ([0.0] * n_channels if mean is None else mean), ([1.0] * n_channels if std is None else std)
+    cure = "Pass one number per channel, such as CIFAR_MEAN and CIFAR_STD."
+    shift = [0.0] * n_channels if mean is None else _need_numbers("mean", mean, cure)
+    scale = [1.0] * n_channels if std is None else _need_numbers("std", std, cure)
     if len(shift) != n_channels or len(scale) != n_channels or not all(value > 0.0 for value in scale):
         raise ShapeError(
             f"mean and std need one number per channel, {n_channels}, and std positive ones; got {tuple(shift)} and "
             f"{tuple(scale)}. Pass those the images were normalised by."
         )
     return tuple(torch.tensor(values).to(images).reshape(-1, 1, 1) for values in (shift, scale))  # type: ignore[return-value]
+
+
+def _need_numbers(name: str, values: Sequence[float], cure: str) -> list[float]:
+    return [need_number(name, value, cure=cure) for value in need_items(name, values, cure=cure)]
 
 
 def _need_images(images: Tensor) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onlynorm.data.split import Split, find_data
+from onlynorm.data.tensor_files import inflate
 from onlynorm.errors import FormatError, MissingDataError
 
 FASHION_MEAN, FASHION_STD = 0.286, 0.353
@@ -41,22 +40,17 @@ def _read_idx(path: Path, sample: tuple[int, ...]) -> Tensor:
             f"Fashion-MNIST needs {path.name} in {path.parent.name}; it is not there. Copy it there."
         )
     n_axes = 1 + len(sample)
-    try:
-        with gzip.open(path) as file:
-            head = file.read(4 + 4 * n_axes)
-            magic, *sizes = np.frombuffer(head, ">u4").tolist() if len(head) == 4 + 4 * n_axes else [0]
-            # 8 in the third byte says unsigned bytes, the fourth byte counts the axes.
-            if magic != 0x0800 + n_axes or tuple(sizes[1:]) != sample or not sizes[0]:
-                raise FormatError(
-                    f"{path.name} needs an idx head of unsigned bytes with samples of shape {sample}; got magic number "
-                    f"{magic} and sizes {sizes}. Copy the file again."
-                )
-            wanted = math.prod(sizes)
-            raw = file.read(wanted + 1)
-    except (OSError, EOFError, zlib.error) as error:
+    n_head = 4 + 4 * n_axes
+    head = inflate(path, n_head)
+    magic, *sizes = np.frombuffer(head, ">u4").tolist() if len(head) == n_head else [0]
+    # 8 in the third byte says unsigned bytes, the fourth byte counts the axes.
+    if magic != 0x0800 + n_axes or tuple(sizes[1:]) != sample or not sizes[0]:
         raise FormatError(
-            f"{path.name} needs to be a whole gzip file; got {type(error).__name__}: {error}. Copy the file again."
-        ) from error
+            f"{path.name} needs an idx head of unsigned bytes with samples of shape {sample}; got magic number "
+            f"{magic} and sizes {sizes}. Copy the file again."
+        )
+    wanted = math.prod(sizes)
+    raw = inflate(path, n_head + wanted + 1)[n_head:]
     if len(raw) != wanted:
         raise FormatError(
             f"{path.name} needs {wanted} bytes after its head; got {'more' if len(raw) > wanted else len(raw)}. "

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from onlynorm.data.cifar import cifar10, cifar100
@@ -16,7 +13,9 @@ from onlynorm.data.fashion import fashion_mnist
 from onlynorm.data.handwritten import digits
 from onlynorm.data.split import Split
 from onlynorm.data.synthetic import teacher
+from onlynorm.data.tensor_files import read_npy, read_safetensors
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError
+from onlynorm.modules.validate import need_text
 
 DATA_SETS: dict[str, Callable[[], Split]] = {
     "digits": digits,
@@ -34,6 +33,7 @@ def load_data(spec: str) -> Split:
     A .safetensors file holds `inputs` and, if known, `labels`; `test_inputs` and `test_labels` are what to judge by,
     which is otherwise the same samples again. A .npy file holds the inputs.
     """
+    need_text("load_data", spec, cure=f"Pass one of {', '.join(DATA_SETS)}, or the path of a file.")
     if spec in DATA_SETS:
         return DATA_SETS[spec]()
     path = Path(spec)
@@ -41,7 +41,7 @@ def load_data(spec: str) -> Split:
         raise UnknownNameError("data", spec, (*DATA_SETS, "FILE.safetensors", "FILE.npy"))
     if not path.is_file():
         raise MissingDataError(f"data needs a file; there is none at {path}. Check the path, or take the digits.")
-    tensors = _read_npy(path) if path.suffix == ".npy" else _read_tensors(path)
+    tensors = _read_npy(path) if path.suffix == ".npy" else read_safetensors(path)
     if "inputs" not in tensors:
         got = ", ".join(sorted(tensors)[:5]) or "nothing"
         raise FormatError(f"{path.name} needs a tensor named inputs; got {got}. Save it under that name.")
@@ -54,24 +54,10 @@ def load_data(spec: str) -> Split:
 
 
 def _read_npy(path: Path) -> dict[str, Tensor]:
-    try:
-        array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise FormatError(
-            f"{path.name} needs a whole .npy file of plain numbers; got {type(error).__name__}: {error}. "
-            "Save it with numpy.save and without objects."
-        ) from error
-    if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        kind = getattr(array, "dtype", type(array).__name__)  # an .npz in disguise is no array at all
-        raise FormatError(f"{path.name} needs floating-point numbers; got {kind}. Save array.astype('float32').")
-    return {"inputs": torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))}
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise FormatError(f"{path.name} needs a whole safetensors file; got {error}. Save or copy it again.") from error
+    array = read_npy(path)
+    if array.dtype.kind != "f":
+        raise FormatError(f"{path.name} needs floating-point numbers; got {array.dtype}. Save array.astype('float32').")
+    return {"inputs": torch.from_numpy(array)}
 
 
 def _labels_for(inputs: Tensor, labels: Tensor | None, path: Path) -> Tensor:

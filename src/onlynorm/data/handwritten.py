@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from onlynorm.data.split import Split, seeded
-from onlynorm.errors import ValueRangeError
+from onlynorm.modules.validate import need_number
 
 
 def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
@@ -13,8 +13,9 @@ def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
     from sklearn.datasets import load_digits  # a second to import, which only those who want the digits pay
 
     generator = seeded(seed)
-    if not 0.0 < test_share < 1.0:
-        raise ValueRangeError(f"test_share needs to lie in (0, 1); got {test_share}. Try 0.2.")
+    test_share = need_number(
+        "test_share", test_share, low=0.0, high=1.0, open_low=True, open_high=True, cure="Try 0.2."
+    )
     raw = load_digits()
     inputs = torch.from_numpy(raw.data).float() / 16.0
     labels = torch.from_numpy(raw.target).long()

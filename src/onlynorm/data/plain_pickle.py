@@ -1,8 +1,9 @@
-"""`read_plain`: numbers, text, lists, dicts and arrays of bytes out of a pickle, of which nothing is run.
+"""`read_plain`: reads numbers, text, lists, dicts and arrays of bytes from a pickle without executing it.
 
 A pickle is a program. Ours may use only the operations that build plain containers, and only the few names with which
-numpy writes arrays; those stand for inert objects of this file, so that not even numpy's own code is reached. Anything
-else is refused before the first operation is carried out.
+numpy writes arrays; those stand for inert objects of this file, so that not even numpy's own code is reached. Keys of
+dicts are text or small numbers: the hash of nested tuples can take a time that is exponential in their depth. Anything
+else, and any program of more than `MAX_OPERATIONS`, is refused before the first operation is carried out.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import io
 import math
 import pickle
 import pickletools
-from typing import Any
+from collections.abc import Container
+from typing import IO, Any
 
 import numpy as np
 
 from onlynorm.errors import FormatError
 
-_OPERATIONS = frozenset((
+MAX_OPERATIONS = 2**20
+"""Operations of a pickle that is read; CIFAR-100 has a fifth of it, and a tensor of a PyTorch file takes about 25."""
+OPERATIONS = frozenset((
     "PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "TUPLE", "TUPLE1", "TUPLE2",
     "TUPLE3", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS",
     "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "BINFLOAT", "STRING",
@@ -25,7 +29,15 @@ _OPERATIONS = frozenset((
     "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET",
     "LONG_BINGET",
 ))  # fmt: skip
+"""Operations that build plain containers."""
 _PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
+_GETS = frozenset(("GET", "BINGET", "LONG_BINGET"))
+_KEYS = frozenset((
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES",
+    "SHORT_BINBYTES", "BINBYTES8", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "REDUCE",
+))  # fmt: skip
+"""Operations whose results may be keys of a dict: their hash takes no longer than reading them, and none collide by
+design. What calls (REDUCE) make here is bytes, or compares by identity."""
 _BYTES = ("u1", "|u1", b"u1", b"|u1")
 _CURE = "Copy the file again from where it was published."
 
@@ -36,22 +48,65 @@ def read_plain(raw: bytes, *, name: str) -> Any:
     `name` is what errors call the file. FormatError if it holds, or would do, anything else.
     """
     try:
-        _need_plain(raw)
+        need_plain(io.BytesIO(raw))
         found = _Reader(io.BytesIO(raw), encoding="bytes").load()
-        return {key: _to_array(item) for key, item in found.items()} if isinstance(found, dict) else _to_array(found)
+        made = {key: _to_array(item) for key, item in found.items()} if isinstance(found, dict) else _to_array(found)
+        _need_no_stand_ins(made)
+        return made
     # Whatever else a damaged program makes the reader raise, the file is no plain one.
     except Exception as error:
         told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise FormatError(f"{name} needs a pickle of plain lists, dicts and arrays; got {told}. {_CURE}") from error
 
 
-def _need_plain(raw: bytes) -> None:
-    for n_before, (operation, argument, _) in enumerate(pickletools.genops(raw)):
-        if operation.name not in _OPERATIONS:
-            raise pickle.UnpicklingError(f"the operation {operation.name}")
-        # The reader makes room for every place of the memo up to this one.
-        if operation.name in _PUTS and (not isinstance(argument, int) or argument > n_before):
-            raise pickle.UnpicklingError(f"place {argument} of the memo after {n_before} operations")
+def need_plain(file: IO[bytes], operations: frozenset[str] = OPERATIONS, names: Container[str] | None = None) -> None:
+    """Goes through the operations of one pickle and raises UnpicklingError at the first that is not plain.
+
+    `operations` are allowed, and of `names`, as "module name", those that GLOBAL may use (any if None).
+    """
+    stack: list[bool] = []  # for every object on the reader's stack, whether it may be a key
+    marks: list[int] = []
+    memo: dict[int, bool] = {}
+    for n_before, (operation, argument, _) in enumerate(pickletools.genops(file)):
+        name = operation.name
+        if name not in operations:
+            raise pickle.UnpicklingError(f"the operation {name}")
+        if n_before >= MAX_OPERATIONS:
+            raise pickle.UnpicklingError(f"more than {MAX_OPERATIONS} operations")
+        if name == "GLOBAL" and names is not None and argument not in names:
+            raise pickle.UnpicklingError(f"the name {argument!s:.60}")
+        if name in _PUTS or name == "MEMOIZE":
+            place = len(memo) if name == "MEMOIZE" else argument
+            # The reader makes room for every place of the memo up to this one.
+            if not isinstance(place, int) or place > n_before:
+                raise pickle.UnpicklingError(f"place {place} of the memo after {n_before} operations")
+            memo[place] = bool(stack) and stack[-1]
+        elif name in _GETS:
+            stack.append(isinstance(argument, int) and memo.get(argument, False))
+        elif name == "MARK":
+            marks.append(len(stack))
+        else:
+            taken = _take(operation, stack, marks)
+            keys = taken[1:2] if name == "SETITEM" else taken[::2] if name in ("SETITEMS", "DICT") else []
+            if not all(keys):
+                raise pickle.UnpicklingError("a key of a dict that is neither text nor a small number")
+            if operation.stack_after and pickletools.markobject not in operation.stack_before[1:]:
+                stack.append(name in _KEYS)
+
+
+def _take(operation: pickletools.OpcodeInfo, stack: list[bool], marks: list[int]) -> list[bool]:
+    """Removes from the stack what the operation takes, down to the last mark where it takes all above that."""
+    if pickletools.markobject in operation.stack_before:
+        if not marks:
+            raise pickle.UnpicklingError("an operation without its mark")
+        height = marks.pop()
+    else:
+        height = len(stack) - len(operation.stack_before)
+    if not (marks[-1] if marks else 0) <= height <= len(stack):
+        raise pickle.UnpicklingError("an operation on an empty stack")
+    taken = stack[height:]
+    del stack[height:]
+    return taken
 
 
 class _Array:
@@ -121,6 +176,18 @@ class _Reader(pickle.Unpickler):
         if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"the name {module}.{name}")
         return _NAMES[module, name]
+
+
+def _need_no_stand_ins(value: Any) -> None:
+    """Raises where an inert object is left in the content; each container is looked at once, however it is shared."""
+    waiting, seen = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, _Array | _Name | _Type):
+            raise pickle.UnpicklingError("an array or a name inside of something else")
+        if isinstance(item, dict | list | tuple) and id(item) not in seen:
+            seen.add(id(item))
+            waiting += [*item, *item.values()] if isinstance(item, dict) else item
 
 
 def _to_array(value: Any) -> Any:

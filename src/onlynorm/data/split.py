@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from onlynorm.errors import MissingDataError, ValueRangeError
+from onlynorm.errors import MissingDataError, ShapeError
+from onlynorm.modules.validate import need_integer, need_seed, need_text
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ class Split:
 
         Images that have no more stay as they are.
         """
+        side = need_integer("side", side, low=1, cure="Pass a width in pixels, such as 16.")
+        if self.train_inputs.ndim != 4:
+            raise ShapeError(
+                f"smaller needs images (n, channels, height, width); {self.name} has samples of shape "
+                f"{tuple(self.train_inputs.shape[1:])}. Take a data set of images."
+            )
         height, width = self.train_inputs.shape[-2:]
         if width <= side:
             return self
@@ -49,6 +55,7 @@ class Split:
 
 def find_data(name: str) -> Path:
     """The file or folder of that name in the data folder, or an error that says where it was looked for."""
+    need_text("find_data", name, cure="Pass the name of a file or folder of the data folder.")
     beside = Path(__file__).resolve().parents[4] / "shared" / "data"
     given = os.environ.get("ONLYNORM_DATA")
     folder = Path(given) if given else beside
@@ -62,10 +69,4 @@ def find_data(name: str) -> Path:
 
 def seeded(seed: int) -> torch.Generator:
     """A generator of its own for this seed, so that the global one stays as it is."""
-    try:
-        word = operator.index(seed)
-    except TypeError:
-        word = -1
-    if not 0 <= word < 2**64:
-        raise ValueRangeError(f"seed needs a whole number in [0, 2^64); got {seed!r}. Reduce it: seed % 2**64.")
-    return torch.Generator().manual_seed(word)
+    return torch.Generator().manual_seed(need_seed(seed))

@@ -9,6 +9,7 @@ import torch
 
 from onlynorm.data.split import Split, seeded
 from onlynorm.errors import ValueRangeError
+from onlynorm.modules.validate import need_free_memory, need_integer, need_sizes
 
 _N_CENTRING = 4096
 
@@ -26,11 +27,14 @@ def teacher(
     N(0, 2 / inputs). Its outputs are centred by their mean over inputs of its own, so that no class takes all: the
     label is a function of the input alone. The parts share no sample, and a longer part begins as a shorter one.
     """
-    if len(widths) < 2 or min(widths) < 1 or widths[-1] < 2 or n_train < 1 or n_test < 1:
-        raise ValueRangeError(
-            "teacher needs two widths or more, all positive, two classes or more and samples in both parts; got "
-            f"{tuple(widths)}, n_train={n_train}, n_test={n_test}. Try (64, 64, 10)."
-        )
+    cure = "Pass widths such as (64, 64, 10)."
+    widths = need_sizes("widths", widths, n_least=2, cure=cure)
+    n_train = need_integer("n_train", n_train, low=1, cure="Pass the number of samples, such as 4000.")
+    n_test = need_integer("n_test", n_test, low=1, cure="Pass the number of samples, such as 1000.")
+    entries = (n_train + n_test) * max(widths) + sum(one * two for one, two in itertools.pairwise(widths))
+    need_free_memory("teacher", 8.0 * entries, cure="Ask for fewer samples, or smaller widths.")
+    if widths[-1] < 2:
+        raise ValueRangeError(f"teacher needs two widths or more and two classes or more; got {widths}. {cure}")
     source = seeded(seed)
     weights = [
         torch.randn(n_out, n_in, generator=source, dtype=torch.float64) * (2.0 / n_in) ** 0.5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from onlynorm.data import find_data
+from onlynorm.data.tensor_files import read_safetensors, read_torch
 from onlynorm.errors import ConversionError, FormatError, MissingDataError, UnknownNameError
 from onlynorm.models.parts import own_randomness
 from onlynorm.models.plain import mlp, vgg
 from onlynorm.models.residual import CifarResNet, ResNet
 from onlynorm.models.transformer import vit
+from onlynorm.modules.validate import need_model, need_path, need_text
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
 
 def make_model(spec: str) -> nn.Module:
     """A network in evaluation mode: a built-in name, or "package.module:factory", which imports and runs that code."""
+    need_text("a model", spec, cure="Pass a built-in name, or package.module:factory.")
     if ":" not in spec:
         if spec not in BUILT_IN:
             raise UnknownNameError("model", spec, (*BUILT_IN, "package.module:factory"))
@@ -85,6 +85,8 @@ def run_factory(spec: str, *, what: str) -> Any:
 
     The current folder comes first where modules are looked for. `what` is the thing that is needed, for the error.
     """
+    what = need_text("what", what, cure="Name the thing that is needed, such as a model.")
+    need_text(what, spec, cure="Pass package.module:factory.")
     module_name, _, name = spec.partition(":")
     try:
         with _current_folder_importable():
@@ -99,7 +101,8 @@ def run_factory(spec: str, *, what: str) -> Any:
 
 def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
     """The network with the weights of a safetensors or PyTorch file, every name matched; nothing in it can run."""
-    weights = _read_weights(Path(path))
+    network = need_model("load_weights", network)
+    weights = _read_weights(need_path("load_weights", path))
     own = network.state_dict()
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     missing, unknown = own.keys() - weights.keys() - counters, weights.keys() - own.keys()
@@ -114,6 +117,12 @@ def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
                 f"the file needs {name} of shape {tuple(own[name].shape)}; got {tuple(value.shape)}. Is it a file for "
                 "this architecture?"
             )
+        is_alike = value.is_floating_point() == own[name].is_floating_point() and not value.is_complex()
+        if not is_alike or value.layout != torch.strided or value.is_meta or value.is_quantized:
+            raise FormatError(
+                f"the file needs {name} as {own[name].dtype} in ordinary memory; got {value.dtype}, {value.layout} on "
+                f"{value.device}. Save network.state_dict()."
+            )
     network.load_state_dict(weights, strict=False)
     return network
 
@@ -122,21 +131,17 @@ def _read_weights(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a safetensors file or, with any other ending, of a PyTorch file that holds nothing else."""
     if not path.is_file():
         raise MissingDataError(f"weights need a file; there is none at {path}. Check the path.")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        first = str(error).splitlines()[0] if str(error) else "no more"
-        raise FormatError(
-            f"{path.name} needs to be a whole file of tensors; got {type(error).__name__}: {first}. Save "
-            "network.state_dict(): whole pickled networks are not read, because they could run code."
-        ) from error
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    found = read_torch(path)
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise FormatError(f"{path.name} needs a state dict of tensors; got others. Save network.state_dict().")
-    return {str(name).removeprefix("module."): value for name, value in found.items()}  # as DataParallel saves it
+    named = {str(name).removeprefix("module."): value for name, value in found.items()}  # as DataParallel saves it
+    if len(named) < len(found):
+        raise FormatError(f"{path.name} needs one tensor per name; some are there with and without 'module.' before.")
+    return named
 
 
 @contextlib.contextmanager

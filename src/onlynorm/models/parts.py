@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from onlynorm.data import seeded
-from onlynorm.errors import UnknownNameError
+from onlynorm.errors import ConversionError, ShapeError, shown
+from onlynorm.modules import need_choice, need_free_memory
 
 NORMS = ("batch", "layer", "group", "none")
 """Norms by name."""
@@ -65,8 +68,7 @@ def initialise(network: nn.Module, init: str) -> None:
     "asymmetric" is torch's own U(-1 / sqrt(d), 1 / sqrt(d)) shifted off zero, which keeps batch norm from preserving
     the rank of the signal. Biases stay as they are.
     """
-    if init not in INITS:
-        raise UnknownNameError("init", init, INITS)
+    need_choice("init", init, INITS)
     if init == "standard":
         return
     for layer in network.modules():
@@ -76,5 +78,39 @@ def initialise(network: nn.Module, init: str) -> None:
 
 def need_norm(kind: str) -> None:
     """Raises UnknownNameError unless there is a norm of this name."""
-    if kind not in NORMS:
-        raise UnknownNameError("norm", str(kind), NORMS)
+    need_choice("norm", kind, NORMS)
+
+
+def as_whole(value: Any) -> int:
+    """A whole number up to 2^31 as an int; anything else as -1."""
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return int(value) if is_whole and int(value) < 2**31 else -1
+
+
+def need_size(what: str, name: str, value: Any, *, high: int = 2**31 - 1) -> int:
+    """A size of a network as an int of at least one."""
+    count = as_whole(value)
+    if not 1 <= count <= high:
+        raise ShapeError(f"{what} needs a positive {name}; got {shown(value)}. Pass a whole number up to {high}.")
+    return count
+
+
+def need_parameters(what: str, n_parameters: int) -> None:
+    """Raises unless about this many parameters fit into memory."""
+    need_free_memory(f"{what} of {float(n_parameters):.3g} parameters", 4.0 * n_parameters, cure="Make it smaller.")
+
+
+def make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
+    """What the class or function returns, or an error unless that is a module."""
+    if isinstance(activation, nn.Module) or not callable(activation):
+        raise ConversionError(
+            f"activation needs a class or function that makes a module; got {shown(activation)}. Pass torch.nn.ReLU, "
+            "without parentheses."
+        )
+    made = activation()
+    if not isinstance(made, nn.Module):
+        raise ConversionError(
+            f"activation needs a class or function that makes a module; {shown(activation)} made {shown(made)}. Pass "
+            "torch.nn.ReLU."
+        )
+    return made

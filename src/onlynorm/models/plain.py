@@ -7,8 +7,19 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from onlynorm.errors import ShapeError
-from onlynorm.models.parts import image_norm, initialise, need_norm, own_randomness, vector_norm
+from onlynorm.errors import ShapeError, shown
+from onlynorm.models.parts import (
+    as_whole,
+    image_norm,
+    initialise,
+    make_activation,
+    need_norm,
+    need_parameters,
+    need_size,
+    own_randomness,
+    vector_norm,
+)
+from onlynorm.modules import need_items
 
 VGG_STAGES = ((64,) * 2, (64,) * 2, (64,) * 4, (64,) * 4, (64,) * 5)
 """17 convolutions of 64 channels, the size of the targets of burkholz2024, which does not say where they pool."""
@@ -31,13 +42,16 @@ def mlp(
     seed: int = 0,
 ) -> nn.Sequential:
     """A fully connected network through the given widths, inputs first, with norms and activations in between."""
+    given = need_items("mlp", widths, cure="List the widths: (64, 32, 10).")
+    widths = [as_whole(width) for width in given]
     if len(widths) < 2 or min(widths) < 1:
-        raise ShapeError(f"mlp needs at least two widths, all positive; got {tuple(widths)}. Try (64, 32, 10).")
+        raise ShapeError(f"mlp needs at least two widths, all positive; got {shown(tuple(given))}. Try (64, 32, 10).")
+    need_parameters("an mlp", sum(n_in * n_out for n_in, n_out in itertools.pairwise(widths)))
     need_norm(norm)
     layers: list[nn.Module] = []
     with own_randomness(seed):
         for n_in, n_out in itertools.pairwise(widths):
-            layers += [nn.Linear(n_in, n_out), *_norms(vector_norm(norm, n_out)), activation()]
+            layers += [nn.Linear(n_in, n_out), *_norms(vector_norm(norm, n_out)), make_activation(activation)]
         network = nn.Sequential(*layers[: -1 if norm == "none" else -2])
         initialise(network, init)
     return network
@@ -59,12 +73,20 @@ def vgg(
     Every convolution is followed by a norm (unless `norm` is "none") and the activation; the last stage by the mean
     over positions and one linear layer.
     """
-    widths = [width for stage in stages for width in stage]
-    if not stages or not all(stages) or min(*widths, n_classes, in_channels) < 1:
+    cure = "Try [[8, 8], [16, 16]]."
+    given = [need_items("a stage of vgg", stage, cure=cure) for stage in need_items("vgg", stages, cure=cure)]
+    stages = [[as_whole(width) for width in stage] for stage in given]
+    sizes = [as_whole(size) for size in (in_channels, n_classes)]
+    if not stages or not all(stages) or min(min(map(min, stages)), *sizes) < 1:
         raise ShapeError(
-            f"vgg needs stages of positive widths, with positive in_channels and n_classes; got {tuple(stages)}, "
-            f"{in_channels} and {n_classes}. Try [[8, 8], [16, 16]]."
+            f"vgg needs stages of positive widths, with positive in_channels and n_classes; got {shown(given)}, "
+            f"{shown(in_channels)} and {shown(n_classes)}. {cure}"
         )
+    in_channels, n_classes = sizes
+    image_size = need_size("vgg", "image_size", image_size)
+    widths = [in_channels, *itertools.chain(*stages)]
+    n_parameters = 9 * sum(n_in * n_out for n_in, n_out in itertools.pairwise(widths)) + widths[-1] * n_classes
+    need_parameters("a vgg", n_parameters)
     if image_size < 2 ** (len(stages) - 1):
         raise ShapeError(
             f"vgg halves its images {len(stages) - 1} times and needs {2 ** (len(stages) - 1)} pixels or more; got "
@@ -78,7 +100,7 @@ def vgg(
             layers += [nn.MaxPool2d(2)] if place else []
             for n_out in stage:
                 layers += [nn.Conv2d(n_in, n_out, 3, padding=1, bias=norm == "none")]
-                layers += [*_norms(image_norm(norm, n_out)), activation()]
+                layers += [*_norms(image_norm(norm, n_out)), make_activation(activation)]
                 n_in = n_out
         layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, n_classes)]
         network = nn.Sequential(*layers)

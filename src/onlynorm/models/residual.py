@@ -6,11 +6,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ShapeError, UnknownNameError
-from onlynorm.models.parts import image_norm, initialise, own_randomness
+from onlynorm.errors import ShapeError, UnknownNameError, shown
+from onlynorm.models.parts import (
+    as_whole,
+    image_norm,
+    initialise,
+    need_norm,
+    need_parameters,
+    need_size,
+    own_randomness,
+)
 
 _STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _BOTTLENECK_FROM = 50
+_DEEPEST = 6 * 10_000 + 2
 
 
 def cifar_resnet(
@@ -47,6 +56,14 @@ class CifarBlock(nn.Module):
 
     def __init__(self, n_in: int, n_out: int, stride: int, *, norm: str = "batch") -> None:
         super().__init__()
+        need_norm(norm)
+        n_in, n_out, stride = (
+            need_size("a CIFAR block", name, value)
+            for name, value in (("n_in", n_in), ("n_out", n_out), ("stride", stride))
+        )
+        if n_out < n_in:
+            raise ShapeError(f"a CIFAR block needs n_out of at least n_in; got {n_in} and {n_out}. Widen it.")
+        need_parameters("a CIFAR block", 9 * n_out * (n_in + n_out))
         bias = norm == "none"
         self.conv1 = nn.Conv2d(n_in, n_out, 3, stride=stride, padding=1, bias=bias)
         self.bn1 = image_norm(norm, n_out)
@@ -70,10 +87,13 @@ class CifarResNet(nn.Module):
         self, depth: int = 20, *, n_classes: int = 10, width: int = 16, norm: str = "batch", init: str = "standard"
     ) -> None:
         super().__init__()
-        if depth < 8 or (depth - 2) % 6:
-            raise ShapeError(f"a CIFAR ResNet needs a depth of 6 n + 2; got {depth}. Try 20, 32, 44 or 56.")
-        _need_positive(n_classes=n_classes, width=width)
-        n_blocks = (depth - 2) // 6
+        if not 8 <= as_whole(depth) <= _DEEPEST or (as_whole(depth) - 2) % 6:
+            raise ShapeError(f"a CIFAR ResNet needs a depth of 6 n + 2; got {shown(depth)}. Try 20, 32, 44 or 56.")
+        n_classes = need_size("a ResNet", "n_classes", n_classes)
+        width = need_size("a ResNet", "width", width)
+        need_norm(norm)
+        n_blocks = (as_whole(depth) - 2) // 6
+        need_parameters("a CIFAR ResNet", 9 * 2 * n_blocks * 21 * width**2 + 4 * width * n_classes)
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=norm == "none")
         self.bn1 = image_norm(norm, width)
         self.layer1, self.layer2, self.layer3 = (
@@ -141,9 +161,15 @@ class ResNet(nn.Module):
         init: str = "standard",
     ) -> None:
         super().__init__()
-        if depth not in _STAGES:
-            raise UnknownNameError("depth of a ResNet", str(depth), map(str, _STAGES))
-        _need_positive(n_classes=n_classes, width=width, in_channels=in_channels)
+        if as_whole(depth) not in _STAGES:
+            raise UnknownNameError("depth of a ResNet", shown(depth).strip("'"), map(str, _STAGES))
+        depth = as_whole(depth)
+        n_classes = need_size("a ResNet", "n_classes", n_classes)
+        width = need_size("a ResNet", "width", width)
+        in_channels = need_size("a ResNet", "in_channels", in_channels)
+        need_norm(norm)
+        blocks_like_the_last = 18 * sum(n << 2 * place for place, n in enumerate(_STAGES[depth]))
+        need_parameters("a ResNet", blocks_like_the_last * width**2 + 49 * in_channels * width + 8 * width * n_classes)
         is_bottleneck = depth >= _BOTTLENECK_FROM
         self.conv1 = nn.Conv2d(in_channels, width, 7, stride=2, padding=3, bias=norm == "none")
         self.bn1 = image_norm(norm, width)
@@ -165,9 +191,3 @@ class ResNet(nn.Module):
         for place in range(1, 5):
             x = getattr(self, f"layer{place}")(x)
         return self.fc(x.mean((2, 3)))
-
-
-def _need_positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ShapeError(f"a ResNet needs a positive {name}; got {value}. Leave it out.")

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ShapeError
-from onlynorm.models.parts import own_randomness
+from onlynorm.errors import ShapeError, shown
+from onlynorm.models.parts import as_whole, need_parameters, need_size, own_randomness
 
+_DEEPEST = 10_000
 _SPREAD = 0.02
 """Standard deviation of the class token and the positions as drawn, the usual one for transformers."""
 
@@ -29,11 +30,13 @@ def vit(
         "patch": patch, "depth": depth, "width": width, "heads": heads, "image_size": image_size,
         "in_channels": in_channels, "n_classes": n_classes,
     }  # fmt: skip
-    if min(sizes.values()) < 1 or width % heads or image_size % patch:
+    whole = {name: as_whole(value) for name, value in sizes.items()}
+    if min(whole.values()) < 1 or whole["width"] % whole["heads"] or whole["image_size"] % whole["patch"]:
         raise ShapeError(
             "vit needs positive sizes, a width that its heads divide and an image size that its patch divides; got "
-            f"{', '.join(f'{name}={value}' for name, value in sizes.items())}. Try width=192, heads=3, patch=4."
+            f"{', '.join(f'{name}={shown(value)}' for name, value in sizes.items())}. Try width=192, heads=3, patch=4."
         )
+    image_size, patch = whole["image_size"], whole["patch"]
     with own_randomness(seed):
         return ViT(
             patch=patch, depth=depth, width=width, heads=heads, n_patches=(image_size // patch) ** 2,
@@ -105,6 +108,18 @@ class ViT(nn.Module):
     def __init__(self, *, patch: int, depth: int, width: int, heads: int, n_patches: int, in_channels: int,
                  n_classes: int) -> None:  # fmt: skip
         super().__init__()
+        sizes = {
+            "patch": patch, "depth": depth, "width": width, "heads": heads, "n_patches": n_patches,
+            "in_channels": in_channels, "n_classes": n_classes,
+        }  # fmt: skip
+        patch, depth, width, heads, n_patches, in_channels, n_classes = (
+            need_size("a ViT", name, value, high=_DEEPEST if name == "depth" else 2**31 - 1)
+            for name, value in sizes.items()
+        )
+        if width % heads:
+            raise ShapeError(f"a ViT needs a width that its heads divide; got {width} and {heads}. Try 192 and 3.")
+        ends = in_channels * patch**2 + n_patches + 1 + n_classes
+        need_parameters("a ViT", 12 * width**2 * depth + ends * width)
         self.patch_embed = Patches(in_channels, width, patch)
         self.cls_token = nn.Parameter(_SPREAD * torch.randn(1, 1, width))
         self.pos_embed = nn.Parameter(_SPREAD * torch.randn(1, 1 + n_patches, width))

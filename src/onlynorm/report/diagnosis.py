@@ -18,7 +18,7 @@ from onlynorm.report.records import Curve, Panel, Record, Verdict
 from onlynorm.report.sealed import write_atomically
 
 ENDINGS = ("svg", "png")
-TONES = {"healthy": ("good", "✓"), "suspect": ("warn", "~"), "untrainable": ("bad", "✕")}
+TONES = {"healthy": ("good", "✓"), "suspect": ("warn", "~"), "unhealthy": ("bad", "✕")}
 _PANELS = (
     Panel("rank", "How many directions the signal has", "layers with weights so far", "", y_log=True),
     Panel("spread", "Share that differs between samples", "layers with weights so far", "", y_log=True),

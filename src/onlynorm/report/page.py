@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from plotly.offline import get_plotlyjs
 
+from onlynorm.modules.validate import need_instance, need_items, need_path
 from onlynorm.report.article import article, record_anchor
 from onlynorm.report.markup import chip, escape, script_json, seconds, table
 from onlynorm.report.plots import plot_panels
@@ -21,22 +22,27 @@ from onlynorm.report.statements import statement_section
 from onlynorm.theorems import Finding, Statement, papers
 from onlynorm.theorems import statements as every_statement
 
+_T = TypeVar("_T")
+
 
 def write_report(records_dir: Path | str, out: Path | str, *, findings: Iterable[Finding] = ()) -> Path:
     """The path of a self-contained HTML page about the records below `records_dir` and every statement."""
-    records = read_records(Path(records_dir))
-    page = render_page(records, statements=every_statement(), findings=tuple(findings))
-    write_atomically(Path(out), page.encode())
-    return Path(out)
+    folder, path = need_path("records_dir", records_dir), need_path("out", out)
+    page = render_page(read_records(folder), statements=every_statement(), findings=findings)
+    write_atomically(path, page.encode())
+    return path
 
 
 def render_page(
     records: Sequence[Record],
     *,
     statements: Sequence[Statement] = (),
-    findings: Sequence[Finding] = (),
+    findings: Iterable[Finding] = (),
 ) -> str:
     """The page as text."""
+    records = _need_all("records", records, Record, "Pass those of read_records.")
+    statements = _need_all("statements", statements, Statement, "Pass those of theorems.statements().")
+    findings = _need_all("findings", findings, Finding, "Pass those of theorems.run_checks().")
     plots: list[dict[str, Any]] = []
     articles = []
     for record in records:
@@ -74,6 +80,10 @@ def render_page(
 </body>
 </html>
 """
+
+
+def _need_all(name: str, values: object, kind: type[_T], cure: str) -> list[_T]:
+    return [need_instance(name, value, kind, cure=cure) for value in need_items(name, values, cure=cure)]
 
 
 def _summary(records: Sequence[Record]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from onlynorm.errors import FormatError, MissingDataError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ValueRangeError, shown
+from onlynorm.modules.validate import as_real, need_items, need_path
 from onlynorm.report.sealed import read_sealed, write_sealed
 
 CurveKind = Literal["line", "points", "line+points", "histogram"]
@@ -42,17 +43,19 @@ class Curve:
     style: Literal["data", "law"] = "data"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CurveKind) or self.style not in ("data", "law"):
+        names = [value if isinstance(value, str) else None for value in (self.kind, self.style)]
+        if names[0] not in get_args(CurveKind) or names[1] not in ("data", "law"):
             raise ValueRangeError(
-                f"curve {self.label!r} needs kind in {get_args(CurveKind)} and style data or law; "
-                f"got {self.kind!r} and {self.style!r}."
+                f"curve {shown(self.label)} needs kind in {get_args(CurveKind)} and style data or law; "
+                f"got {shown(self.kind)} and {shown(self.style)}."
             )
-        object.__setattr__(self, "x", tuple(float(v) for v in self.x))
-        object.__setattr__(self, "y", tuple(float(v) for v in self.y))
+        for axis in ("x", "y"):
+            values = as_real(f"{axis} of curve {shown(self.label)}", getattr(self, axis), ndim=1, cure="Pass a list.")
+            object.__setattr__(self, axis, tuple(float(value) for value in values.tolist()))
         extra = 1 if self.kind == "histogram" else 0
         if len(self.x) != len(self.y) + extra:
             raise ValueRangeError(
-                f"curve {self.label!r} of kind {self.kind!r} needs {len(self.y) + extra} x for its "
+                f"curve {shown(self.label)} of kind {self.kind!r} needs {len(self.y) + extra} x for its "
                 f"{len(self.y)} y; got {len(self.x)}."
             )
 
@@ -73,7 +76,8 @@ class Panel:
     x_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "x_names", tuple(self.x_names))
+        names = need_items("x_names", self.x_names, cure="Pass a list of texts.")
+        object.__setattr__(self, "x_names", tuple(names))
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,13 @@ class Table:
     rows: Sequence[Sequence[float | str]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", tuple(self.columns))
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        object.__setattr__(self, "columns", tuple(need_items("columns", self.columns, cure="List the headings.")))
+        given = need_items("rows", self.rows, cure="List them.")
+        rows = [need_items("a row", row, cure="List its cells.") for row in given]
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in rows))
         for row in self.rows:
             if len(row) != len(self.columns):
-                raise ValueRangeError(f"a row needs {len(self.columns)} cells; got {len(row)}: {row!r}.")
+                raise ValueRangeError(f"a row needs {len(self.columns)} cells; got {len(row)}: {shown(row)}.")
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,13 @@ def write_record(path: Path, record: Record) -> None:
 
 def read_record(path: Path) -> Record:
     """The record in this file; `FormatError` when it is damaged or holds fields of the wrong kind."""
+    path = need_path("read_record", path)
     body = read_sealed(path, kind=RECORD)
     try:
         return _record(body)
     except FormatError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise FormatError(
             f"a record needs all its fields; {path.name} fails with {type(error).__name__}: {error}. "
             "Delete the file and run `reproduce` again."
@@ -181,7 +188,7 @@ def read_record(path: Path) -> Record:
 
 def read_records(folder: Path) -> tuple[Record, ...]:
     """Every record below `folder`, ordered by artifact, then scale."""
-    folder = Path(folder)
+    folder = need_path("read_records", folder)
     if not folder.is_dir():
         raise MissingDataError(
             f"a report needs a folder of records; there is none at {folder}. Run `onlynorm reproduce` first."
@@ -202,14 +209,14 @@ def _record(body: Mapping[str, Any]) -> Record:
         checks=tuple(_check(item) for item in _list(body, "checks")),
         values={name: _number(value) for name, value in _dict(body, "values").items()},
         sizes=_dict(body, "sizes"),
-        seeds=tuple(int(seed) for seed in _list(body, "seeds")),
+        seeds=_whole_numbers(body, "seeds"),
         caveats=_texts(body, "caveats"),
         curves=tuple(Curve(**_fields(item, Curve)) for item in _list(body, "curves")),
         panels=tuple(_panel(item) for item in _list(body, "panels")),
         table=None if body["table"] is None else _table(body["table"]),
         pieces=tuple(_piece(item) for item in _list(body, "pieces")),
-        versions={name: str(value) for name, value in _dict(body, "versions").items()},
-        platform={name: str(value) for name, value in _dict(body, "platform").items()},
+        versions={name: _text(_dict(body, "versions"), name) for name in _dict(body, "versions")},
+        platform={name: _text(_dict(body, "platform"), name) for name in _dict(body, "platform")},
         code=_text(body, "code"),
         created=_text(body, "created"),
         seconds=_number(body["seconds"]),
@@ -247,7 +254,10 @@ def _piece(item: Mapping[str, Any]) -> PieceNote:
 
 
 def _table(item: Mapping[str, Any]) -> Table:
-    rows = [[cell if isinstance(cell, str) else _number(cell) for cell in row] for row in _list(item, "rows")]
+    rows = _list(item, "rows")
+    if not all(isinstance(row, list) for row in rows):
+        raise FormatError("the table of a record needs a list of rows.")
+    rows = [[cell if isinstance(cell, str) else _number(cell) for cell in row] for row in rows]
     return Table(columns=_texts(item, "columns"), rows=rows)
 
 
@@ -255,10 +265,13 @@ def _fields(item: Any, kind: type[Curve]) -> dict[str, Any]:
     names = [entry.name for entry in dataclasses.fields(kind)]
     for name in ("label", "panel", "style", "kind"):
         _text(item, name)
-    return {name: item[name] for name in names}
+    numbers = {name: [_number(value) for value in _list(item, name)] for name in ("x", "y")}
+    return {name: item[name] for name in names} | numbers
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
+    if not isinstance(body, Mapping):
+        raise FormatError(f"a record needs a table with {name!r}; got {type(body).__name__}.")
     if not isinstance(body[name], str):
         raise FormatError(f"field {name!r} of a record needs text; got {type(body[name]).__name__}.")
     return str(body[name])
@@ -268,6 +281,13 @@ def _texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     items = _list(body, name)
     if not all(isinstance(item, str) for item in items):
         raise FormatError(f"field {name!r} of a record needs a list of texts.")
+    return tuple(items)
+
+
+def _whole_numbers(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    items = _list(body, name)
+    if not all(type(item) is int for item in items):
+        raise FormatError(f"field {name!r} of a record needs a list of whole numbers.")
     return tuple(items)
 
 

@@ -1,0 +1,188 @@
+"""Arrays and tensors from .npy, .npz, .safetensors, PyTorch and gzip files. Nothing in such a file can run.
+
+A file may come from anywhere. The sizes it declares are compared with its length before memory is taken for them, and
+compressed content may expand to `INFLATED_BYTES`, or to `INFLATED_RATIO` times the size of its file if that is more.
+Whatever is wrong with a file is a `FormatError`; content that does not fit into memory is a `MemoryLimitError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import math
+import mmap
+import os
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from onlynorm.data.plain_pickle import OPERATIONS, need_plain
+from onlynorm.errors import FormatError, MemoryLimitError, MissingDataError, OnlynormError
+
+INFLATED_BYTES = 2**28
+"""Bytes to which compressed content may always expand: 256 MiB."""
+INFLATED_RATIO = 20
+"""How many times the size of its file compressed content may have beyond that; images and weights have 1 to 5."""
+
+_CHUNK = 2**20
+_TORCH_OPERATIONS = (OPERATIONS - {"STACK_GLOBAL"}) | {"BINPERSID"}
+_STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat",
+             "ComplexDouble", "Untyped")  # fmt: skip
+_TORCH_NAMES = frozenset((
+    "collections OrderedDict", "torch Size", "torch device", "_codecs encode",
+    *(f"torch._utils {name}" for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter",
+                                          "_rebuild_parameter_with_state")),
+    *(f"{room} {name}Storage" for name in _STORAGES for room in ("torch", "torch.storage")),
+    *(f"torch {name}" for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
+))  # fmt: skip
+
+
+def inflated_limit(n_bytes: int) -> int:
+    """Bytes to which the content of a compressed file of `n_bytes` may expand."""
+    return max(INFLATED_BYTES, INFLATED_RATIO * n_bytes)
+
+
+def read_npy(path: Path) -> np.ndarray:
+    """The array in a .npy file: real numbers or booleans of up to 64 bits, in the byte order of this machine."""
+    with _reading(path, "a whole .npy file of plain numbers", "Save it with numpy.save and without objects."):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            return _array(file, size)
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """The arrays in a .npz file by name, each as `read_npy` gives it."""
+    with (
+        _reading(path, "a whole .npz file of plain numbers", "Save it with numpy.savez and without objects."),
+        zipfile.ZipFile(path) as archive,
+    ):
+        _need_modest_archive(archive, path)
+        found: dict[str, np.ndarray] = {}
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            if name in found:
+                raise ValueError(f"two arrays named {name!r:.60}")
+            data = archive.read(member)
+            found[name] = _array(io.BytesIO(data), len(data))
+        return found
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors in a .safetensors file by name."""
+    with _reading(path, "a whole safetensors file", "Save or copy it again."):
+        _need_file(path)
+        return load_file(path)
+
+
+def read_torch(path: Path) -> Any:
+    """What a PyTorch file holds: tensors, numbers and texts in dicts and lists, read with `weights_only=True`."""
+    cure = "Save network.state_dict(): whole pickled networks are not read, because they could run code."
+    with _reading(path, "to be a whole file of tensors", cure), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _need_file(path)
+        with open(path, "rb") as file:
+            if file.read(4) == b"PK\x03\x04":
+                _need_plain_archive(path)
+            else:  # five pickles, then the numbers
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:  # reads no more than there is
+                    for _ in range(5):
+                        need_plain(cast("IO[bytes]", whole), _TORCH_OPERATIONS, _TORCH_NAMES)
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def inflate(path: Path, n_bytes: int | None = None) -> bytes:
+    """The content of a gzip file, or its first `n_bytes`."""
+    with _reading(path, "to be a whole gzip file", "Copy the file again."):
+        limit = inflated_limit(path.stat().st_size)
+        wanted = limit + 1 if n_bytes is None else n_bytes
+        if n_bytes is not None and n_bytes > limit:
+            raise _too_large(path, n_bytes, limit)
+        parts: list[bytes] = []
+        with gzip.open(path) as file:
+            while wanted and (part := file.read(min(wanted, _CHUNK))):
+                parts.append(part)
+                wanted -= len(part)
+        if n_bytes is None and not wanted:
+            raise _too_large(path, limit + 1, limit)
+        return b"".join(parts)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, what: str, cure: str) -> Iterator[None]:
+    """Turns whatever a damaged file makes its reader raise into our own errors."""
+    try:
+        yield
+    except OnlynormError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingDataError(f"{path.name} needs to be a file; there is none at {path}. Check the path.") from error
+    except MemoryError as error:
+        raise MemoryLimitError(f"{path.name} needs more memory than there is. Save a part of it.") from error
+    except Exception as error:
+        first = (str(error).splitlines() or ["no more"])[0][:300]
+        raise FormatError(f"{path.name} needs {what}; got {type(error).__name__}: {first}. {cure}") from error
+
+
+def _need_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise OSError("not an ordinary file")
+
+
+def _too_large(path: Path, n_bytes: int, limit: int) -> FormatError:
+    return FormatError(
+        f"{path.name} needs to expand to at most {limit:,} bytes (the larger of {INFLATED_BYTES:,} and "
+        f"{INFLATED_RATIO} times its size); got {n_bytes:,}. Save it without compression if it is yours."
+    )
+
+
+def _need_modest_archive(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raises unless the members are stored or deflated and together not larger than they may be."""
+    members = archive.infolist()
+    for member in members:
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 0x1:
+            raise ValueError(f"a member {member.filename!r:.60} with another compression than deflate")
+    total, limit = sum(member.file_size for member in members), inflated_limit(os.path.getsize(path))
+    if total > limit:
+        raise _too_large(path, total, limit)
+
+
+def _need_plain_archive(path: Path) -> None:
+    """Raises unless a PyTorch file in zip format is modest in size and its pickle plain."""
+    with zipfile.ZipFile(path) as archive:
+        _need_modest_archive(archive, path)
+        pickles = [member for member in archive.infolist() if member.filename.endswith("data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"{len(pickles)} members named data.pkl")
+        need_plain(io.BytesIO(archive.read(pickles[0])), _TORCH_OPERATIONS, _TORCH_NAMES)
+
+
+def _array(file: IO[bytes], size: int) -> np.ndarray:
+    """The array of a .npy file of this size; the numbers have to fill it exactly."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"format {version}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of headers written by Python 2
+        shape, is_fortran, dtype = readers[version](file)
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise ValueError(f"{dtype} where real numbers belong")
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != size - file.tell():
+        raise ValueError(f"{size - file.tell()} bytes for {dtype} of shape {shape!s:.80}")
+    count = math.prod(shape)
+    if isinstance(file, io.BytesIO):
+        flat = np.frombuffer(file.getbuffer(), dtype, offset=file.tell()) if count else np.empty(0, dtype)
+    else:
+        flat = np.fromfile(file, dtype, count)
+    if flat.size != count:
+        raise EOFError(f"{flat.size} of {count} numbers")
+    array = flat.reshape(shape, order="F" if is_fortran else "C")
+    return array.astype(dtype.newbyteorder("="), copy=isinstance(file, io.BytesIO))
