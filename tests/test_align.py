@@ -190,8 +190,11 @@ def test_each_method_is_at_least_as_good_as_what_it_starts_from(sign: float, see
     by_greedy = greedy(objective)
     by_swaps = two_opt(objective, by_greedy)
     by_walk = tabu_search(objective, by_swaps, n_steps=200, seed=seed)
-    assert start >= score(objective, by_greedy) >= score(objective, by_swaps) >= score(objective, by_walk)
-    assert start >= score(objective, best_of_random(objective, n_tries=300, seed=seed))
+    scores = [start, *(score(objective, order) for order in (by_greedy, by_swaps, by_walk))]
+    # Equal orders may be scored by sums in another order: 12 rows of numbers of the size of the largest score.
+    slack = 12**2 * EPS * max(map(abs, scores))
+    assert all(later <= earlier + slack for earlier, later in itertools.pairwise(scores))
+    assert score(objective, best_of_random(objective, n_tries=300, seed=seed)) <= start + slack
     for order in (by_greedy, by_swaps, by_walk):
         assert sorted(order.tolist()) == list(range(12))
 

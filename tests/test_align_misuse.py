@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.alignment import align
-from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, ValueRangeError
 from onlynorm.features import draw
 
 
@@ -54,9 +54,11 @@ def test_a_seed_that_is_none_is_refused_whatever_the_method(seed: Any, name: str
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_no_real_tensor_is_named() -> None:
+def test_numpy_arrays_are_aligned_and_what_is_not_real_is_named() -> None:
     left, right = normal(2, 3), normal(3, 2)
-    with pytest.raises(ShapeError, match="got a ndarray as left"):
-        align(normal(2, 2), left.numpy(), right)  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match=r"got numbers of torch.complex128 as target"):
+    found = align(normal(2, 2).numpy(), left.numpy(), right.numpy())  # type: ignore[arg-type]
+    assert found.objective == align(normal(2, 2), left, right).objective
+    with pytest.raises(ConversionError, match="left needs a tensor; got 'nope'"):
+        align(normal(2, 2), "nope", right)  # type: ignore[arg-type]
+    with pytest.raises(ValueRangeError, match=r"target needs real numbers; got torch.complex128"):
         align(normal(2, 2).to(torch.complex128), left, right)

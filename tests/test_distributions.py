@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.features import Features, draw, names, orthogonal, register, registry, weights
 from onlynorm.features.distributions import _count, check_shape
 from onlynorm.features.streams import Stream
@@ -373,3 +376,47 @@ def test_a_weight_or_matrix_of_another_shape_is_refused() -> None:
         features.as_matrix(torch.zeros(3, 2))
     with pytest.raises(ShapeError, match=r"as_weight needs a matrix of shape \(2, 3\); got \(3, 2\)"):
         features.as_weight(torch.zeros(3, 2))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numpy_numbers_are_numbers() -> None:
+    made = draw("er_normal", (2, 5), excess=np.float32(1.1), density=np.float32(0.5), seed=np.int64(3))  # type: ignore[arg-type]
+    assert made.n_features == 11
+    assert made == draw("er_normal", (2, 5), excess=1.1, density=0.5, seed=3)
+    assert draw("he_normal", (2, 5), n_features=np.int32(7)).n_features == 7  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("excess", [1e300, 2.0**62, np.float64(1e300), float("nan"), float("-inf")])
+@pytest.mark.usefixtures("unchecked")
+def test_an_excess_beyond_all_memory_is_refused(excess: Any) -> None:
+    with pytest.raises(
+        (ValueRangeError, MemoryLimitError), match=r"excess needs a positive finite number|excess or few"
+    ):
+        draw("he_normal", (2, 5), excess=excess)
+
+
+def test_features_that_do_not_fit_into_memory_are_refused_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**30))
+    features = draw("he_normal", (200, 5), n_features=10**8)
+    assert features.left(0, 3).shape == (200, 3)
+    with pytest.raises(MemoryLimitError, match=r"1e\+08 features needs \d+ GB; got 1\.07 GB"):
+        features.left()
+
+
+@pytest.mark.parametrize("device", ["nope", "", "cuda:99", 0, None, 1.5])
+@pytest.mark.usefixtures("unchecked")
+def test_a_device_that_this_machine_has_not_is_refused(device: Any) -> None:
+    with pytest.raises(ValueRangeError, match=r"device needs .*got .*Pass 'cpu'"):
+        draw("he_normal", (2, 5), device=device)
+
+
+def test_distributions_of_one_seed_and_layer_share_their_numbers_and_other_seeds_or_layers_do_not() -> None:
+    def numbers(name: str, **names: Any) -> torch.Tensor:
+        return draw(name, (40, 40), n_features=100, **{"seed": 0, "layer": "a", **names}).right().flatten()
+
+    normal = numbers("he_normal")
+    assert torch.equal(normal.argsort(), numbers("he_uniform").argsort())
+    for other in ({"seed": 1}, {"layer": "b"}):
+        both = torch.stack([normal, numbers("he_uniform", **other)])
+        # Of 4,000 independent pairs the correlation is normal with a deviation of 1 / sqrt(4000).
+        assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / 4000**0.5

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onlynorm as on
-from onlynorm.errors import MemoryLimitError, ShapeError
+from onlynorm.errors import MemoryLimitError, ShapeError, ValueRangeError
 from onlynorm.solvers import khatri_rao
 from onlynorm.solvers.khatri_rao import FeatureSource, KhatriRao, Operator, times_power
+
+EPS = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ def test_arguments_of_wrong_shape_and_impossible_blocks_are_refused() -> None:
             ShapeError, match=rf"{name} needs a matrix \(\.\.\., 2, 3\); got \(3, 2\).*kernel positions"
         ):
             getattr(operator, name)(torch.ones(3, 2))
-    with pytest.raises(ShapeError, match=r"block >= 1; got 0\. Leave it out"):
+    with pytest.raises(ValueRangeError, match=r"block needs to be a whole number from 1; got 0\. Leave it out"):
         KhatriRao(torch.ones(2, 5), torch.ones(5, 3), block=0)
 
 
@@ -271,3 +273,38 @@ def test_a_matrix_beyond_the_memory_is_not_built(monkeypatch: pytest.MonkeyPatch
     message = r"materialise of 100 x 20 needs 8 kB; the limit is 1 kB\. Use apply and transpose"
     with pytest.raises(MemoryLimitError, match=message):
         operator.materialise()
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (5, 1), (3, 200), (200, 3), (8, 9), (11, 8), (16, 40)])
+@pytest.mark.parametrize("block", [None, 300])
+def test_the_gram_of_equations_is_that_of_the_matrix_whatever_the_shape(
+    shape: tuple[int, int], block: int | None
+) -> None:
+    features = on.draw("he_normal", shape, n_features=700, seed=3)
+    for operator in (
+        KhatriRao(features.left(), features.right(), block=block),
+        KhatriRao.regenerating(features, block=block),
+    ):
+        matrix, gram = operator.materialise(), operator.row_gram()
+        # Sums of 700 products, rounded in two orders.
+        assert float((gram - matrix @ matrix.mT).abs().max()) <= 1000 * EPS * float(gram.abs().max())
+        assert float((gram - gram.mT).abs().max()) <= 1000 * EPS * float(gram.abs().max())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4)])
+def test_unit_features_have_length_one_and_gammas_that_count_their_lengths(shape: tuple[int, int]) -> None:
+    features = on.draw("sparse_he_normal", shape, n_features=40, density=0.3, seed=1)
+    gamma = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    for operator in (KhatriRao(features.left(), features.right()), KhatriRao.regenerating(features, block=7)):
+        unit, lengths = operator.unit()
+        sizes = unit.column_squares()
+        is_zero = operator.column_squares() == 0
+        assert bool(is_zero.any())
+        assert torch.allclose(sizes, (~is_zero).double(), atol=100 * EPS)
+        assert bool((lengths[is_zero] == 1).all())
+        assert torch.allclose(unit.apply(gamma * lengths), operator.apply(gamma), atol=1000 * EPS)
+        again, ones = unit.unit()
+        assert torch.allclose(ones, torch.ones_like(ones), atol=100 * EPS)
+        assert torch.allclose(again.apply(gamma), unit.apply(gamma), atol=1000 * EPS)
+        assert torch.allclose(unit.to(torch.float32).apply(gamma.float()).double(), unit.apply(gamma), atol=1e-5)
+        assert torch.allclose(unit.cast(torch.float32).apply(gamma.float()).double(), unit.apply(gamma), atol=1e-5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from systems import draw_system, rebuild
 from torch import Tensor
 
 import onlynorm as on
@@ -202,3 +203,69 @@ def test_a_convolution_is_solved_with_its_kernel_in_the_first_layer() -> None:
     solution = on.solve_features(features, target, minimum_width=True, tolerance=1e-10)
     made = features.as_weight(_made(solution, KhatriRao(features.left(), features.right())))
     assert _relative(made, target) <= 1e-10
+
+
+@pytest.mark.parametrize("power", [3, 6, 8])
+def test_the_scales_of_rows_cost_no_digits(power: int) -> None:
+    left, right, target = draw_system(10, 10, 91)
+    target = target * torch.logspace(-power, power, 10, dtype=torch.float64)[:, None]
+    solution = on.solve(left, right, target, minimum_width=True, tolerance=1e-10)
+    made = solution.output_gamma[:, None] * rebuild(left, right, solution.gamma)
+    errors = (made - target).norm(dim=1) / target.norm(dim=1)
+    assert float(errors.max()) <= 1e-10, "every row by itself"
+
+
+@pytest.mark.parametrize("power", [4, 8, 100])
+@pytest.mark.parametrize("extra", [0, 11])
+def test_the_scales_of_rows_of_left_cost_no_digits_either(power: int, extra: int) -> None:
+    left, right, target = draw_system(6, 9, 49 + extra)
+    scales = torch.logspace(-power, power, 6, dtype=torch.float64)
+    plain = on.solve(left, right, target, minimum_width=True)
+    solution = on.solve(left * scales[:, None], right, target, minimum_width=True, tolerance=1e-10)
+    assert solution.residual <= 100 * max(plain.residual, EPS)
+    assert solution.output_gamma is not None
+    made = (solution.output_gamma * scales)[:, None] * rebuild(left, right, solution.gamma)
+    assert _relative(made, target) <= 1e-10
+
+
+@pytest.mark.parametrize("lack", ["repeated", "output", "input", "target"])
+def test_what_cannot_be_reached_names_the_features_that_solve_it(lack: str) -> None:
+    left, right, target = draw_system(6, 9, 60)
+    if lack == "repeated":
+        left, right = left[:, :30].repeat(1, 2), right[:30].repeat(2, 1)
+    elif lack == "output":
+        left[2] = 0
+    elif lack == "input":
+        right[:, 3] = 0
+    else:
+        target[[1, 4]] = 0
+        left, right = left[:, :20].repeat(1, 2), right[:20].repeat(2, 1)
+    solution = on.solve(left, right, target, minimum_width=True)
+    assert solution.residual <= 1.0
+    assert "optimum" not in solution.shortfall
+    n = int(solution.shortfall.split(" more dense features")[0].split()[-1])
+    more = torch.cat([left, _normal(6, n, seed=91)], 1), torch.cat([right, _normal(n, 9, seed=92)])
+    assert on.solve(*more, target, minimum_width=True, tolerance=1e-10).is_exact
+    if lack != "output":  # where a row factor of zero solves the system, the number is a safe one
+        fewer = more[0][:, :-1], more[1][:-1]
+        assert not on.solve(*fewer, target, minimum_width=True).is_exact
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sparse_features_name_as_many_as_solve_it(seed: int) -> None:
+    left, right, target = draw_system(4, 5, 21, seed=seed)
+    left = left * (torch.rand(4, 21, generator=torch.Generator().manual_seed(seed)) < 0.3)
+    right = right * (torch.rand(21, 5, generator=torch.Generator().manual_seed(seed + 100)) < 0.4)
+    solution = on.solve(left, right, target, minimum_width=True)
+    if not solution.is_exact:
+        n = int(solution.shortfall.split(" more dense features")[0].split()[-1])
+        more = torch.cat([left, _normal(4, n, seed=91)], 1), torch.cat([right, _normal(n, 5, seed=92)])
+        assert on.solve(*more, target, minimum_width=True, tolerance=1e-10).is_exact
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (5, 1), (3, 4)])
+def test_features_that_are_all_zero_leave_the_target(shape: tuple[int, int]) -> None:
+    left, right, target = draw_system(*shape, minimum_features(*shape))
+    solution = on.solve(0 * left, right, target, minimum_width=True)
+    assert solution.residual == 1.0
+    assert "more dense features make the system solvable" in solution.shortfall

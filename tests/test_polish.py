@@ -32,7 +32,9 @@ def test_polishing_a_solution_does_not_spoil_it() -> None:
     operator, target = _system(1.5)
     exact = on.solve(*operator.dense(), target, method="svd").gamma
     gamma, _ = polish_lbfgs(operator, target, exact, max_iterations=20)
-    assert _residual(operator, target, gamma) <= _residual(operator, target, exact)
+    # The best is chosen by the mean of the squares, and judged here by their norm: sums of so many numbers, rounded.
+    slack = 4 * target.numel() * torch.finfo(torch.float64).eps
+    assert _residual(operator, target, gamma) <= _residual(operator, target, exact) * (1 + slack)
 
 
 def test_the_papers_solve_stops_where_float32_stops() -> None:

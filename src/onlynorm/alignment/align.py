@@ -31,8 +31,9 @@ from onlynorm.alignment.directions import Directions, PerOutput, find_directions
 from onlynorm.alignment.exchange import tabu_search, two_opt
 from onlynorm.alignment.greedy import best_of_random, greedy
 from onlynorm.alignment.objective import Objective, Order, objective_for
-from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.features.streams import check_seed
+from onlynorm.modules import as_real, need_choice, need_instance, need_number
 
 METHODS = ("greedy", "two_opt", "random", "tabu", "assignment")
 N_RANDOM = 1000
@@ -105,7 +106,7 @@ def align(
     gained where the features reach everything. Theory: random_features:thm-4.1
     """
     start = time.perf_counter()
-    _need_tensors(target=target, left=left, right=right)
+    target, left, right = _need_matrix("target", target), _need_matrix("left", left), _need_matrix("right", right)
     if left.ndim != 2 or right.ndim != 2 or tuple(target.shape) != (left.shape[0], right.shape[-1]):
         raise ShapeError(
             "align needs target (out, inp), left (out, feat) and right (feat, inp); got "
@@ -113,6 +114,7 @@ def align(
             "weight.flatten(1), with the kernel in the first layer."
         )
     _need_method(method)
+    seed = check_seed(seed)
     directions = find_directions(left.detach(), right.detach())
     return align_within(target, directions, method=method, seed=seed, preparation=time.perf_counter() - start)
 
@@ -127,7 +129,9 @@ def align_within(
 ) -> Alignment:
     """As `align`, for directions that were found before: many targets for the same features cost little each."""
     start = time.perf_counter()
-    _need_tensors(target=target)
+    target = _need_matrix("target", target)
+    need_instance("align_within", directions, (Directions, PerOutput), cure="Pass what find_directions returns.")
+    preparation = need_number("preparation", preparation, low=0.0, cure="It is in seconds.")
     _need_method(method)
     seed = check_seed(seed)
     if tuple(target.shape) != directions.shape:
@@ -203,16 +207,9 @@ def _attempts(objective: Objective, methods: tuple[str, ...], seed: int) -> dict
     return found
 
 
-def _need_tensors(**given: Tensor) -> None:
-    for name, value in given.items():
-        if not isinstance(value, Tensor) or value.is_complex():
-            what = f"numbers of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ShapeError(
-                f"align needs real matrices, as torch tensors; got {what} as {name}. Pass torch.as_tensor(...) of real "
-                "numbers."
-            )
+def _need_matrix(name: str, value: Tensor) -> Tensor:
+    return as_real(f"align: {name}", value, cure="Pass a real matrix.")
 
 
 def _need_method(method: str) -> None:
-    if method != "best" and method not in METHODS:
-        raise UnknownNameError("method", str(method), ("best", *METHODS))
+    need_choice("method", method, ("best", *METHODS))

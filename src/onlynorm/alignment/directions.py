@@ -21,7 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.alignment.mixed import missed_by_single_factor
-from onlynorm.errors import ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.modules import as_real
 from onlynorm.solvers import KhatriRao
 from onlynorm.solvers.memory import memory_limit, need_memory
 
@@ -74,13 +75,20 @@ class PerOutput:
 
     def costs(self, target: Float[Tensor, "out inp"]) -> Float[Tensor, "out out"]:
         """The energy that output i misses of row t of the target, at [i, t]."""
+        target = as_real("target", target, cure="Pass the weight that the features are for.").to(self.bases[0])
+        if tuple(target.shape) != self.shape:
+            raise ShapeError(
+                f"costs needs a target of the shape {self.shape} that the features are for; got {tuple(target.shape)}. "
+                "Find the directions of features for this target."
+            )
         missed = [(target - (target @ basis) @ basis.mT).square().sum(-1) for basis in self.bases]
         return torch.stack(missed)
 
 
 def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]) -> Directions | PerOutput:
     """What these features reach and miss, to align any number of targets with them."""
-    operator = KhatriRao(left.double(), right.double())  # checks the shapes
+    left, right = as_real("left", left).detach().double(), as_real("right", right).detach().double()
+    operator = KhatriRao(left, right)  # checks the shapes
     left, right = operator.dense()
     if not bool(left.isfinite().all() and right.isfinite().all()):
         raise ValueRangeError("align needs finite features; got a NaN or an infinity in left or right. Draw them anew.")

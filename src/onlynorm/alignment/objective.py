@@ -22,10 +22,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.alignment.directions import Directions, PerOutput
+from onlynorm.errors import ShapeError, shown
+from onlynorm.modules import as_real, as_tensor, need_instance
 from onlynorm.solvers.memory import memory_limit, need_memory
 
 Array = npt.NDArray[np.float64]
 Order = npt.NDArray[np.int64]
+_ORDER = "It is a permutation of the target's rows."
 SMALL = 2**26
 """Bytes of tables for which nobody is asked: that takes as long as a small search."""
 
@@ -51,6 +54,7 @@ class Objective:
 
     def total(self, order: Order) -> Array:
         """The sum of the pieces that a permutation picks."""
+        order = self._need_order(order)
         return np.asarray(self.pieces[np.arange(self.n_rows), order].sum(0))
 
     def missed(self, order: Order) -> float:
@@ -58,9 +62,25 @@ class Objective:
         total = self.total(order)
         return max(0.0, self.offset + self.sign * float(total @ total))
 
+    def _need_order(self, order: Order) -> Order:
+        """The permutation as an array, or an error unless it names every row once."""
+        given = as_tensor("order", order, cure=_ORDER)
+        is_whole = not given.is_floating_point() and not given.is_complex() and given.dtype != torch.bool
+        if not is_whole or given.shape != (self.n_rows,) or sorted(given.tolist()) != list(range(self.n_rows)):
+            raise ShapeError(f"order needs each of 0, ..., {self.n_rows - 1} once; got {shown(order)}. {_ORDER}")
+        return np.asarray(given.cpu().numpy(), dtype=np.int64)
+
 
 def objective_for(target: Float[Tensor, "out inp"], directions: Directions | PerOutput) -> Objective:
     """The objective of one target, in tables of rows x rows x directions."""
+    need_instance("objective_for", directions, (Directions, PerOutput), cure="Pass what find_directions returns.")
+    target = as_real("target", target, is_finite=True, cure="Pass the weight that the features are for.").detach()
+    if tuple(target.shape) != directions.shape:
+        raise ShapeError(
+            f"objective_for needs a target of the shape {directions.shape} that the features are for; got "
+            f"{tuple(target.shape)}. Find the directions of features for this target."
+        )
+    target = target.to(directions.bases[0] if isinstance(directions, PerOutput) else directions.basis)
     n_rows = len(target)
     n_dims = n_rows if isinstance(directions, PerOutput) else directions.basis.shape[-1]
     n_bytes = 8 * n_rows**2 * n_dims

@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError, shown
 from onlynorm.features.distributions import check_shape, draw
 from onlynorm.features.streams import as_integer, check_range
 from onlynorm.features.weights import Features
+from onlynorm.modules import as_tensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class BlockFeatures:
 
     def as_blocks(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "blocks rows cols"]:
         """A weight of the target's shape as the matrices that L diag(gamma_b) R have to equal."""
+        weight = as_tensor("as_blocks", weight, cure="Pass the weight of the target's layer.")
         if tuple(weight.shape) != self.shape:
             raise ShapeError(f"as_blocks needs a weight of shape {self.shape}; got {tuple(weight.shape)}. Pass that.")
         return weight.reshape(self.n_blocks, self.base.rows, self.base.cols)
@@ -103,9 +105,9 @@ def draw_blocks(
     """
     shape, count = check_shape(shape), as_integer(n_blocks)
     if count is None or count < 1 or shape[0] % count:
-        fitting = [d for d in range(1, shape[0] + 1) if shape[0] % d == 0]
+        fitting = [d for d in range(1, min(shape[0], 4096) + 1) if shape[0] % d == 0]
         raise ValueRangeError(
-            f"n_blocks needs a divisor of the {shape[0]} outputs; got {n_blocks!r}. Take one of {fitting[:8]}."
+            f"n_blocks needs a divisor of the {shape[0]} outputs; got {shown(n_blocks)}. Take one of {fitting[:8]}."
         )
     base = draw(
         name, (shape[0] // count, *shape[1:]), excess=excess, density=density, seed=seed, layer=layer, dtype=dtype,

@@ -23,6 +23,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 
 from onlynorm.errors import MemoryLimitError, ShapeError
+from onlynorm.modules import as_tensor
 
 MAX_NONZEROS = 50_000_000
 """Largest pattern a matching is computed for; about 20 bytes of memory per nonzero."""
@@ -59,7 +60,7 @@ def is_generically_invertible(left_mask: Bool[Tensor, "rows feat"], right_mask: 
 
     With as many features as equations that is invertibility of M. Theory: giannou2023:lemma-9
     """
-    _check_masks(left_mask, right_mask)
+    left_mask, right_mask = _check_masks(left_mask, right_mask)
     if left_mask.shape[1] < left_mask.shape[0] * right_mask.shape[1]:
         return False
     return structural_rank(left_mask, right_mask).is_full
@@ -71,7 +72,7 @@ def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tenso
     It bounds the rank of M for all weights of the pattern and equals it for almost all of them.
     Theory: giannou2023:lemma-9
     """
-    _check_masks(left_mask, right_mask)
+    left_mask, right_mask = _check_masks(left_mask, right_mask)
     (rows, n_features), cols = left_mask.shape, right_mask.shape[1]
     pattern = _pattern(left_mask.cpu().numpy(), right_mask.cpu().numpy())
     equation_of_feature = maximum_bipartite_matching(pattern, perm_type="column")
@@ -95,7 +96,7 @@ def reaches(
     so where some maximum matching of [M | t] leaves t out; the entries of t are independent of the weights, so that
     again nothing cancels.
     """
-    _check_masks(left_mask, right_mask)
+    left_mask, right_mask = _check_masks(left_mask, right_mask)
     pattern = _pattern(left_mask.cpu().numpy(), right_mask.cpu().numpy())
     target = csr_array(wanted.cpu().numpy().reshape(1, -1).astype(np.int8))
     return bool(_is_spare(vstack([pattern, target], format="csr"))[-1])
@@ -110,7 +111,7 @@ def free_scales(
     that column lies in the span of all others, so where some maximum matching leaves it out. Where all are free, some
     solution has no scale of zero.
     """
-    _check_masks(left_mask, right_mask)
+    left_mask, right_mask = _check_masks(left_mask, right_mask)
     one_each = torch.eye(len(left_mask), dtype=torch.bool, device=left_mask.device)
     left, right = torch.cat([left_mask, one_each], 1), torch.cat([right_mask, wanted])
     is_spare = _is_spare(_pattern(left.cpu().numpy(), right.cpu().numpy()))
@@ -159,7 +160,10 @@ def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]
     return csr_array((ones, equation, starts), shape=(n_features, rows * cols))
 
 
-def _check_masks(left_mask: Tensor, right_mask: Tensor) -> None:
+def _check_masks(left_mask: Tensor, right_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both masks as tensors, or an error unless they are the pattern of one layer's features."""
+    cure = "Pass features.mask_left() and features.mask_right(), or left != 0 and right != 0."
+    left_mask, right_mask = as_tensor("left_mask", left_mask, cure=cure), as_tensor("right_mask", right_mask, cure=cure)
     if (
         left_mask.ndim != 2
         or right_mask.ndim != 2
@@ -169,6 +173,6 @@ def _check_masks(left_mask: Tensor, right_mask: Tensor) -> None:
     ):
         raise ShapeError(
             "a pattern needs bool masks left (out, feat) and right (feat, inp) with equal feat; got "
-            f"{tuple(left_mask.shape)} {left_mask.dtype} and {tuple(right_mask.shape)} {right_mask.dtype}. "
-            "Pass features.mask_left() and features.mask_right(), or left != 0 and right != 0."
+            f"{tuple(left_mask.shape)} {left_mask.dtype} and {tuple(right_mask.shape)} {right_mask.dtype}. {cure}"
         )
+    return left_mask, right_mask

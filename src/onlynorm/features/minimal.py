@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.errors import ValueRangeError
+from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.streams import as_integer
 from onlynorm.features.structured import check_gamma, check_matrix, one_hot
 
@@ -34,7 +34,7 @@ class IdCondMinimal:
         shared = as_integer(self.shared_column)
         if shared is None or not 0 <= shared < self.n_positions:
             raise ValueRangeError(
-                f"shared_column needs a whole number in [0, {self.n_positions}); got {self.shared_column!r}. "
+                f"shared_column needs a whole number in [0, {self.n_positions}); got {shown(self.shared_column)}. "
                 "Leave it out for the first."
             )
 

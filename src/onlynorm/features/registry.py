@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.streams import Stream, check_density
+from onlynorm.modules import need_callable, need_choice, need_flag
 
 Array = npt.NDArray[np.float64]
 
@@ -89,11 +90,13 @@ def register(name: str, *, density: float | None = None, is_grouped: bool = Fals
     """
     if not isinstance(name, str) or not name or name in names():
         raise ValueRangeError(
-            f"register needs a new, non-empty name; got {name!r}. Choose one not in {', '.join(names())}."
+            f"register needs a new, non-empty name; got {shown(name)}. Choose one not in {', '.join(names())}."
         )
     default = None if density is None else check_density(density)
+    need_flag("is_grouped", is_grouped)
 
     def add(fill: Fill) -> Fill:
+        need_callable("a distribution", fill, cure="Write a function fill(side, start, stop).")
         _REGISTRY[name] = Distribution(name, fill, default, is_grouped)
         return fill
 
@@ -107,6 +110,4 @@ def names() -> tuple[str, ...]:
 
 def lookup(name: str) -> Distribution | None:
     """The registered distribution, None for a structured name, or an error that suggests the nearest name."""
-    if name not in names():
-        raise UnknownNameError("features", str(name), names())
-    return _REGISTRY.get(name)
+    return _REGISTRY.get(need_choice("features", name, names()))

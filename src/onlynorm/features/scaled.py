@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.errors import OnlynormError, ShapeError, ValueRangeError, shown
 from onlynorm.features.streams import Stream, as_integer
 from onlynorm.features.structured import IdCond
+from onlynorm.modules import as_real, is_real_number, need_free_memory
 
 _HALVINGS = 60
 MAX_CONDITION = 1e37
@@ -33,18 +34,19 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     machines whose sines differ in the last bit.
     """
     count = as_integer(n) or 0
-    is_number = isinstance(condition, int | float) and not isinstance(condition, bool)
     highest = MAX_CONDITION if count > 1 else 1.0
-    if count < 1 or not is_number or not 1.0 <= condition <= highest:
+    if count < 1 or not is_real_number(condition) or not 1.0 <= condition <= highest:
         raise ValueRangeError(
             "a spectrum needs at least two values and a condition of at least 1 and at most "
-            f"{MAX_CONDITION:.0e}; got {n!r} values at condition {condition!r}. One value alone has condition 1."
+            f"{MAX_CONDITION:.0e}; got {shown(n)} values at condition {shown(condition)}. One value alone has "
+            "condition 1."
         )
+    need_free_memory(f"a spectrum of {count:.3g} values", 64.0 * count, cure="Take one per feature of a layer.")
     # x = 2 sin(angle) turns the distribution function into (angle + sin(angle) cos(angle)) * 2 / pi.
     smallest = math.asin(1.0 / condition)
-    low, high = np.full(n, smallest), np.full(n, math.pi / 2)
+    low, high = np.full(count, smallest), np.full(count, math.pi / 2)
     begin, end = _mass(low[:1])[0], _mass(high[:1])[0]
-    wanted = np.linspace(begin, end, n)
+    wanted = np.linspace(begin, end, count)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         is_below = _mass(middle) < wanted
@@ -52,20 +54,18 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     values = 2.0 * np.sin((low + high) / 2)
     values[0], values[-1] = 2.0 / condition, 2.0
     values /= math.sqrt(float(np.mean(values**2)))
-    ordered = values[Stream(seed, layer, "spectrum").permutation(n)]
+    ordered = values[Stream(seed, layer, "spectrum").permutation(count)]
     return torch.from_numpy(ordered.astype(np.float32).astype(np.float64))
 
 
 def as_spectrum(spectrum: object) -> Float[Tensor, " n"]:
     """The numbers of a spectrum in a row, in float64 on the CPU, or an error where they are no real numbers."""
     try:
-        values = torch.as_tensor(spectrum).detach()
-    except (TypeError, ValueError, RuntimeError):
-        values = None
-    if values is None or values.is_complex():
+        values = as_real("a spectrum", spectrum).detach()
+    except OnlynormError as error:
         raise ValueRangeError(
-            f"a spectrum needs real numbers; got {spectrum!r:.60}. Pass a tensor with one value per feature."
-        )
+            f"a spectrum needs real numbers; got {shown(spectrum)}. Pass a tensor with one value per feature."
+        ) from error
     return values.double().cpu().reshape(-1)
 
 

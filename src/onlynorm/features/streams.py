@@ -14,12 +14,14 @@ import math
 import operator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from onlynorm.errors import ValueRangeError
+from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.normals import CHUNK, NormalTransform
+from onlynorm.modules import is_real_number, need_number, need_seed
 
 FORMAT_VERSION = 1
 
@@ -111,20 +113,15 @@ def _uniforms_from_words(words: npt.NDArray[np.uint64], out: npt.NDArray[np.floa
 
 def check_seed(seed: object) -> int:
     """The seed as an int, or an error that says what a seed is."""
-    value = as_integer(seed)
-    if value is None or not 0 <= value < _WORD_VALUES:
-        raise ValueRangeError(
-            f"seed needs a whole number in [0, 2^64); got {seed!r}. Reduce it: seed=hash_value % 2**64."
-        )
-    return value
+    return need_seed(seed)
 
 
-def check_density(density: object) -> float:
+def check_density(density: Any) -> float:
     """The density as a float in (0, 1], or an error."""
-    if isinstance(density, (int, float)) and not isinstance(density, bool) and 0.0 < density <= 1.0:
-        return float(density)
+    if is_real_number(density) and 0.0 < density <= 1.0:
+        return need_number("density", density, cure="Pass density=0.5.")
     raise ValueRangeError(
-        f"density needs a number in (0, 1], the chance of an entry to stay; got {density!r}. "
+        f"density needs a number in (0, 1], the chance of an entry to stay; got {shown(density)}. "
         "Pass density=0.5 to keep half of the entries."
     )
 
@@ -135,7 +132,7 @@ def check_range(start: object, stop: object, limit: int | None = None) -> tuple[
     if first is None or last is None or not 0 <= first <= last or (limit is not None and last > limit):
         bound = "" if limit is None else f" <= {limit}"
         raise ValueRangeError(
-            f"a block needs whole numbers 0 <= start <= stop{bound}; got start={start!r}, stop={stop!r}. "
+            f"a block needs whole numbers 0 <= start <= stop{bound}; got start={shown(start)}, stop={shown(stop)}. "
             "Count from zero and leave stop out; negative positions do not wrap around."
         )
     return first, last
@@ -156,7 +153,7 @@ def _encode(kind: str, name: object) -> bytes:
         return str.encode(name, "utf-8")  # type: ignore[arg-type]
     except (TypeError, UnicodeEncodeError):
         raise ValueRangeError(
-            f"{kind} needs a str that UTF-8 can encode; got {name!r}. Pass the module's dotted name."
+            f"{kind} needs a str that UTF-8 can encode; got {shown(name)}. Pass the module's dotted name."
         ) from None
 
 

@@ -25,6 +25,7 @@ from onlynorm.features.minimal import IdCondMinimal
 from onlynorm.features.registry import STRUCTURED, Distribution, Side, lookup
 from onlynorm.features.streams import check_range
 from onlynorm.features.structured import IdCond, OrthoCond, Structure
+from onlynorm.modules import as_tensor, need_free_memory
 
 _PIECE = 2**20  # numbers per task when a block is shared out over threads
 
@@ -84,28 +85,28 @@ class Features:
 
     def left(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "rows block"]:
         """Second source layer of features [start, stop): a column per feature."""
-        start, stop = self._block(start, stop)
+        start, stop = self._block(start, stop, self.rows)
         if self.structure is not None:
             return self.structure.left(start, stop).to(self.device, self.dtype).contiguous()
         return self._fill(self._left_side, start, stop).T
 
     def right(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "block cols"]:
         """First source layer of features [start, stop): a row per feature."""
-        start, stop = self._block(start, stop)
+        start, stop = self._block(start, stop, self.cols)
         if self.structure is not None:
             return self.structure.right(start, stop).to(self.device, self.dtype).contiguous()
         return self._fill(self._right_side, start, stop)
 
     def mask_left(self, start: int = 0, stop: int | None = None) -> Bool[Tensor, "rows block"]:
         """Which entries of `left` are not zero by construction."""
-        start, stop = self._block(start, stop)
+        start, stop = self._block(start, stop, self.rows)
         if self.structure is not None:
             return self.structure.left(start, stop).to(self.device) != 0
         return torch.from_numpy(self._left_side.mask(start, stop)).to(self.device).T
 
     def mask_right(self, start: int = 0, stop: int | None = None) -> Bool[Tensor, "block cols"]:
         """Which entries of `right` are not zero by construction."""
-        start, stop = self._block(start, stop)
+        start, stop = self._block(start, stop, self.cols)
         if self.structure is not None:
             return self.structure.right(start, stop).to(self.device) != 0
         return torch.from_numpy(self._right_side.mask(start, stop)).to(self.device)
@@ -123,6 +124,7 @@ class Features:
 
     def as_matrix(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "rows cols"]:
         """A weight of the target's shape as the matrix that left diag(gamma) right has to equal."""
+        weight = as_tensor("as_matrix", weight, cure="Pass the weight of the target's layer.")
         if tuple(weight.shape) != self.shape:
             raise ShapeError(
                 f"as_matrix needs a weight of shape {self.shape}; got {tuple(weight.shape)}. "
@@ -134,6 +136,7 @@ class Features:
 
     def as_weight(self, matrix: Float[Tensor, "rows cols"]) -> Float[Tensor, "*shape"]:
         """The inverse of `as_matrix`: a (rows, cols) matrix in the target's shape."""
+        matrix = as_tensor("as_weight", matrix, cure="Pass left @ diag(gamma) @ right.")
         if tuple(matrix.shape) != (self.rows, self.cols):
             raise ShapeError(
                 f"as_weight needs a matrix of shape {(self.rows, self.cols)}; got {tuple(matrix.shape)}. "
@@ -179,8 +182,18 @@ class Features:
     def _side(self, part: str, width: int, fan_in: int) -> Side:
         return Side(part, width, fan_in, self.n_features, self.seed, self.layer, self.density)
 
-    def _block(self, start: int, stop: int | None) -> tuple[int, int]:
-        return check_range(start, self.n_features if stop is None else stop, self.n_features)
+    def _block(self, start: int, stop: int | None, width: int) -> tuple[int, int]:
+        """[start, stop) as ints, or an error unless that many features of `width` numbers fit into memory."""
+        first, last = check_range(start, self.n_features if stop is None else stop, self.n_features)
+        distribution = lookup(self.name)
+        n_copies = 2.0 if distribution is None else 1.0  # structured blocks are made and then laid out
+        n_bytes = n_copies * (last - first) * width * 8
+        if distribution is not None and distribution.is_grouped and last > first:
+            n_bytes += 24.0 * width**2  # one group is drawn as a whole
+        need_free_memory(
+            f"a block of {last - first:.3g} features", n_bytes, cure="Ask for fewer at a time: left(start, stop)."
+        )
+        return first, last
 
     def _pieces(self, side: Side, start: int, stop: int) -> list[tuple[int, int]]:
         """[start, stop) cut into ranges of about `_PIECE` numbers, at multiples of a group of features."""
@@ -229,6 +242,14 @@ class Features:
 def build_structure(features: Features) -> Structure:
     """The structure of a structured distribution, in float64 on the CPU."""
     rows, cols, seed, layer = features.rows, features.cols, features.seed, features.layer
+    n_bytes = 0.0
+    if features.name == "ortho_cond":
+        n_bytes = 24.0 * (rows**2 + cols**2)
+    elif features.name == "id_cond" and features.density is not None:
+        n_bytes = 17.0 * rows * cols  # words and indices of the mask
+    need_free_memory(
+        f"{features.name} for a target of shape {features.shape}", n_bytes, cure="Draw features for a smaller layer."
+    )
     if features.name == "ortho_cond":
         return OrthoCond.draw(rows, cols, seed=seed, layer=layer)
     if features.name == "id_cond_minimal":

@@ -1,34 +1,63 @@
 """Which method solves this system, why, and what it will cost: known before anything is computed.
 
 Every method gets a predicted condition number, time and memory from the shape alone; those that cannot reach the
-tolerance or do not fit into memory drop out with a reason, and the fastest of the rest is taken.
+tolerance or do not fit into memory drop out with a reason, and the fastest of the rest is taken. An iteration has to be
+clearly faster, since it depends more on the features.
 
-| method | when it can | time | memory beside the features |
+    choice = choose(32, 288, 11_520, memory=8e9)      # 32 outputs, 288 inputs, 11,520 features
+    print(choice)                                     # krylov: fastest for 11520 features for 9216 equations ...
+
+The choice is a pure function of the sizes, the tolerance and the memory limit. Times are operations divided by the
+constant rates below, never measured: two methods round differently, so a choice that followed the speed or the load of
+the machine would make a result differ from run to run.
+
+| method | when it can | operations | memory besides the features |
 | --- | --- | --- | --- |
-| closed form | ID cond and Ortho cond features | two small products | nothing |
-| lu | as many features as equations | N^3 | 4 N^2 bytes |
-| cholesky | kappa^2 eps small enough for refinement | c^2 (out + inp) + c^3, or N^2 c + N^3 | 16 min(N, c)^2 bytes |
-| krylov | iterations ~ kappa, within the limit | iterations * N * c | half of the features, in float32, or a block |
+| closed form | ID cond and Ortho cond features | two small products | none |
+| lu | as many features as equations | 2/3 N^3 | 5 N^2 bytes |
+| cholesky | kappa^2 eps small enough | c^2 (out + inp) + c^3 / 3, or N^2 c / 2 + N^3 / 3 | 10 min(N, c)^2 B |
+| krylov | iterations ~ kappa, within the limit | 4 N c per iteration | half of the features, in float32, or a block |
+| qr | any rank | 4 min(N, c)^2 max(N, c) | 20 N c bytes |
+| svd | any rank | 20 min(N, c)^2 max(N, c) | 32 N c bytes |
+
+Factorizations and iterations work in float32 where the predicted condition number allows it and take their residuals
+in float64.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import time
 from dataclasses import dataclass
 
 import torch
 
-from onlynorm.errors import MemoryLimitError, UnknownNameError
-from onlynorm.solvers.memory import readable
-from onlynorm.solvers.spectrum import condition_for, condition_number, features_for_condition, iterations_for
+from onlynorm.errors import MemoryLimitError
+from onlynorm.modules import need_choice, need_integer, need_number
+from onlynorm.solvers.khatri_rao import THIN
+from onlynorm.solvers.memory import readable, readable_need
+from onlynorm.solvers.needs import need_tolerance
+from onlynorm.solvers.spectrum import predict_condition, predict_iterations
 
-METHODS = ("lu", "cholesky", "krylov", "svd")
+METHODS = ("lu", "cholesky", "krylov", "qr", "svd")
 MAX_ITERATIONS = 6000
 """Beyond this many steps (kappa of about 500 at 1e-10) a factorization or a few more features are the better way."""
+RATES = {torch.float32: 1e11, torch.float64: 5e10}
+"""Operations per second of a matrix product on one nominal core (a multiply-add counts as two): 256-bit vectors at
+about 3 GHz. The choice depends on their ratio only, which is 2 wherever vectors hold both precisions."""
+ELEMENTS = 1e9
+"""Elementwise operations per second."""
+CALL = 3e-5
+"""Seconds that a handful of calls take besides their arithmetic: one iteration, or one refinement."""
+EFFICIENCY = {"product": 0.9, "pairs": 0.7, "lu": 0.7, "cholesky": 0.75, "qr": 0.3, "svd": 0.1}
+"""The fraction of the nominal rate that each kind of work reaches."""
+REFINABLE = 0.1
+"""kappa^2 eps up to which refinement with a Cholesky factor converges: it gains a factor of 1e3 or more at a tenth."""
+ROBUST = 1.35
+"""How many times faster an iteration has to be than a factorization, which minds small singular values less."""
+TINY = 100
+"""Rows up to which a factor is computed in float64: refinements would take longer than float32 saves."""
 SMALL = 1200
-"""Equations up to which every method takes well under a second, so that the most robust one is taken."""
+"""Equations up to which a singular value decomposition takes well under a second or two."""
 
 
 @dataclass(frozen=True)
@@ -76,33 +105,52 @@ def choose(
     condition: float | None = None,
     block: int | None = None,
 ) -> Choice:
-    """The fastest method that reaches the tolerance within the memory, with the reason.
+    """The fastest method that reaches the tolerance within `memory` bytes, with the reason.
 
-    `condition` replaces the prediction for random features where the caller knows better. `block` is the number of
-    features made at a time where they come from their seed; Krylov then needs no copy of them.
+    `condition` replaces the prediction for dense random features where the caller knows better (`predict_features`).
+    `block` is the number of features made at a time where they come from their seed; Krylov then needs no copy of them.
     """
+    need_choice("method", method, ("auto", *METHODS))
+    sizes = {"n_outputs": n_outputs, "n_inputs": n_inputs, "n_features": n_features}
+    n_outputs, n_inputs, n_features = (
+        need_integer(name, size, low=1, high=2**62, cure="Count those of the layer.") for name, size in sizes.items()
+    )
+    tolerance = need_tolerance(tolerance)
+    memory = int(need_number("memory", memory, low=0.0, cure="Pass the bytes that a method may use."))
+    if condition is not None:
+        condition = need_number("condition", condition, low=1.0, high=1e100, cure="Leave it out to predict it.")
+    if block is not None:
+        block = need_integer("block", block, low=1, cure="Leave it out where features are stored.")
     equations = n_outputs * n_inputs
-    kappa = condition or condition_number(equations, n_features)
+    kappa = condition or predict_condition(n_outputs, n_inputs, n_features).condition
     options = _options(n_outputs, n_inputs, n_features, kappa, tolerance, memory, block)
     if method != "auto":
-        if method not in METHODS:
-            raise UnknownNameError("method", method, ("auto", *METHODS))
         return Choice(method, "asked for", kappa, options)
     able = [o for o in options if not o.obstacle]
     if not able:
         # Nothing is sure to reach the tolerance: take what fits into memory and report how far it gets.
         able = [o for o in options if o.memory <= memory and o.method == "krylov"]
         if not able:
-            least = min(options, key=lambda o: o.memory)
+            least = min(
+                (o for o in options if o.method == "krylov" or o.obstacle.startswith("needs")), key=lambda o: o.memory
+            )
             raise MemoryLimitError(
                 f"solving {equations} equations with {n_features} features needs at least "
-                f"{readable(least.memory)} ({least.method}); the limit is {readable(memory)}. "
+                f"{readable_need(least.memory)} ({least.method}); the limit is {readable(memory)}. "
                 "Raise memory, or take the features from their seed, in smaller blocks if they are: "
                 "KhatriRao.regenerating(features, block=...)."
             )
         return Choice("krylov", f"no method is sure to reach {tolerance:.0e}; this one fits", kappa, options)
-    best = min(able, key=lambda o: o.seconds)
+    best = min(able, key=lambda o: o.seconds * (ROBUST if o.method == "krylov" else 1.0))
     return Choice(best.method, _reason(best, options, equations, n_features), kappa, options)
+
+
+def factor_dtype(condition: float, n: int) -> torch.dtype | None:
+    """The least precision in which a Cholesky factor of n rows refines quickly; None where not even float64 does."""
+    for dtype in (torch.float32, torch.float64)[n <= TINY :]:
+        if condition**2 * torch.finfo(dtype).eps < REFINABLE:
+            return dtype
+    return None
 
 
 def _options(
@@ -114,37 +162,76 @@ def _options(
     memory: int,
     block: int | None,
 ) -> tuple[Option, ...]:
-    equations, smaller = n_outputs * n_inputs, min(n_outputs * n_inputs, n_features)
-    eps = torch.finfo(torch.float64).eps
-    single, double = product_rate(torch.float32), product_rate(torch.float64)
+    equations = n_outputs * n_inputs
+    smaller, larger = sorted((equations, n_features))
+    single, double = RATES[torch.float32], RATES[torch.float64]
 
-    def option(method: str, flops: float, rate: float, n_bytes: float, iterations: int, obstacle: str) -> Option:
+    def option(method: str, seconds: float, n_bytes: float, iterations: int, obstacle: str) -> Option:
         if not obstacle and n_bytes > memory:
             obstacle = f"needs {readable(n_bytes)} of memory"
-        return Option(method, flops / rate, int(n_bytes), iterations, obstacle)
+        return Option(method, seconds, math.ceil(n_bytes), iterations, obstacle)
 
+    refinement = 4.0 * equations * n_features / (0.5 * double) + 2.0 * smaller**2 / ELEMENTS + 4 * CALL
     lu = option(
-        "lu", 2 / 3 * equations**3 + 20 * equations**2, 0.6 * single, 4.5 * equations**2, 1,
-        "" if n_features == equations else "the system is not square",
+        "lu",
+        2 / 3 * equations**3 / (EFFICIENCY["lu"] * single) + equations**2 / ELEMENTS + 3 * refinement,
+        5.2 * equations**2, 1, "" if n_features == equations else "the system is not square",
     )  # fmt: skip
-    gram = 2 * n_features**2 * (n_outputs + n_inputs) if n_features < equations else 2 * equations**2 * n_features
+    dtype = factor_dtype(kappa, smaller)
+    rate, width = (single, 1) if dtype == torch.float32 else (double, 2)
     cholesky = option(
-        "cholesky", gram + smaller**3 / 3, 0.6 * double, 17 * smaller**2, 1,
-        "" if kappa**2 * eps * math.sqrt(smaller) < 1e-2 else "the squared condition number is too large",
+        "cholesky",
+        _gram_seconds(n_outputs, n_inputs, n_features, rate)
+        + smaller**3 / 3 / (EFFICIENCY["cholesky"] * rate) + (4 - width) * refinement + 10 * CALL,
+        cholesky_memory(n_outputs, n_inputs, n_features, dtype or torch.float64), 1,
+        "" if dtype is not None else "the squared condition number is too large",
     )  # fmt: skip
-    count = iterations_for(kappa, tolerance)
+    count = predict_iterations(kappa, tolerance)
     room = krylov_memory(n_outputs, n_inputs, n_features)
     if room > memory:
         room = min(room, krylov_memory(n_outputs, n_inputs, n_features, block=block))
+    sweep = sweep_seconds(n_outputs, n_inputs, n_features) + CALL
     krylov = option(
-        "krylov", 4.0 * n_features * equations * count, 0.7 * single, room,
-        count, "" if count <= MAX_ITERATIONS else f"would take about {count} iterations",
+        "krylov", count * sweep + 3 * refinement, room, count,
+        "" if count <= MAX_ITERATIONS else f"would take about {count} iterations",
     )  # fmt: skip
+    qr = option(
+        "qr", 4.0 * smaller**2 * larger / (EFFICIENCY["qr"] * double) + 10 * CALL, 20.0 * equations * n_features, 1, ""
+    )
     svd = option(
-        "svd", 20.0 * smaller**2 * max(equations, n_features), 0.3 * double, 32.0 * equations * n_features, 1,
-        "" if equations <= SMALL and n_features <= 2 * SMALL else "the system is too large",
-    )  # fmt: skip
-    return lu, cholesky, krylov, svd
+        "svd",
+        20.0 * smaller**2 * larger / (EFFICIENCY["svd"] * double) + 10 * CALL,
+        32.0 * equations * n_features,
+        1,
+        "",
+    )
+    return lu, cholesky, krylov, qr, svd
+
+
+def sweep_seconds(n_outputs: int, n_inputs: int, n_features: int) -> float:
+    """Seconds of one product with M M^T in float32. With few outputs or inputs it waits for memory."""
+    efficiency = min(EFFICIENCY["product"], 0.35 + 0.035 * min(n_outputs, n_inputs))
+    return 4.0 * n_features * n_outputs * n_inputs / (efficiency * RATES[torch.float32]) + CALL
+
+
+def _gram_seconds(n_outputs: int, n_inputs: int, n_features: int, rate: float) -> float:
+    """Seconds for the smaller Gram matrix, as `KhatriRao` computes it."""
+    thin, wide = sorted((n_outputs, n_inputs))
+    by_pairs, rate = rate * EFFICIENCY["pairs"], rate * EFFICIENCY["product"]
+    if n_features < thin * wide:
+        return 2.0 * n_features**2 * (thin + wide) / rate + 3.0 * n_features**2 / ELEMENTS
+    pairs, wide_pairs = thin * (thin + 1) / 2, wide * (wide + 1) / 2
+    filled = 3.0 * (thin * wide) ** 2 / ELEMENTS
+    if thin < THIN:
+        scaled = n_features * wide * pairs / ELEMENTS + pairs * CALL
+        return 1.2 * n_features * pairs * wide**2 / by_pairs + scaled + filled
+    return 2.0 * n_features * pairs * wide_pairs / rate + n_features * wide_pairs / ELEMENTS + filled + wide * CALL
+
+
+def cholesky_memory(n_outputs: int, n_inputs: int, n_features: int, dtype: torch.dtype) -> int:
+    """Bytes for the features and the smaller Gram matrix in this precision, with what it is gathered from."""
+    smaller = min(n_outputs * n_inputs, n_features)
+    return int(dtype.itemsize * (2.4 * smaller**2 + n_features * (n_outputs + n_inputs)))
 
 
 def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int | None = None) -> int:
@@ -157,33 +244,8 @@ def _reason(best: Option, options: tuple[Option, ...], equations: int, n_feature
     others = "; ".join(
         f"{o.method}: {o.obstacle or f'{o.seconds / best.seconds:.3g} times as long'}"
         for o in options
-        if o.method not in (best.method, "svd")
+        if o.method not in (best.method, "qr", "svd")
     )
     shape = f"{n_features} features for {equations} equations (excess {n_features / equations:.3g})"
-    return f"fastest for {shape} [{others}]"
-
-
-def cure(n_outputs: int, n_inputs: int, n_features: int, tolerance: float) -> str:
-    """What would reach the tolerance: how many more features, from the law of the spectrum."""
-    equations = n_outputs * n_inputs
-    enough = features_for_condition(equations, condition_for(MAX_ITERATIONS, tolerance))
-    if n_features < equations:
-        return (
-            f"{equations - n_features} more features make the system solvable, {enough - n_features} well conditioned"
-        )
-    if enough > n_features:
-        return f"{enough - n_features} more features reach {tolerance:.0e}"
-    return "the features are not generic (repeated, sparse or of deficient rank): draw others or whiten"
-
-
-@functools.cache
-def product_rate(dtype: torch.dtype) -> float:
-    """Multiply-adds counted twice, per second, of this machine's own matrix product (measured once, about 20 ms)."""
-    n = 768
-    a = torch.ones(n, n, dtype=dtype)
-    best = math.inf
-    for _ in range(4):
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * n**3 / best
+    is_fastest = all(o.obstacle or o.seconds >= best.seconds for o in options)
+    return f"{'fastest' if is_fastest else 'nearly the fastest, and robust,'} for {shape} [{others}]"

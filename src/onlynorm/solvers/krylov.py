@@ -67,7 +67,8 @@ def solve_krylov(
     """The minimum-norm or least-squares gamma by refined conjugate gradients.
 
     `store=False` keeps no float32 copy of features that are regenerated: slow, but with constant memory.
-    `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact.
+    `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact; dependent
+    features then share the norm up to float32 rounding only.
     Stops at the relative residual `tolerance` (of the normal equations when there are too few features), at
     `max_iterations`, or when a float32 round no longer helps and float64 rounds do not either.
     """
@@ -234,8 +235,7 @@ class Whitening:
 
     def features(self, operator: KhatriRao, dtype: torch.dtype) -> KhatriRao:
         """The whitened features, stored in `dtype`."""
-        left = torch.empty(operator.n_features, operator.out, dtype=dtype, device=operator.device)
-        right = torch.empty(operator.n_features, operator.inp, dtype=dtype, device=operator.device)
+        left, right = operator.empty_factors(dtype)
         for where, left_block, right_block in operator.blocks():
             left[where] = torch.linalg.solve_triangular(self.left, left_block.mT, upper=False).mT.to(dtype)
             right[where] = torch.linalg.solve_triangular(self.right, right_block.mT, upper=False).mT.to(dtype)

@@ -23,7 +23,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import InsufficientFeaturesError
-from onlynorm.solvers.khatri_rao import KhatriRao
+from onlynorm.solvers.khatri_rao import KhatriRao, times_power
+
+ROW_POWERS = 3
+"""Rows of left smaller than the largest by more than this power of two are scaled up."""
 
 
 def minimum_features(n_outputs: int, n_inputs: int) -> int:
@@ -46,7 +49,7 @@ class MinimumWidth:
         largest = target.abs().amax(1)  # first out of the norm, where the squares of a tiny row would vanish
         rows = largest * torch.linalg.vector_norm(target / largest[:, None], dim=1)
         mean_column = features.column_squares().double().mean().sqrt().to(self.dtype)
-        self.sigma = mean_column / rows
+        self.sigma = torch.where(mean_column > 0, mean_column, 1.0) / rows
         self.basis = _complement(self.sigma)
 
     @property
@@ -120,6 +123,23 @@ class MinimumWidth:
         other.features, other.dtype = self.features.to(dtype), dtype
         other.target, other.sigma, other.basis = (x.to(dtype) for x in (self.target, self.sigma, self.basis))
         return other
+
+
+def equal_rows(features: KhatriRao) -> tuple[KhatriRao, Tensor]:
+    """The features with rows of left of similar size, and the powers of two by which these were scaled up.
+
+    Rows within a factor of eight of the largest stay as they are, and so do features that are made from their seed.
+    """
+    powers = torch.zeros(features.out, dtype=torch.long)
+    if features.is_stored:
+        left, right = features.dense()
+        largest = left.abs().amax(1)
+        exponents = torch.frexp(largest).exponent.long().cpu()
+        powers = torch.where(largest.cpu() > 0, exponents.max() - exponents, 0)
+        powers = torch.where(powers > ROW_POWERS, powers, 0)
+        if bool(powers.any()):
+            features = KhatriRao(times_power(left, powers[:, None]), right)
+    return features, powers
 
 
 def _complement(direction: Float[Tensor, " out"]) -> Float[Tensor, "out rest"]:

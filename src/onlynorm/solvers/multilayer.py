@@ -26,7 +26,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, ValueRangeError, shown
+from onlynorm.features.distributions import check_shape
+from onlynorm.features.streams import as_integer
+from onlynorm.modules import as_real, is_real_number, need_callable, need_choice, need_integer, need_items
 from onlynorm.solvers.chain import Chain, descend, product, relative, starts
 from onlynorm.solvers.khatri_rao import times_power
 from onlynorm.solvers.krylov import Progress
@@ -34,8 +37,10 @@ from onlynorm.solvers.needs import need_finite, need_tolerance, to_middle
 
 DEFAULT_EXCESS = 1.1
 METHODS = ("auto", "dense", "matrix-free")
+TINY = 1e-150
 DENSE = 600
 """Equations up to which steps are factored: the faster way at 256 equations, the slower by 2 to 4 times at 1,024."""
+MOST_LAYERS = 100_000
 MAX_STEPS = 500
 """Over all descents; 15 to 50 are usual."""
 ROOM = 1.5
@@ -49,14 +54,19 @@ def widths_for(shape: Sequence[int], *, n_layers: int, excess: float = DEFAULT_E
     The narrowest equal widths with sum + out = excess * (equations + n_layers), and none below 1.5 times
     the wider end, max(out, inp * kernel). Theory: burkholz2024:thm-2.5
     """
-    if not isinstance(n_layers, int) or n_layers < 2:
+    count = as_integer(n_layers)
+    if count is None or not 2 <= count <= MOST_LAYERS:
         raise ValueRangeError(
-            f"n_layers needs a whole number of at least 2; got {n_layers!r}. One frozen layer has nothing but a scale "
-            "per output: take 2, or 3 and more for narrower layers."
+            f"n_layers needs a whole number of at least 2; got {shown(n_layers)}. One frozen layer has nothing but a "
+            f"scale per output: take 2, or 3 and more for narrower layers; {MOST_LAYERS} are the most."
         )
-    if not 0.0 < excess < math.inf:
-        raise ValueRangeError(f"excess needs a positive finite number; got {excess!r}. Pass 1.1, or 1.25 for ease.")
-    out, inp = shape[0], math.prod(shape[1:])
+    n_layers = count
+    if not is_real_number(excess) or not 0.0 < excess < math.inf:
+        raise ValueRangeError(
+            f"excess needs a positive finite number; got {shown(excess)}. Pass 1.1, or 1.25 for ease."
+        )
+    out, *rest = check_shape(shape)
+    inp = math.prod(rest)
     total = math.ceil(Fraction(str(float(excess))) * (out * inp + n_layers)) - out
     whole, more = divmod(max(0, total), n_layers - 1)
     floor = math.ceil(ROOM * max(out, inp))
@@ -111,8 +121,12 @@ def solve_multilayer(
     """
     start = time.perf_counter()
     wanted = need_tolerance(tolerance)
-    if method not in METHODS:
-        raise UnknownNameError("method", method, METHODS)
+    need_choice("method", method, METHODS)
+    max_steps = need_integer("max_steps", max_steps, low=0, cure="Leave it out: 15 to 50 steps are usual.")
+    if progress is not None:
+        need_callable("progress", progress, cure="It is called with (steps so far, relative residual).")
+    target = as_real("target", target)
+    weights = [as_real("a frozen weight", w) for w in need_items("weights", weights, cure="List W_1, ..., W_L.")]
     layers = _need_chain(weights, target)
     scaled, power = to_middle(target.detach().to(layers[0]))
     # Outputs that are zero are switched off by their own gamma and leave the system.
@@ -164,6 +178,11 @@ def _need_chain(weights: Sequence[Tensor], target: Tensor) -> list[Tensor]:
         need_finite(f"W_{layer}", weight)
         if not bool(weight.any()):
             raise ValueRangeError(f"W_{layer} needs entries other than zero; got none. Draw it from a distribution.")
+        if not TINY < float(torch.linalg.vector_norm(weight.double())) < 1.0 / TINY:
+            raise ValueRangeError(
+                f"W_{layer} needs a sum of squares that float64 can hold; got a largest entry of "
+                f"{float(weight.abs().max()):.1e}. Divide it by that: gammas take the factor up."
+            )
     return [w.detach().double() for w in weights]
 
 

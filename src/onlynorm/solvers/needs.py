@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError, shown
+from onlynorm.modules import as_real, is_real_number
 from onlynorm.solvers.khatri_rao import KhatriRao, times_power
 
 DEFAULT_TOLERANCE = 1e-10
@@ -21,32 +22,45 @@ EXTREME = 20
 """Features whose largest entry lies within 2^+-20 are left as they are: products of four still fit into float32."""
 
 
+SAMPLED, DENSE = 200, 0.95
+"""Features that are looked at for zeros, and the fraction of nonzero entries above which they count as dense."""
+
+
 def need_tolerance(tolerance: float | None) -> float:
     """The tolerance to aim at, or an error for one that is none."""
     if tolerance is None:
         return DEFAULT_TOLERANCE
-    if not 0.0 < tolerance < 1.0:
-        raise ValueRangeError(f"tolerance needs to lie in (0, 1); got {tolerance}. Try 1e-10.")
-    return tolerance
+    if not is_real_number(tolerance) or not 0.0 < tolerance < 1.0:
+        raise ValueRangeError(f"tolerance needs to lie in (0, 1); got {shown(tolerance)}. Try 1e-10.")
+    return float(tolerance)
 
 
 def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None) -> Tensor:
     """The target in the operator's precision, or an error where its shape or numbers do not fit."""
+    target = as_real("target", target, cure="Pass the weight of a layer.")
     if target.ndim < 2 or target.shape[-2:] != (operator.out, operator.inp) or target.numel() == 0:
         raise ShapeError(
             f"solve needs a target (..., {operator.out}, {operator.inp}) for left ({operator.out}, "
             f"{operator.n_features}) and right ({operator.n_features}, {operator.inp}); got {tuple(target.shape)}. "
             "Flatten a convolution's kernel into its inputs: weight.flatten(1)."
         )
-    if isinstance(near, Tensor) and near.shape[-1:] not in ((), (operator.n_features,)):
-        raise ShapeError(
-            f"near needs one number or {operator.n_features} of them; got {tuple(near.shape)}. "
-            "It is a gamma to stay close to."
-        )
     need_finite("target", target)
     if near is not None:
-        need_finite("near", torch.as_tensor(near))
+        need_near(near, (*target.shape[:-2], operator.n_features))
     return target.detach().to(operator.dtype)
+
+
+def need_near(near: Tensor | float, shape: tuple[int, ...]) -> Tensor:
+    """`near` as a tensor that broadcasts to the shape of the gammas, or an error."""
+    given = as_real("near", near, cure="It is a gamma to stay close to.")
+    lead = given.shape[:-1]
+    fits = given.ndim == 0 or (given.shape[-1] == shape[-1] and len(lead) < len(shape))
+    if not fits or any(n not in (1, m) for n, m in zip(reversed(lead), reversed(shape[:-1]), strict=False)):
+        raise ShapeError(
+            f"near needs one number or {shape[-1]} of them; got {tuple(given.shape)}. It is a gamma to stay close to."
+        )
+    need_finite("near", given)
+    return given
 
 
 def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
@@ -83,9 +97,17 @@ def need_finite(name: str, values: Tensor) -> None:
         )
 
 
-def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int]:
-    """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks."""
-    target, target_power = to_middle(target)
+def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int | Tensor]:
+    """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks.
+
+    Of a batch, every target is scaled by itself, and the powers have the shape (*batch, 1).
+    """
+    target_power: int | Tensor
+    if target.ndim == 2:
+        target, target_power = to_middle(target)
+    else:
+        target_power = torch.frexp(target.abs().amax((-2, -1))).exponent.long()[..., None]
+        target = times_power(target, -target_power[..., None])
     powers = (0, 0)
     if operator.is_stored:
         left, right = operator.dense()
@@ -113,6 +135,13 @@ def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"
         if bool(outputs.all()) and bool(inputs.all()):
             break
     return outputs, inputs
+
+
+def nonzero_fraction(operator: KhatriRao) -> float | None:
+    """The fraction of the entries of sparse features that are not zero; None where no more than a few are."""
+    left, right = operator.sample(max(1, operator.n_features // SAMPLED))
+    fractions = [float(torch.count_nonzero(factor)) / factor.numel() for factor in (left, right)]
+    return None if min(fractions) > DENSE else math.sqrt(fractions[0] * fractions[1])
 
 
 def need_reached(operator: KhatriRao, target: Tensor, outputs: Tensor, inputs: Tensor) -> None:
