@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onlynorm.errors import ShapeError
 from onlynorm.models import mlp
@@ -64,3 +64,14 @@ def test_hooks_are_gone_after_an_error_too(pair: tuple[nn.Module, nn.Module]) ->
     assert not target._forward_hooks
     with pytest.raises(ShapeError, match=r"a label per sample, 23; got 5\. Cut both alike"):
         compare(target, target, inputs=INPUTS, labels=LABELS[:5])
+
+
+def test_nan_predicts_no_class() -> None:
+    class Nan(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.full((len(x), 3), torch.nan)
+
+    labels = torch.zeros(8, dtype=torch.long)
+    found = compare(Nan(), Nan(), inputs=torch.ones(8, 2), labels=labels)
+    assert (found.target_accuracy, found.network_accuracy) == (0.0, 0.0)
+    assert found.check.agreement == 0.0

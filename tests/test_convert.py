@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from rebuilding import Branches, X, batch, net, with_norm
@@ -80,7 +82,7 @@ def test_layers_that_amplify_errors_are_noticed() -> None:
 
 @pytest.mark.parametrize("error", [0.0, -1.0, 1.0, float("nan")])
 def test_an_error_is_a_positive_number(error: float) -> None:
-    with pytest.raises(ValueRangeError, match=r"error needs a number in \(0, 1\)"):
+    with pytest.raises(ValueRangeError, match=r"error needs to be a number in \(0, 1\)"):
         reconstruct(net(), inputs=X, error=error)
 
 
@@ -198,3 +200,77 @@ def test_a_result_says_what_was_done() -> None:
     result = reconstruct(net(), inputs=X, activation=nn.ReLU())
     assert isinstance(result, Reconstruction)
     assert str(result).startswith("2 layers from he_normal features, seed 0: 144 norm parameters (576 B in float32)\n")
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"excess": 0.5}, {"features": "id_cond", "density": 0.5}, {"construction": "low_rank", "rank": 1}],
+    ids=str,
+)
+def test_an_approximation_that_was_asked_for_is_listed_without_a_python_warning(choices: dict[str, Any]) -> None:
+    made = reconstruct(nn.Sequential(nn.Linear(8, 6)).double().eval(), inputs=batch(64, 8), **choices)
+    layer = made.layers[0]
+    assert layer.residual > 1e-2
+    assert made.warnings[0].startswith(f"layer '0' fell short: {layer.shortfall[:8]}")
+    assert "warning: layer '0' fell short" in str(made)
+
+
+def test_an_exact_reconstruction_has_no_warnings() -> None:
+    made = reconstruct(nn.Sequential(nn.Linear(8, 6)).double().eval(), inputs=batch(64, 8))
+    assert made.warnings == ()
+
+
+# ------------------------------------------------------------------------------- the network as a whole
+
+
+def test_a_hook_that_tells_a_block_from_its_layer_is_a_warning() -> None:
+    network = net()
+    network[0].register_forward_hook(lambda layer, _, y: 2.0 * y if isinstance(layer, nn.Linear) else y)
+    result = reconstruct(network, inputs=X)
+    assert "output differs by" in result.mismatch
+    assert result.mismatch in result.warnings
+    assert result.mismatch in str(result)
+
+
+def test_a_hook_that_fails_on_a_block_is_a_warning() -> None:
+    network = net()
+    network[0].register_forward_hook(lambda layer, _, y: y * layer.in_features)
+    assert "AttributeError" in reconstruct(network, inputs=X).mismatch
+
+
+def test_values_beyond_the_precision_of_the_network_are_a_warning() -> None:
+    network = net().float()
+    huge = X.float() * 1e20  # its square is infinite in float32
+    assert "range of the precision" in reconstruct(network, inputs=huge, activation=nn.ReLU()).mismatch
+
+
+@pytest.mark.parametrize("excess", [0.5, 1.5])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_network_as_good_as_its_layers_has_no_mismatch(excess: float, in_place: bool) -> None:
+    assert reconstruct(net(), inputs=X, excess=excess, in_place=in_place).mismatch == ""
+
+
+class FixedBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4).double()
+        self.register_buffer("positions", batch(len(X), 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.positions
+
+
+def test_an_error_is_measured_on_inputs_that_cannot_be_cut() -> None:
+    fixed = reconstruct(FixedBatch().eval(), inputs=X, error=1e-8)
+    assert fixed.error is not None
+    assert fixed.error <= 1e-8
+    single = reconstruct(net(), inputs=X[0], error=1e-8)
+    assert single.error is not None
+    assert single.error <= 1e-8
+
+
+def test_a_traced_network_is_refused_by_name() -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
+        traced = torch.jit.trace(net(), X)
+    with pytest.raises(ConversionError, match="traced or scripted"):
+        reconstruct(traced, inputs=X)

@@ -36,7 +36,9 @@ def test_mixed_missing_and_empty_parameters_are_refused() -> None:
         reconstruct(nn.Sequential(nn.ReLU()), inputs=X)
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(6, 5))
-    with pytest.raises(ConversionError, match=r"needs weights; got a network on the meta device"):
+    with pytest.raises(
+        ConversionError, match=r"needs a model whose weights have values; got a Sequential on the meta device"
+    ):
         reconstruct(empty, inputs=X)
 
 
@@ -77,11 +79,19 @@ def test_training_mode_is_refused_with_what_it_means(module: nn.Module) -> None:
     [
         (X[:0], ValueRangeError, r"calibration needs a batch of finite inputs; got shape \(0, 6\), empty"),
         (X / 0.0, ValueRangeError, r"batch of finite inputs; got shape \(30, 6\).*NaN or infinity"),
-        (X.to("meta"), ValueRangeError, r"inputs on the network's device, cpu; got meta\. Call inputs.to"),
+        (X.to("meta"), ConversionError, r"inputs needs a tensor with values; got .* on the meta device"),
         (X.to(torch.complex128), ValueRangeError, r"calibration needs real inputs; got torch.complex128"),
         ((), ShapeError, r"a batch, or a tuple of batches; got nothing"),
-        (batch(30, 7), ConversionError, r"take the inputs, \(30, 7\) float64.*failed with: .*shapes cannot be mult"),
-        ((X, X), ConversionError, r"take the inputs, \(30, 6\) float64, \(30, 6\) float64.*positional arguments"),
+        (
+            batch(30, 7),
+            ConversionError,
+            r"take the inputs in its own precision; got \(30, 7\) float64.*failed with: .*shapes cannot be mult",
+        ),
+        (
+            (X, X),
+            ConversionError,
+            r"take the inputs in its own precision; got \(30, 6\) float64, \(30, 6\) float64.*positional arguments",
+        ),
     ],
 )
 def test_bad_batches_are_refused(inputs: Any, kind: type[Exception], says: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +109,68 @@ def test_a_killed_process_loses_at_most_the_layer_it_was_writing(
     resumed = reconstruct(net(), inputs=X, activation=nn.ReLU(), partial=folder)
     assert built == ["2"]
     assert is_untouched(resumed.network, reconstruct(net(), inputs=X, activation=nn.ReLU()).network.state_dict())
+
+
+MOMENTS = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import onlynorm as on
+
+folder = Path(sys.argv[1])
+torch.manual_seed(0)
+network = nn.Sequential(
+    nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, stride=2),
+    nn.ReLU(), nn.Flatten(), nn.Linear(48, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 10),
+).eval()
+inputs = torch.randn(16, 3, 9, 9)
+
+def start(name):  # a copy of this process, which has imported everything and computed nothing
+    child = os.fork()
+    if child == 0:
+        made = on.reconstruct(network, inputs=inputs, activation=nn.ReLU(), partial=folder / f"{name}.partial")
+        on.save(made, folder / f"{name}.safetensors")
+        os._exit(0)
+    return child
+
+def finish(name):
+    begun = time.perf_counter()
+    assert os.waitpid(start(name), 0)[1] == 0
+    assert not (folder / f"{name}.partial").exists()
+    return (folder / f"{name}.safetensors").read_bytes(), time.perf_counter() - begun
+
+whole, seconds = finish("whole")
+generator, killed = random.Random(0), []
+for number in range(20):
+    # One moment in each twentieth of the run, so that they spread over it on a machine of any speed.
+    moment = (number + generator.random()) / 20 * seconds
+    for attempt in range(10):  # earlier, where the machine became faster and the run was done
+        name = f"{number}-{attempt}"
+        child = start(name)
+        time.sleep(moment * 0.7**attempt)
+        os.kill(child, signal.SIGKILL)
+        was_killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        if was_killed:
+            break
+    n_layers = len([*(folder / f"{name}.partial").glob("layer-*")])
+    is_same = finish(name)[0] == whole
+    killed.append((was_killed, n_layers, is_same))
+print(json.dumps(killed))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_a_resumed_run_writes_the_same_file(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", MOMENTS, str(tmp_path)], capture_output=True, timeout=900, check=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found = json.loads(ran.stdout)
+    assert len(found) == 20
+    assert all(was_killed for was_killed, _, _ in found)
+    assert len({n_layers for _, n_layers, _ in found}) >= 3  # kills before, between and after layers
+    assert all(is_same for _, _, is_same in found)
 
 
 @pytest.mark.parametrize(

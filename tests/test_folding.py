@@ -115,7 +115,9 @@ def test_bad_input_is_refused() -> None:
         fold_network(Wired("directly").double(), x)
     with pytest.raises(ConversionError, match=r"returns tensors to compare; got none"):
         fold_network(Nothing().eval(), x)
-    with pytest.raises(ConversionError, match=r"needs to take the inputs, \(4, 5\) float64.*failed with"):
+    with pytest.raises(
+        ConversionError, match=r"needs to take the inputs in its own precision; got \(4, 5\) float64.*failed with"
+    ):
         fold_network(Wired("directly").double().eval(), batch(4, 5))
 
 

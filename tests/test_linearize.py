@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
@@ -271,6 +271,7 @@ def test_out_of_reach_the_sum_of_error_and_rounding_is_least() -> None:
 
 @settings(max_examples=100)
 @given(st.floats(-17, 1), st.sampled_from([Cubic(1.0, 0.0, 1 / 3), Cubic(0.25, 0.5, 1 / 48)]))
+@example(-14.734375, Cubic(1.0, 0.0, 1 / 3))  # a budget just above the rounding, 8 eps
 def test_reach_is_the_largest_within_the_budget(power: float, cubic: Cubic) -> None:
     budget, a, k = 10.0**power, cubic.factor / cubic.slope, 4 * cubic.offset / cubic.slope
     h = float(cubic.reach(torch.tensor(budget, dtype=torch.float64), EPS))
@@ -280,6 +281,10 @@ def test_reach_is_the_largest_within_the_budget(power: float, cubic: Cubic) -> N
 
     if cost(h) <= budget:
         assert h == 1.0 or cost(h * (1 + 1e-6)) > budget * (1 - 1e-6)
+    elif k == 0:  # a smaller reach is always cheaper: it ends where the error is a eps, below the rounding of 8 eps
+        assert a * h**2 <= a * EPS * (1 + 1e-6)
+        assert budget < cost(h)
+        assert EPS * (8 + a) * (1 + 1e-6) >= cost(h)
     else:
         assert all(cost(other) > budget for other in (0.25 * h, 0.5 * h, 2 * h, 4 * h))
 

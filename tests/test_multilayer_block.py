@@ -266,7 +266,7 @@ def test_bad_recipes_are_refused() -> None:
         rebuilt(network, inputs, features="id_cond")
     with pytest.raises(InsufficientFeaturesError, match=r"needs 146 gammas for 144 equations.*Widen the hidden layers"):
         rebuilt(mlp((12, 12)), batch(30, 12), n_layers=3, excess=0.5, tolerance=1e-10)
-    with pytest.raises(ShapeError, match=r"tradeoff needs shapes \(out, inp"):
+    with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive whole numbers, \(out, inp"):
         tradeoff((5,))
     with pytest.raises(ValueRangeError, match=r"n_layers=4, which belongs to multilayer"):
         rebuilt(network, inputs, construction="wide", n_layers=4)

@@ -7,17 +7,23 @@ import importlib
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peak_memory import measure_in_subprocess
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ConversionError, MemoryLimitError, UnknownNameError, ValueRangeError
+from onlynorm.features import draw
 from onlynorm.models import mlp
 from onlynorm.reconstruction import constructions, plan, reconstruct, verify
+from onlynorm.reconstruction.activation_memory import measure_activations
 from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.costs import Load
 from onlynorm.reconstruction.plan import COLUMNS, UNITS, short
+from onlynorm.reconstruction.target import find_layers
 from onlynorm.solvers.memory import MemoryMeter, release_free_memory
 
 
@@ -153,8 +159,9 @@ def test_a_plan_allocates_nothing_large() -> None:
 def test_what_does_not_fit_is_said_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     network = mlp((64, 64, 4))
     rooms = [importlib.import_module(f"onlynorm.reconstruction.{name}") for name in ("plan", "costs")]
-    for room in rooms:
-        monkeypatch.setattr(room, "memory_limit", lambda: 600_000)
+    limits = [(rooms[0], "memory_limit"), (rooms[1], "memory_budget")]
+    for room, name in limits:
+        monkeypatch.setattr(room, name, lambda: 1_500_000)
     planned = plan(network, inputs=torch.zeros(1, 64))
     assert [row.is_feasible for row in planned.layers] == [False, True]
     assert not planned.is_feasible
@@ -162,12 +169,140 @@ def test_what_does_not_fit_is_said_layer_by_layer(monkeypatch: pytest.MonkeyPatc
     assert "0: solving 4096 equations with 5120 features needs at least" in str(planned)
     assert json.loads(json.dumps(planned.as_dict()))["layers"][0]["note"]
     # The solver would do with less than the frozen weights themselves need.
-    for room in rooms:
-        monkeypatch.setattr(room, "memory_limit", lambda: 4_500_000)
+    for room, name in limits:
+        monkeypatch.setattr(room, name, lambda: 4_500_000)
     planned = plan(network, inputs=torch.zeros(1, 64))
     assert not planned.is_feasible
     assert planned.layers[0].costs is not None
-    assert "more than the 4.5 MB that may be used" in planned.remarks[0]
+    assert "4.5 MB may be used" in planned.remarks[0]
+    assert "more than the 4.5 MB that may be used" in planned.remarks[1]
+
+
+def test_what_the_whole_run_holds_decides_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many layers of which each would fit: their finished blocks do not."""
+    network, inputs = mlp((32,) * 33), torch.zeros(64, 32)
+    planned = plan(network, inputs=inputs)
+    largest = max(row.costs.memory for row in planned.layers if row.costs is not None)
+    assert planned.memory.total > 2 * largest
+    assert planned.memory.stored > largest
+    monkeypatch.setattr(importlib.import_module("onlynorm.reconstruction.plan"), "memory_limit", lambda: 2 * largest)
+    planned = plan(network, inputs=inputs)
+    assert all(row.is_feasible for row in planned.layers)
+    assert not planned.is_feasible
+    assert "Cure: storage='seed' needs" in planned.remarks[0]
+    seeded = plan(network, inputs=inputs, storage="seed")
+    assert seeded.is_feasible
+    with pytest.raises(MemoryLimitError, match=r"rebuilding the layers up to '\d+' needs .* GB|MB; the limit is"):
+        reconstruct(network.eval(), inputs=inputs, step=_never)
+    reconstruct(network.eval(), inputs=torch.rand(4, 32), storage="seed", features="id_cond")
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("nothing is computed before a refusal")
+
+
+@pytest.mark.parametrize("name", sorted(constructions()))
+@pytest.mark.parametrize("excess", [1e9, 1e18, 1e300])
+def test_absurd_sizes_are_refused_before_anything_is_allocated(name: str, excess: float) -> None:
+    network, inputs = mlp((6, 5)).double().eval(), torch.rand(4, 6, dtype=torch.float64)
+    planned = plan(network, inputs=inputs, construction=name, excess=excess)
+    assert not planned.is_feasible
+    json.dumps(planned.as_dict(), allow_nan=False)
+    assert "GB" in str(planned)
+    with pytest.raises(MemoryLimitError, match=r"needs .* GB; .* GB"):
+        reconstruct(network, inputs=inputs, construction=name, excess=excess, step=_never)
+
+
+def test_a_source_kernel_without_end_is_refused() -> None:
+    network, inputs = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1)).eval(), torch.rand(2, 2, 6, 6)
+    assert not plan(network, inputs=inputs, source_kernel=100_001).is_feasible
+    with pytest.raises(MemoryLimitError, match=r"layer '0': .* needs .* GB"):
+        reconstruct(network, inputs=inputs, source_kernel=100_001, step=_never)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numpy_numbers_are_numbers() -> None:
+    network, inputs = mlp((6, 5)), torch.zeros(1, 6)
+    plain = plan(network, inputs=inputs, excess=1.5)
+    assert plan(network, inputs=inputs, excess=np.float64(1.5)).total.costs == plain.total.costs
+    for number in (np.float32(1.1), np.float64(1.1), np.longdouble(1.1), np.int64(2)):
+        planned = plan(mlp((10, 10)), inputs=torch.zeros(1, 10), excess=number)
+        assert planned.layers[0].costs is not None
+        assert planned.layers[0].costs.n_features == draw("he_normal", (10, 10), excess=number).n_features
+    density = plan(network, inputs=inputs, features="er_sign", density=np.float32(0.1)).recipe.density
+    assert density == draw("er_sign", (10, 10), density=np.float32(0.1)).density == 0.1
+
+
+def test_one_sample_stands_for_the_batch_that_is_recommended() -> None:
+    network = Varied()
+    one, many = plan(network, inputs=images(1)), plan(network, inputs=images(64))
+    assert one.n_samples == many.n_samples == 64
+    assert one.memory == many.memory
+    few = plan(network, inputs=images(1), n_samples=2)
+    assert few.memory.activations < one.memory.activations
+    assert few.seconds < one.seconds
+    with pytest.raises(ValueRangeError, match="n_samples needs to be a whole number from 1; got 0"):
+        plan(network, inputs=images(1), n_samples=0)
+
+
+def test_activations_are_counted_as_they_are_held() -> None:
+    """What layers receive on a batch is float64, one tensor for layers that share it, none twice for the input."""
+
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.left, self.right = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 3)
+            self.position = nn.Parameter(torch.zeros(7, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu(self.first(x + self.position))
+            return torch.cat([self.left(h), self.right(h)], -1)
+
+    network = Shares()
+    measured = measure_activations(network, find_layers(network).layers, torch.zeros(3, 7, 4), 10)
+    assert [list(sizes.values()) for sizes in measured.received] == [
+        [8 * 10 * 7 * 4],
+        [8 * 10 * 7 * 6],
+        [8 * 10 * 7 * 6],
+    ]
+    assert measured.received[1].keys() == measured.received[2].keys()
+    assert measured.loads["left"] == Load(10, 7, 42)
+    # The sum with the positions and both hidden layers, before and after the activation, with the outputs.
+    assert measured.peak <= 8 * 10 * 7 * (4 + 6 + 6 + 5 + 5)
+    assert measured.peak >= 8 * 10 * 7 * (4 + 6 + 6)
+
+
+MEASURED: list[dict[str, Any]] = [
+    {"network": "mlp", "sizes": [64, 32, 10]},
+    {"network": "mlp", "sizes": [64, 32, 10], "excess": 1.0},
+    {"network": "mlp", "sizes": [64, 32, 10], "construction": "residual", "excess": 2.0},
+    {"network": "mlp", "sizes": [64, 32, 10], "features": "sparse_he_normal", "activation": "linear"},
+    {"network": "mlp", "sizes": [256, 128, 10], "features": "id_cond"},
+    {"network": "mlp", "sizes": [256, 128, 10], "features": "id_cond", "storage": "seed"},
+    {"network": "mlp", "sizes": [64, 32, 10], "storage": "seed"},
+    {"network": "mlp", "sizes": [256, 128, 10], "features": "ortho_cond", "storage": "seed"},
+    {"network": "conv", "sizes": [16, 16]},
+    {"network": "conv", "sizes": [16, 16], "storage": "seed"},
+    {"network": "conv", "sizes": [8, 8]},
+    {"network": "conv", "sizes": [8, 8], "kernel": "second"},
+    {"network": "conv", "sizes": [16, 16], "storage": "seed", "features": "ortho_cond"},
+    {"network": "conv", "sizes": [16, 16], "construction": "low_rank"},
+    {"network": "conv", "sizes": [8, 8], "construction": "multilayer"},
+    {"network": "conv", "sizes": [8, 8], "construction": "deep", "features": "orthogonal"},
+    {"network": "transformer", "sizes": [48, 4, 96, 2], "features": "id_cond"},
+    {"network": "resnet", "sizes": [8], "features": "id_cond"},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: " ".join(str(value) for value in case.values()))
+def test_the_planned_memory_is_what_a_run_takes(case: dict[str, Any]) -> None:
+    row = measure_in_subprocess(case)
+    planned, measured = row["planned memory"], row["memory"]
+    for _ in range(3):  # fragments of the allocator only ever add to a peak, by up to a third in small runs
+        if measured > 1.5 * planned:
+            measured = min(measured, measure_in_subprocess(case)["memory"])
+    assert planned / 1.5 <= measured <= 1.5 * planned
 
 
 def test_a_layer_that_the_batch_does_not_reach_is_named() -> None:
@@ -195,7 +330,8 @@ def test_what_is_left_is_listed_or_refused() -> None:
 
 
 def test_a_plan_reads_as_a_table() -> None:
-    lines = str(plan(Varied(), inputs=images())).splitlines()
+    *lines, basis = str(plan(Varied(), inputs=images())).splitlines()
+    assert basis.startswith("3 calibration samples; peak memory")
     assert lines[0].split() == list(COLUMNS)
     assert [line.split()[0] for line in lines[1:]] == ["first", "shared", "tokens", "head", "total"]
     assert len({len(line) for line in lines}) == 1
@@ -206,9 +342,14 @@ def test_bad_input_is_refused() -> None:
     network, inputs = mlp((6, 5, 4)), torch.zeros(1, 6)
     with pytest.raises(UnknownNameError, match=r"field of a recipe needs a known name; got 'exces'"):
         plan(network, inputs=inputs, exces=2.0)
+    for call in (plan, reconstruct):
+        with pytest.raises(UnknownNameError, match=r"field of a recipe needs a known name; got 'device'"):
+            call(network.eval(), inputs=inputs, device="nope")
     with pytest.raises(ValueRangeError, match=r"a plan needs a batch of finite inputs; got shape \(0, 6\)"):
         plan(network, inputs=inputs[:0])
-    with pytest.raises(ConversionError, match=r"the network needs to take the inputs, \(1, 7\)"):
+    with pytest.raises(
+        ConversionError, match=r"the network needs to take the inputs in its own precision; got \(1, 7\)"
+    ):
         plan(network, inputs=torch.zeros(1, 7))
 
 
@@ -219,3 +360,16 @@ def test_counts_are_short_and_true_to_three_digits(number: int) -> None:
     size = float(text.removesuffix(unit)) * 1000.0 ** UNITS.index(unit)
     assert abs(size - number) <= 0.005 * number
     assert len(text) <= 5
+
+
+def test_one_sample_without_a_batch_axis_can_be_planned() -> None:
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    planned = plan(network, inputs=torch.ones(6, dtype=torch.float64))
+    assert [row.costs.equations for row in planned.layers] == [30, 15]
+
+
+def test_a_peak_that_leaves_layers_out_says_so() -> None:
+    network = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    planned = plan(network, inputs=torch.ones(8, 6, dtype=torch.float64), excess=1e9)
+    assert not planned.is_feasible
+    assert "without 2 of 2 layers" in planned.basis

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.features import draw
 from onlynorm.reconstruction import blocks, reconstruct, streaming, verify
-from onlynorm.reconstruction.blocks import NormOnlyBlock
+from onlynorm.reconstruction.blocks import Block, NormOnlyBlock
+from onlynorm.reconstruction.deep_block import DeepBlock
+from onlynorm.reconstruction.deep_slices import draw_layers
+from onlynorm.reconstruction.multilayer_block import MultilayerBlock
 from onlynorm.reconstruction.streaming import Patches
+from onlynorm.solvers.memory import MemoryMeter, release_free_memory
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 ROUNDING = 1e-11
@@ -103,3 +110,55 @@ def test_no_sample_gives_no_output() -> None:
     block = rebuilt(nn.Conv2d(2, 3, 3), batch(8, 2, 5, 5))
     with torch.no_grad():
         assert block(batch(0, 2, 5, 5)).shape == (0, 3, 3, 3)
+
+
+N_FROZEN = 5 * 2**23
+"""Frozen numbers of the blocks below: 336 MB in float64, five times what a chunk may take."""
+
+
+def seeded_blocks() -> dict[str, tuple[Callable[[str], Block], Tensor]]:
+    """Blocks by name, made for a storage, and the smallest batch for each."""
+    wide = draw("uniform", (64, 192), n_features=N_FROZEN // 256)
+    image = draw("uniform", (40, 24, 3, 3), n_features=N_FROZEN // 256)
+    options = {"kernel_size": (3, 3), "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1,
+               "padding_mode": "zeros"}  # fmt: skip
+    deep = draw_layers("uniform", (64, 192), narrow=192, n_features=N_FROZEN // 256)
+    rows = [draw("uniform", (1, 192), n_features=N_FROZEN // 256), draw("uniform", (1, N_FROZEN // 256), n_features=64)]
+    made: dict[str, tuple[Callable[[str], Block], Tensor]] = {
+        "linear": (lambda storage: NormOnlyBlock({}, [wide], activation=nn.ReLU(), storage=storage), batch(1, 192)),
+        "convolution": (lambda storage: NormOnlyBlock(options, [image], storage=storage), batch(1, 24, 3, 3)),
+        "deep": (lambda storage: DeepBlock({}, deep, activation=nn.ReLU(), storage=storage), batch(1, 192)),
+        "multilayer": (lambda storage: MultilayerBlock({}, [rows], storage=storage), batch(1, 192)),
+    }
+    return made
+
+
+@pytest.mark.parametrize("name", seeded_blocks())
+def test_frozen_weights_from_the_seed_stream_in_blocks_whatever_the_batch(name: str) -> None:
+    make, inputs = seeded_blocks()[name]
+    block = make("seed")
+    with torch.no_grad():
+        block(inputs)
+        release_free_memory()
+        with MemoryMeter() as meter:
+            made = block(inputs)
+    # A chunk as it is drawn and as it is laid out, of either side, and the scratch memory of drawing.
+    assert meter.peak <= 3 * blocks.CHUNK_BYTES < 8 * N_FROZEN
+    kept = make("dense")
+    kept.load_state_dict(block.state_dict())
+    with torch.no_grad():
+        assert torch.equal(kept(inputs), made)
+
+
+@pytest.mark.parametrize("n_layers", [2, 3])
+def test_a_layer_in_pieces_is_the_whole_layer(n_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)).double().eval()
+    inputs = batch(5, 4, 6, 6)
+    made = reconstruct(
+        target, inputs=inputs, construction="multilayer", n_layers=n_layers, activation=nn.ReLU(), storage="seed"
+    ).network
+    with torch.no_grad():
+        whole = made(inputs)
+        monkeypatch.setattr("onlynorm.reconstruction.multilayer_block.CHUNK_BYTES", 2**11)
+        pieces = made(inputs)
+    assert float((pieces - whole).abs().max()) <= ROUNDING * float(whole.abs().max())

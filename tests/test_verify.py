@@ -193,11 +193,11 @@ class Pair(nn.Module):
     [
         (mlp((6, 3)), X, {}, ShapeError, r"one tensor of the same shape; got torch.Size\(\[30, 4\]\) and .*30, 3\]"),
         (Pair(), X, {}, ShapeError, r"got torch.Size\(\[30, 4\]\) and tuple\. Wrap them so that they return their log"),
-        (net(), X.to("meta"), {}, ValueRangeError, r"verify needs inputs on the network's device, cpu; got meta"),
+        (net(), X.to("meta"), {}, ConversionError, r"inputs needs a tensor with values; got .* on the meta device"),
         (net(), X[:0], {}, ValueRangeError, r"verify needs a batch of finite inputs; got shape \(0, 6\)"),
         (net(), X / 0.0, {}, ValueRangeError, r"empty or with NaN or infinity"),
-        (net(), batch(30, 7), {}, ConversionError, r"take the inputs, \(30, 7\) float64"),
-        (net(), X, {"batch_size": 0}, ValueRangeError, r"batch_size needs a positive whole number; got 0"),
+        (net(), batch(30, 7), {}, ConversionError, r"take the inputs in its own precision; got \(30, 7\) float64"),
+        (net(), X, {"batch_size": 0}, ValueRangeError, r"batch_size needs to be a whole number from 1; got 0"),
         (nn.Sequential(nn.Dropout()), X, {}, ValueRangeError, r"verify needs a target in evaluation mode; got Dropout"),
     ],
 )
@@ -223,3 +223,76 @@ def test_inputs_of_different_lengths_cannot_be_cut_into_batches() -> None:
     assert verify(network, other, inputs).is_same(1e-9)
     with pytest.raises(ShapeError, match=r"same number of samples; got \[\(30, 6\), \(4,\)\]\. Leave batch_size out"):
         verify(network, other, inputs, batch_size=8)
+
+
+class Broken(nn.Module):
+    """A network whose outputs for some samples are no numbers."""
+
+    def __init__(self, inner: nn.Module, value: float) -> None:
+        super().__init__()
+        self.inner, self.value = inner, value
+        self.limit = float(X[:, 0].sort().values[2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x).clone()
+        made[x[:, 0] <= self.limit, 1] = self.value
+        return made
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("sides", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("batch_size", [None, 2, 7])
+def test_outputs_that_are_no_numbers_never_agree(
+    value: float, sides: tuple[bool, bool], batch_size: int | None
+) -> None:
+    pair = [Broken(net(), value).eval() if is_broken else net() for is_broken in sides]
+    check = verify(*pair, X, batch_size=batch_size)
+    assert check.n_not_finite == 3
+    assert check.agreement == 27 / 30
+    assert not check.is_same(1e300)
+    assert not check.max_error <= 1e300
+    assert str(check).startswith("NaN OR INFINITY IN THE OUTPUT OF 3 OF 30 samples")
+    assert verify(net(), net(), X).n_not_finite == 0
+
+
+def test_outputs_whose_size_overflows_do_not_count_as_equal() -> None:
+    class Huge(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * (1.0 + x.abs())
+
+    assert not verify(Huge(1e200), Huge(1e150), X).is_same(0.5)
+
+
+def test_a_reconstruction_stands_for_its_network() -> None:
+    result = reconstruct(net(), inputs=X)
+    assert verify(net(), result, X) == verify(net(), result.network, X)
+    assert verify(result, collapse(result), X).is_same(1e-9)
+    assert verify(net(), result, X.numpy()) == verify(net(), result, X)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_network_is_refused_by_name() -> None:
+    with pytest.raises(ConversionError, match=r"verify needs a model, a torch.nn.Module; got 'net'"):
+        verify(net(), "net", X)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match=r"collapse needs a model, a torch.nn.Module; got None"):
+        collapse(None)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match=r"verify: inputs needs a tensor; got 'x'"):
+        verify(net(), net(), "x")  # type: ignore[arg-type]
+    assert verify(net(), net(), [X.numpy()]).max_error == 0.0  # type: ignore[arg-type]
+
+
+def test_complex_outputs_are_refused_rather_than_compared_by_their_real_parts() -> None:
+    class Waves(nn.Module):
+        def __init__(self, phase: complex) -> None:
+            super().__init__()
+            self.layer, self.phase = net(), phase
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.phase
+
+    with pytest.raises(ShapeError, match="complex128"):
+        verify(Waves(1j), Waves(2j), X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    AccuracyWarning,
+    InsufficientFeaturesError,
+    ShapeError,
+    ToleranceError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.models import mlp
 from onlynorm.reconstruction import find_layers, reconstruct, verify
 from onlynorm.reconstruction.blocks import Block
@@ -147,7 +155,7 @@ def test_too_few_features_give_the_least_squares_weight_and_its_error() -> None:
     assert made.layers[0].residual == pytest.approx(error, rel=1e-6)
     assert torch.allclose(block.to_plain().weight.reshape(-1, 1), best, rtol=0, atol=1e-8)
     assert verify(nn.Sequential(block.to_plain()), made.network, inputs).relative_error <= EXACT
-    assert "more features make the system solvable" in made.layers[0].shortfall
+    assert "more dense features make the system solvable" in made.layers[0].shortfall
     with pytest.raises(InsufficientFeaturesError, match=r"needs 36 features.*got 26.*leave the tolerance out"):
         rebuilt(network, inputs, excess=0.7, tolerance=1e-8)
 
@@ -168,9 +176,12 @@ def test_sparse_features_are_exact_or_say_what_they_miss(
     widths: list[int], seed: int, activation: nn.Module | None
 ) -> None:
     network, inputs = mlp(widths, seed=seed % 1000), batch(20, widths[0])
-    made = rebuilt(network, inputs, features="sparse_he_normal", density=0.5, seed=seed, activation=activation)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        made = rebuilt(network, inputs, features="sparse_he_normal", density=0.5, seed=seed, activation=activation)
     for layer in made.layers:
         assert (layer.residual <= 1e-9) == (layer.shortfall == "")
+    assert bool(warned) == any(layer.shortfall for layer in made.layers)
     if not any(layer.shortfall for layer in made.layers):
         assert verify(network, made.network, inputs).relative_error <= EXACT
 
@@ -191,8 +202,11 @@ def test_half_of_the_weights_are_enough_for_layers_that_are_not_tiny(
 def test_sparse_features_that_cannot_reach_the_target_name_weights_and_density(kernel: str) -> None:
     network, inputs = nn.Sequential(nn.Conv1d(4, 4, 3, groups=2)).double(), batch(8, 4, 9)
     choices: dict[str, Any] = {"features": "er_normal", "density": 0.2, "kernel": kernel}
-    layer = rebuilt(network, inputs, **choices).layers[0]
+    with pytest.warns(AccuracyWarning, match=r"1 of 1 fell short. '0': residual .* 0.2"):
+        made = rebuilt(network, inputs, **choices)
+    layer = made.layers[0]
     assert layer.residual > 1e-3
+    assert f"layer '0' fell short: residual {layer.residual:.1e}" in made.warnings[0]
     assert f"residual {layer.residual:.1e}" in layer.shortfall
     assert "weights have no feature of their own at density 0.2: (output, input, kernel position)" in layer.shortfall
     enough = float(layer.shortfall.split("with this seed density ")[1].split()[0])

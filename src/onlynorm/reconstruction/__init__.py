@@ -21,7 +21,7 @@ from onlynorm.reconstruction.plan import Plan, plan
 from onlynorm.reconstruction.price import CertifiedPrice, certified_price
 from onlynorm.reconstruction.ranges import Box
 from onlynorm.reconstruction.recipe import Recipe, constructions
-from onlynorm.reconstruction.result import LayerResult, Reconstruction
+from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruction
 from onlynorm.reconstruction.target import find_layers
 from onlynorm.reconstruction.tradeoff import Tradeoff, tradeoff
 from onlynorm.reconstruction.verify import Verification, verify
@@ -29,6 +29,7 @@ from onlynorm.reconstruction.verify import Verification, verify
 __all__ = [
     "Affine",
     "Box",
+    "Calibration",
     "CertifiedPrice",
     "DeepRow",
     "LayerResult",

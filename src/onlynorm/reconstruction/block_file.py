@@ -21,7 +21,7 @@ from torch.func import functional_call
 
 from onlynorm.errors import FormatError, MemoryLimitError, UnknownNameError, ValueRangeError
 from onlynorm.features import Features
-from onlynorm.reconstruction.blocks import Block
+from onlynorm.reconstruction.blocks import LOWEST, Block, explicit_padding, layer_options
 from onlynorm.reconstruction.target import CONVOLUTIONS
 from onlynorm.solvers.memory import memory_limit, need_memory
 
@@ -71,6 +71,11 @@ def parse_entry(written: object) -> BlockEntry:
     places = written["places"]
     if not places or not all(isinstance(place, str) for place in places):
         raise FormatError(f"a block needs places, as names; the file has {places!r:.60}. Save it again.")
+    activation = written["activation"]
+    if activation is not None:
+        name, arguments = activation.get("name"), activation.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict | None):
+            raise FormatError(f"an activation needs a name and arguments; got {activation!r:.60}. Save it again.")
     return BlockEntry(**{**written, "places": tuple(places)})
 
 
@@ -114,6 +119,7 @@ def _make_activation(written: dict[str, Any] | None, given: nn.Module | None) ->
     if set(arguments) != set(ACTIVATIONS[name]):
         raise FormatError(f"{name} needs the arguments {ACTIVATIONS[name]}; the file has {sorted(arguments)}.")
     made: nn.Module = getattr(nn, name)(**arguments)
+    made(torch.zeros(1, arguments.get("num_parameters", 1)))  # some look at their arguments only when they are called
     return made
 
 
@@ -145,6 +151,7 @@ def make_block(
             empty = make("seed")
         wanted = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
         stored = {name: tuple(value.shape) for name, value in tensors.items()}
+        _need_finite(tensors)
         if wanted != stored:
             odd = min(name for name in wanted | stored if wanted.get(name) != stored.get(name))
             raise FormatError(f"{odd} has shape {stored.get(odd)} where the settings ask for {wanted.get(odd)}")
@@ -153,6 +160,8 @@ def make_block(
             cure = "Load with storage='seed', which keeps no frozen weights."
             need_memory(f"the block at {entry.name!r}", need, memory_limit(), cure)
         dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float64)
+        if dtype.itemsize < LOWEST.itemsize:
+            raise FormatError(f"its numbers are in {dtype}, which has too few digits for them")
         block = make(storage).to(dtype).eval()
         block.load_state_dict(dict(tensors))
         digest = weights_digest(block.sources())
@@ -170,6 +179,14 @@ def make_block(
         )
     _need_fit(block, entry.name, layer)
     return block
+
+
+def _need_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises where a norm holds NaN or an infinity; only the ranges it was calibrated on may be infinite."""
+    for name, value in tensors.items():
+        is_norm = name.endswith(("weight", "bias", "running_mean", "running_var"))
+        if is_norm and not (value.is_floating_point() and bool(value.isfinite().all())):
+            raise FormatError(f"{name} needs finite numbers")
 
 
 def _activation_of(block: Block) -> nn.Module | None:
@@ -209,6 +226,21 @@ def _need_fit(block: Block, name: str, layer: nn.Module) -> None:
     Both are called without numbers. The activation, which may be anything, is left out. A block reads the channels it
     needs and no more, so it must also refuse an input with one channel less.
     """
+    options = (getattr(module, "options", None) for module in block.modules())
+    try:
+        theirs = _normalised(next((one for one in options if isinstance(one, dict)), {}))
+    except Exception as error:  # a forged file may set off anything
+        raise FormatError(
+            f"the block at {name!r} needs the options of a convolution, or none; those of the file cannot be read "
+            f"({type(error).__name__}: {error!s:.100}). Save it again."
+        ) from error
+    mine = _normalised(layer_options(layer))
+    for option in theirs | mine:
+        if theirs.get(option) != mine.get(option):
+            raise FormatError(
+                f"the network needs a block at {name!r} with the {option} of {layer}, {mine.get(option)}; the file's "
+                f"has {theirs.get(option)}. Pass a network of the architecture that was saved."
+            )
     inner = [module for module in block.modules() if isinstance(module, Block) and hasattr(module, "activation")]
     kept = [module.activation for module in inner]
     try:
@@ -229,6 +261,14 @@ def _need_fit(block: Block, name: str, layer: nn.Module) -> None:
             f"from features for weights of {', '.join(str(one.shape) for one in block.sources()[:3])}, gives "
             f"{made!r:.200}. Pass a network of the architecture that was saved."
         )
+
+
+def _normalised(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a convolution, with padding as numbers and without a mode where nothing is padded."""
+    if not options:
+        return {}
+    padding = explicit_padding(options)
+    return {**options, "padding": padding, "padding_mode": options["padding_mode"] if any(padding) else None}
 
 
 def _output_shape(module: nn.Module, layer: nn.Module, *, n_missing: int = 0) -> tuple[int, ...]:

@@ -26,14 +26,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.errors import ConversionError
 from onlynorm.features import Features, draw
+from onlynorm.modules import is_autocast, without_autocast
 from onlynorm.reconstruction.kernels import kernel_margins, plain_kernel
 from onlynorm.reconstruction.norms import Affine, affine, make_norm, normalise
-from onlynorm.reconstruction.streaming import PATCH_BYTES, Chunk, Patches, n_rows, stream
+from onlynorm.reconstruction.streaming import PATCH_BYTES, Chunk, Patches, n_rows, stream, whole_lines
 from onlynorm.reconstruction.target import CONVOLUTIONS
 
 CHUNK_BYTES = 64 * 2**20
 """Hidden activations alive at one time."""
+
+LOWEST = torch.float32
+"""The lowest precision of a block."""
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
@@ -48,10 +53,47 @@ class Block(nn.Module):
     """What all blocks share: called like the Linear or Conv they replace, with norms as their only parameters.
 
     `settings` holds all that is needed to make the block again except the numbers in its norms and buffers.
+
+    A block computes in its own precision, float32 or float64: the large terms that cancel in it leave nothing of the
+    eight bits of bfloat16. So `half()`, `bfloat16()` and `to(dtype)` leave the numbers of a block in float32 (devices
+    change as ever), and autocast is off inside. Inputs in a lower precision are cast up, exactly; the output is cast
+    to the precision that the replaced layer would have returned, that of autocast or else of the input. It has then
+    been rounded once, by at most 2^-9 (bfloat16) or 2^-12 (float16) of each entry.
     """
 
     kind: ClassVar[str]
     watch: Watch | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+        if x.is_nested:
+            parts = x.unbind()
+            made = self.forward(torch.cat(parts)).split([len(part) for part in parts])
+            return torch.nested.as_nested_tensor(list(made), layout=x.layout)
+        own = next(p.dtype for p in self.parameters())
+        is_low = x.is_floating_point() and x.dtype.itemsize < LOWEST.itemsize
+        if own.itemsize < LOWEST.itemsize or not (x.dtype == own or is_low or is_autocast(x)):
+            raise ConversionError(
+                "a block needs norms in float32 or float64 and inputs in the same precision, or in a lower one; got "
+                f"norms in {own} and inputs in {x.dtype}. Call block.float(), or cast the inputs."
+            )
+        # Autocast leaves float64 alone.
+        returned = torch.get_autocast_dtype(x.device.type) if is_autocast(x) and own == LOWEST else x.dtype
+        with without_autocast(x.device):
+            return self.compute(x.to(own)).to(returned)
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> Tensor:
+        """The output for an input in the block's own precision."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Block:
+        def keep_digits(values: Tensor) -> Tensor:
+            made = fn(values)
+            is_lower = made.is_floating_point() and made.dtype.itemsize < LOWEST.itemsize
+            return values.to(made.device, LOWEST) if is_lower else made
+
+        super()._apply(keep_digits, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @property
     @abstractmethod
@@ -148,8 +190,7 @@ class NormOnlyBlock(Block):
         options = options_from_settings(settings["options"])
         return cls(options, features, activation=activation, norms=settings["norms"], storage=storage)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+    def compute(self, x: Tensor) -> Tensor:
         batch = self.as_batch(x)
         outputs = []
         for group, features, inputs in self.group_inputs(batch):
@@ -198,7 +239,7 @@ class NormOnlyBlock(Block):
 
     def _frozen(self, features: Features, group: int, columns: Tensor) -> Iterator[Chunk]:
         scale, shift = affine(self.first_norm)
-        step = n_rows(columns.shape[1], columns.element_size())
+        step = n_rows(max(columns.shape[1], features.rows + features.cols), columns.element_size())
         for start in range(0, features.n_features, step):
             stop = min(start + step, features.n_features)
             which = self.where(group, start, stop)
@@ -226,9 +267,10 @@ class NormOnlyBlock(Block):
         return slice(offset + start, offset + stop)
 
     def chunks(self, features: Features, inputs: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of features whose hidden activations fit into `CHUNK_BYTES`."""
+        """Ranges of features whose hidden activations, and whose frozen weights, fit into `CHUNK_BYTES`."""
         positions = inputs.numel() // max(1, inputs.shape[1])
-        step = max(1, CHUNK_BYTES // max(1, positions * inputs.element_size()))
+        widest = max(positions, features.rows + features.cols)
+        step = whole_lines(max(1, CHUNK_BYTES // (widest * inputs.element_size())))
         for start in range(0, features.n_features, step):
             yield start, min(start + step, features.n_features)
 

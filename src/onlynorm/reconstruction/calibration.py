@@ -1,25 +1,45 @@
-"""What each layer of a network receives on a batch, and in which box it lies if the network's inputs lie in one."""
+"""What each layer of a network receives on a batch, and in which box it lies if the network's inputs lie in one.
+
+Calibrated ranges are checked by leave-one-out (`HeldBack`), for which every row of a layer's input must be assigned to
+the sample it comes from. Layers may see samples on any axis, several rows of each, or several calls, so the assignment
+is not assumed: the last sample is passed through the network alone, and the axis along which its rows are found again
+in the batch is the axis of the samples. Exact copies of a sample count as one, since a copy would hide its absence.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError
 from onlynorm.reconstruction.calls import run
 from onlynorm.reconstruction.intervals import propagate
-from onlynorm.reconstruction.ranges import Box, Seen
+from onlynorm.reconstruction.ranges import Box, HeldBack, Seen
 from onlynorm.reconstruction.target import CONVOLUTIONS, TargetLayer
+
+CLOSE = 1e-6
+"""Relative difference up to which rows of the batch are those of a sample that was passed alone."""
 
 
 def see(
-    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], box: Box | None
+    network: nn.Module,
+    layers: tuple[TargetLayer, ...],
+    inputs: tuple[Tensor, ...],
+    box: Box | None,
+    *,
+    hold_back: bool = False,
 ) -> dict[str, Seen]:
-    """What every layer sees, by name; layers that the batch does not reach, or reach with NaN, are refused."""
-    received = record_inputs(network, layers, inputs)
+    """What every layer sees, by name; layers that the batch does not reach, or reach with NaN, are refused.
+
+    `hold_back` prepares the check of calibrated ranges; certified ones need none.
+    """
+    calls = record_calls(network, layers, inputs)
+    received = _join_calls(network, calls)
     for layer in layers:
         if layer.name not in received:
             raise ConversionError(
@@ -32,7 +52,8 @@ def see(
                 "Check the network's output on it: something in front of that layer overflows."
             )
     if box is None:
-        return {name: Seen(values) for name, values in received.items()}
+        held = _held_back(network, layers, inputs, calls) if hold_back else {}
+        return {name: Seen(values, held_back=held.get(name)) for name, values in received.items()}
     if len(inputs) != 1:
         raise ValueRangeError(f"a box needs a network with one input; got {len(inputs)}. Leave box out.")
     if bool(is_outside(inputs[0], box).any()):
@@ -46,7 +67,18 @@ def see(
 
 def record_inputs(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
     """What each layer receives on the batch; the calls of a layer that is used several times are joined."""
+    return _join_calls(network, record_calls(network, layers, inputs))
+
+
+def record_calls(
+    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], *, copies: bool = False
+) -> dict[str, list[Tensor]]:
+    """What each layer receives on the batch, call by call; `copies` of it, or else the tensors themselves.
+
+    Where the network changes one of these in place later on, it is run again for copies.
+    """
     seen: dict[str, list[Tensor]] = {}
+    versions: list[tuple[Tensor, int]] = []
     hooks = []
     for layer in layers:
 
@@ -56,7 +88,11 @@ def record_inputs(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: t
                     f"a layer needs its input as a positional argument; {name!r} is called with "
                     f"{', '.join(named) or 'nothing'}. Call it as layer(x): a block takes its place."
                 )
-            seen.setdefault(name, []).append(args[0].detach())
+            received = args[0].detach()
+            copies_now = copies or received.is_inference()
+            seen.setdefault(name, []).append(received.clone() if copies_now else received)
+            if not copies_now:
+                versions.append((received, received._version))
 
         hooks.append(network.get_submodule(layer.name).register_forward_pre_hook(keep, with_kwargs=True))
     try:
@@ -64,7 +100,88 @@ def record_inputs(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: t
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: _join(network.get_submodule(name), calls) for name, calls in seen.items()}
+    if any(received._version != version for received, version in versions):
+        return record_calls(network, layers, inputs, copies=True)
+    return seen
+
+
+def count_samples(inputs: tuple[Tensor, ...]) -> int:
+    """Distinct samples of a batch: those that differ in at least one input."""
+    return _distinct(inputs).n_distinct
+
+
+@dataclass(frozen=True)
+class _Distinct:
+    """Every sample's number among the distinct ones."""
+
+    numbers: Tensor
+    n_distinct: int
+
+
+def _distinct(inputs: tuple[Tensor, ...]) -> _Distinct:
+    n_samples = len(inputs[0]) if inputs[0].ndim else 1
+    by_sample = [x for x in inputs if x.ndim and len(x) == n_samples]
+    found: dict[bytes, int] = {}
+    numbers = []
+    for i in range(n_samples):
+        digest = hashlib.sha256()
+        for x in by_sample:
+            digest.update(x[i].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        numbers.append(found.setdefault(digest.digest(), len(found)))
+    return _Distinct(torch.tensor(numbers, device=inputs[0].device), len(found))
+
+
+def _held_back(
+    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], calls: dict[str, list[Tensor]]
+) -> dict[str, HeldBack]:
+    """The leave-one-out check of every layer whose rows can be assigned to samples."""
+    distinct = _distinct(inputs)
+    if distinct.n_distinct < 2:
+        return {}
+    n_samples = len(inputs[0])
+    last = tuple(x[-1:] if x.ndim and len(x) == n_samples else x for x in inputs)
+    try:
+        alone = record_calls(network, layers, last)
+    except OnlynormError:  # the first axis is not that of the samples
+        return {}
+    held = {}
+    for name, batches in calls.items():
+        layer, singles = network.get_submodule(name), alone.get(name, [])
+        if len(singles) != len(batches):
+            continue
+        rows = [_sample_of_rows(layer, *pair, n_samples) for pair in zip(batches, singles, strict=True)]
+        known = [row for row in rows if row is not None]
+        if len(known) == len(rows):
+            held[name] = HeldBack(distinct.numbers[torch.cat(known)], distinct.n_distinct)
+    return held
+
+
+def _sample_of_rows(layer: nn.Module, batch: Tensor, alone: Tensor, n_samples: int) -> Tensor | None:
+    """The sample of each row of one call, or None where the rows of the last sample are not found in the batch."""
+    if batch.ndim != alone.ndim:
+        return None
+    axes = range(batch.ndim - 1)
+    if isinstance(layer, CONVOLUTIONS):
+        axes = range(1 if batch.ndim == layer.weight.ndim else 0)
+    room = CLOSE * float(alone.abs().max())
+    for axis in axes:
+        size = alone.shape[axis]
+        if batch.shape[axis] != n_samples * size or not alone.numel():
+            continue
+        for sizes, part in (((n_samples, size), axis), ((size, n_samples), axis + 1)):
+            rows = batch.unflatten(axis, sizes).select(part, n_samples - 1)
+            if rows.shape == alone.shape and torch.allclose(rows, alone, rtol=CLOSE, atol=room):
+                along = torch.arange(n_samples, device=batch.device)
+                along = along.repeat_interleave(size) if part == axis else along.repeat(size)
+                if isinstance(layer, CONVOLUTIONS):
+                    return along
+                shape = [-1 if i == axis else 1 for i in range(batch.ndim - 1)]
+                return along.reshape(shape).expand(batch.shape[:-1]).flatten()
+    return None
+
+
+def _join_calls(network: nn.Module, calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {name: _join(network.get_submodule(name), listed) for name, listed in calls.items()}
 
 
 def _join(layer: nn.Module, calls: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -10,9 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError
+from onlynorm.modules import as_tensor
+from onlynorm.reconstruction.blocks import Block
 
 Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A batch, or a tuple of batches for a network that takes several."""
+
+
+def as_inputs(what: str, inputs: Any) -> tuple[Tensor, ...]:
+    """The positional arguments of a network from a batch or a tuple or list of batches, NumPy arrays included."""
+    cure = "Pass a batch, or a tuple of batches, as tensors or NumPy arrays with samples first."
+    is_several = isinstance(inputs, tuple) or (
+        isinstance(inputs, list) and any(hasattr(item, "shape") for item in inputs)
+    )
+    given = tuple(inputs) if is_several else (inputs,)
+    if not given:
+        raise ShapeError(f"{what} needs a batch, or a tuple of batches; got nothing. {cure}")
+    return tuple(as_tensor(f"{what}: inputs", item, cure=cure) for item in given)
+
+
+def first_samples(inputs: tuple[Tensor, ...], n_samples: int) -> tuple[Tensor, ...]:
+    """The first few samples, if all inputs have as many; else the inputs."""
+    if any(x.ndim == 0 or len(x) != len(inputs[0]) for x in inputs):
+        return inputs
+    return tuple(x[:n_samples] for x in inputs)
+
+
+def accepted_samples(network: nn.Module, inputs: tuple[Tensor, ...], n_samples: int) -> tuple[Tensor, ...]:
+    """The first few samples if the network takes them; all inputs where they are no batch, or one of a fixed size."""
+    few = first_samples(inputs, n_samples)
+    try:
+        run(network, few)
+    except OnlynormError:
+        return inputs
+    return few
 
 
 def as_tuple(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -26,9 +58,15 @@ def cast(inputs: Inputs, dtype: torch.dtype, device: torch.device | str | None =
 
 
 def precision(network: nn.Module) -> torch.dtype:
-    """The precision of the network's numbers; float64 for a network that has none."""
-    numbers = (*network.parameters(), *network.buffers())
-    return next((x.dtype for x in numbers if x.is_floating_point()), torch.float64)
+    """The precision of the network's inputs: that of its tensors outside blocks, else of its blocks, else float64."""
+    inner = {id(module) for block in network.modules() if isinstance(block, Block) for module in block.modules()}
+    others = [module for module in network.modules() if id(module) not in inner]
+    tensors = itertools.chain(
+        (p for module in others for p in module.parameters(recurse=False)),
+        (b for module in others for b in module.buffers(recurse=False)),
+        network.parameters(),
+    )
+    return next((x.dtype for x in tensors if x.is_floating_point()), torch.float64)
 
 
 def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
@@ -86,8 +124,8 @@ def run(network: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
         raise ConversionError(
-            f"the network needs to take the inputs, {shapes}, in its own precision; it failed with: {error}. Pass "
-            "inputs as forward takes them, and remove casts to a fixed precision or device from it."
+            f"the network needs to take the inputs in its own precision; got {shapes}, and it failed with: {error}. "
+            "Pass inputs as forward takes them, and remove casts to a fixed precision or device from it."
         ) from error
 
 

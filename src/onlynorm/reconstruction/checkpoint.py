@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, FormatError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ConversionError, FormatError, ValueRangeError, shown
+from onlynorm.modules import need_callable, need_choice, need_device, need_path
 from onlynorm.reconstruction import partial
 from onlynorm.reconstruction.block_file import BlockEntry, describe_block, make_block, need_activation, parse_entry
-from onlynorm.reconstruction.blocks import Block, find_blocks
+from onlynorm.reconstruction.blocks import LOWEST, Block, find_blocks
 from onlynorm.reconstruction.calls import copy_network, precision
+from onlynorm.reconstruction.fast_paths import set_fast_paths
 from onlynorm.reconstruction.folding import FoldedNorm, folded_places
-from onlynorm.reconstruction.places import swap
+from onlynorm.reconstruction.places import carry_hooks, swap
 from onlynorm.reconstruction.recipe import STORAGES
-from onlynorm.reconstruction.result import Reconstruction
+from onlynorm.reconstruction.result import Reconstruction, as_network
+from onlynorm.reconstruction.structure import count_hooks, describe_structure, differences
 from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
-from onlynorm.storage import read_tensors, write_tensors
+from onlynorm.storage import from_plain, read_tensors, to_plain, write_tensors
 
 FORMAT = 1
 KIND = "network of norms"
@@ -44,13 +48,17 @@ def save(
 ) -> None:
     """Writes a rebuilt network, or a reconstruction, to one file; frozen weights are kept as seed and digest.
 
-    Numbers keep the precision of the network unless `dtype` is given. The file is complete or not there: a full disk
-    or a kill leaves what was at the path before. A reconstruction's partial folder is removed once the file is on the
-    disk. An activation that is not torch's own is stored by name only.
+    Numbers keep the precision of the network unless `dtype` is given. Those of blocks are never stored below float32,
+    whose digits they need; a lower `dtype` is for what stands outside them. The file is complete or not there: a full
+    disk or a kill leaves what was at the path before. A reconstruction's partial folder is removed once the file is on
+    the disk. An activation that is not torch's own is stored by name only.
     """
-    if dtype is not None and dtype not in PRECISIONS:
-        raise ValueRangeError(f"dtype needs one of {', '.join(map(str, PRECISIONS))}; got {dtype}. Leave it out.")
-    made = network.network if isinstance(network, Reconstruction) else network
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in PRECISIONS):
+        known = ", ".join(map(str, PRECISIONS))
+        raise ValueRangeError(f"dtype needs one of {known}; got {shown(dtype)}. Leave it out.")
+    path = need_path("save", path)
+    _need_step(step)
+    made = as_network("save", network)
     places: dict[Block, list[str]] = {}
     for name, block in find_blocks(made).items():
         places.setdefault(block, []).append(name)
@@ -68,8 +76,10 @@ def save(
     document = {
         "blocks": entries, "folded": folded_places(made), "aliases": aliases,
         "dtype": str(dtype or precision(made)).removeprefix("torch."),
+        "folded_axes": {place: made.get_submodule(place).n_axes for place in folded_places(made)},
+        "structure": describe_structure(made), "hooks": count_hooks(made),
     }  # fmt: skip
-    write_tensors(Path(path), tensors, kind=KIND, format=FORMAT, document=document)
+    write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
     if isinstance(network, Reconstruction) and network.partial is not None:
         partial.remove(network.partial)
 
@@ -77,7 +87,7 @@ def save(
 def load(
     path: Path | str,
     *,
-    into: nn.Module,
+    into: nn.Module | Reconstruction,
     storage: str = "dense",
     activation: nn.Module | None = None,
     device: torch.device | str | None = None,
@@ -86,34 +96,47 @@ def load(
     """The saved network, on the architecture of `into`, in evaluation mode and in the precision of the file.
 
     `into` is a fresh network of the target's architecture. It is copied, never changed, and its own weights do not
-    matter. `storage` is "dense" (frozen weights in memory) or "seed" (made again on every pass). `activation` has to be
-    given where the file knows it by name only. The network goes to `device`, or to that of `into`. Everything is
-    checked before anything is returned: checksum, format, architecture, sizes, and the digests of all frozen weights,
-    which takes as long as making them; `step` tells how far.
+    matter; everything else does: classes, hyperparameters (strides, padding modes, slopes, numbers of heads, ...) and
+    the number of forward hooks of its modules are compared with those of the network that was saved. Hooks on the
+    layers of `into` go over to the blocks. `storage` is "dense" (frozen weights in memory) or "seed" (made again on
+    every pass). `activation` has to be given where the file knows it by name only. The network goes to `device`, or to
+    that of `into`. Everything is checked before anything is returned: checksum, format, architecture, sizes, and the
+    digests of all frozen weights, which takes as long as making them; `step` tells how far.
     """
-    if storage not in STORAGES:
-        raise UnknownNameError("storage", str(storage), STORAGES)
-    document, tensors = read_tensors(Path(path), kind=KIND, format=FORMAT, cure=CURE)
+    need_choice("storage", storage, STORAGES)
+    _need_step(step)
+    goal = None if device is None else need_device("device", device)
+    document, tensors = read_tensors(need_path("load", path), kind=KIND, format=FORMAT, cure=CURE)
     entries, folded, full, dtype = _parse(document, tensors)
     need_activation(entries, activation)
+    into = as_network("load", into)
     _need_architecture(into, entries, folded, full)
+    _need_structure(into, document, [*(place for entry in entries for place in entry.places), *folded])
     network = copy_network(into).to(dtype)
     for number, entry in enumerate(entries):
         prefix = f"{entry.name}." if entry.name else ""
         own = {name.removeprefix(prefix): value for name, value in full.items() if name.startswith(prefix)}
         layer = into.get_submodule(entry.name)
         block = make_block(entry, own, layer=layer, storage=storage, activation=activation)
+        carry_hooks(network.get_submodule(entry.name), block)
         for place in entry.places:
             network = swap(network, place, block)
         if step is not None:
             step(entry.name, number + 1, len(entries))
     for place in folded:
-        swap(network, place, FoldedNorm())
+        n_axes = _as_dict(document.get("folded_axes")).get(place)
+        swap(network, place, FoldedNorm(n_axes if isinstance(n_axes, int) else None))
     rest = _outside(network.state_dict(keep_vars=True), [place for entry in entries for place in entry.places])
     for name, value in rest.items():
         value.data = full[name].to(value.device)  # the tensor stays the same, so that what is tied stays tied
-    goal = device if device is not None else next((p.device for p in into.parameters()), torch.device("cpu"))
-    return network.to(goal).eval()
+    if goal is None:
+        goal = next((p.device for p in into.parameters()), torch.device("cpu"))
+    return set_fast_paths(network.to(goal).eval())
+
+
+def _need_step(step: Step | None) -> None:
+    if step is not None:
+        need_callable("step", step, cure="It is called with (block, blocks done, blocks in all).")
 
 
 def _tensors_of(network: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -121,6 +144,7 @@ def _tensors_of(network: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
+    inside = tuple(f"{place}." if place else "" for place in find_blocks(network))
     for name, value in network.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             raise ConversionError(
@@ -133,7 +157,7 @@ def _tensors_of(network: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str
         first[id(value)] = name
         stored = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         if dtype is not None and value.is_floating_point():
-            cast = stored.to(dtype)
+            cast = stored.to(LOWEST if name.startswith(inside) and dtype.itemsize < LOWEST.itemsize else dtype)
             if not torch.equal(torch.isfinite(cast), torch.isfinite(stored)):
                 raise ValueRangeError(f"{name!r} needs to fit into {dtype}; it overflows. Save it as torch.float64.")
             stored = cast
@@ -161,10 +185,6 @@ def _need_architecture(
     into: nn.Module, entries: list[BlockEntry], folded: list[str], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raises unless the network has a layer wherever a block belongs, and every other tensor in its shape."""
-    if any(x.is_meta for x in (*into.parameters(), *into.buffers())):
-        raise ValueRangeError(
-            "load needs into= on a real device; got one on meta. Make it without torch.device('meta')."
-        )
     modules = dict(into.named_modules(remove_duplicate=False))
     blocks = [place for entry in entries for place in entry.places]
     wrong = []
@@ -188,6 +208,41 @@ def _need_architecture(
             f"load needs a network of the architecture that was saved; {'; '.join(wrong[:4])}{more}. Pass into= a "
             "fresh network, made as the target was."
         )
+
+
+def _need_structure(into: nn.Module, document: Mapping[str, object], replaced: list[str]) -> None:
+    """Raises where a module that stays is of another class, or has other hyperparameters or hooks than in the file."""
+    if "structure" not in document:  # written before files had one
+        return
+    stored, hooks = _as_dict(document.get("structure")), _as_dict(document.get("hooks"))
+    if not all(isinstance(module, dict) for module in stored.values()):
+        raise FormatError(f"a {KIND} needs the hyperparameters of its modules; the file has others. {CURE}")
+    own = from_plain({place: to_plain(values) for place, values in describe_structure(into).items()})
+    wrong = list(differences(stored, own, replaced=replaced))
+    if wrong:
+        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise FormatError(
+            f"load needs a network of the architecture that was saved; {'; '.join(wrong[:4])}{more}. Pass into= a "
+            "fresh network, made as the target was."
+        )
+    present = count_hooks(into)
+    for place in sorted(hooks.keys() | present.keys()):
+        if hooks.get(place, [0, 0]) != present.get(place, [0, 0]):
+            raise FormatError(
+                f"load needs the forward hooks of the network that was saved, which may change what it computes: "
+                f"[pre-hooks, hooks] at {place!r} are {present.get(place, [0, 0])} in the network and "
+                f"{hooks.get(place, [0, 0])!r:.40} in the file. Register the same hooks on into=, or remove them "
+                "before saving."
+            )
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    """A table of the file; nothing where it has none."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise FormatError(f"a {KIND} needs tables of modules; the file has {type(value).__name__}. {CURE}")
+    return value
 
 
 def _outside(tensors: Mapping[str, Tensor], places: Iterable[str]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from onlynorm.errors import ShapeError
+from onlynorm.reconstruction.result import Reconstruction, as_network
 from onlynorm.reconstruction.verify import Verification, verify
 
 BATCH = 50
@@ -42,8 +43,8 @@ class Comparison:
 
 
 def compare(
-    target: nn.Module,
-    network: nn.Module,
+    target: nn.Module | Reconstruction,
+    network: nn.Module | Reconstruction,
     *,
     inputs: Tensor,
     labels: Int[Tensor, " n_labels"] | None = None,
@@ -55,11 +56,14 @@ def compare(
     `step` is called with (samples done, samples in all).
     """
     start = time.perf_counter()
+    target, network = as_network("compare", target), as_network("compare", network)
     predictions: dict[nn.Module, list[Tensor]] = {target: [], network: []}
 
     def remember(module: nn.Module, _: object, output: object) -> None:
         if isinstance(output, Tensor):
-            predictions[module].append(output.flatten(1).argmax(1).cpu())
+            flat = output.flatten(1)
+            found = flat.argmax(1).where(flat.isfinite().all(1), -1)  # NaN predicts no class
+            predictions[module].append(found.cpu())
 
     has_labels = labels is not None and len(labels) > 0
     if labels is not None and has_labels and len(labels) != len(inputs):

@@ -21,7 +21,7 @@ from onlynorm.errors import ConversionError, ToleranceError, ValueRangeError
 from onlynorm.features import Features, draw
 from onlynorm.features.registry import STRUCTURED
 from onlynorm.reconstruction.blocks import layer_options
-from onlynorm.reconstruction.costs import Costs
+from onlynorm.reconstruction.costs import ALONE, LAYER_SECONDS, SCRATCH, VECTORS, Costs, Load, draw_bytes, hidden_costs
 from onlynorm.reconstruction.deep_block import DeepBlock, needs_input_norm
 from onlynorm.reconstruction.deep_law import Law
 from onlynorm.reconstruction.deep_norms import choose_norms
@@ -31,17 +31,17 @@ from onlynorm.reconstruction.recipe import Rebuilt, Recipe, construction
 from onlynorm.reconstruction.target import TargetLayer, weight_of
 from onlynorm.solvers import choose
 from onlynorm.solvers.krylov import Progress
-from onlynorm.solvers.memory import memory_limit
+from onlynorm.solvers.memory import memory_budget
 
 AIM = 1e-10
 """Relative error that counts as exact where the recipe names none."""
-SOLVE_SECONDS = 5e-3
+SOLVE_SECONDS = 1.5e-3
 """Time of a solve whose system is small."""
 HAAR_SECONDS = 2e-9
 """Time per n^3 of an orthogonal n x n matrix, which is drawn without LAPACK: 2 s for n = 1,024 on one core."""
 
 
-def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the deep construction of this layer takes; condition and error as `deep_law` predicts them."""
     layers = draw_target(target, recipe)
     law = law_of(target, recipe)
@@ -49,15 +49,29 @@ def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
     n_frozen = sum(width * (one.rows + one.cols) for one in layers)
     n_inputs = target.shape[1] if needs_input_norm(recipe.activation, n_layers) else 0
     method = "cholesky" if first.equations <= DENSE else "auto"
-    choice = choose(first.rows, first.cols, width, tolerance=AIM, memory=memory_limit(), method=method)
+    choice = choose(first.rows, first.cols, width, tolerance=AIM, memory=memory_budget(), method=method)
     seconds = n_layers * (1 + SIGN_ROUNDS) * (choice.option.seconds + SOLVE_SECONDS)
     if recipe.features == "orthogonal":
         seconds += (n_layers - 1) * HAAR_SECONDS * width**3
     error = law.error(first.excess)
+    is_stored = recipe.storage == "dense"
+    stored = VECTORS * n_layers * width + 8 * n_frozen * is_stored
+    largest = 8 * width * (width if n_layers > 1 else first.rows + first.cols)
+    # What a layer makes of all inputs, as a matrix, and the inputs' own; products of frozen layers on the way.
+    maps = 8 * (3 * width * law.n_columns + law.n_columns**2) + 2 * largest
+    solving = choice.option.memory + 16 * width * (first.rows + first.cols) + 8 * width * target.shape[0]
+    values = 8 * load.n_samples * load.n_positions * width
+    unfolded = 8 * load.n_samples * load.n_positions * law.n_columns if len(target.shape) > 2 else 0
+    calibrating = 7 * values + unfolded + 9 * load.n_samples * load.n_inputs
+    memory = stored + maps + max(solving, calibrating, largest + draw_bytes(largest // 8)) + SCRATCH * n_layers * width
+    # Ranges from the map of all inputs to a layer, then statistics layer by layer.
+    for cols, times in ((law.n_columns, n_layers - 1), (width + first.cols, n_layers)):
+        hidden = hidden_costs(cols, width, 1, load, axes=len(target.shape) - 2, n_kernel=1, n_channels=1)
+        seconds += times * hidden.seconds
     return Costs(
-        target.n_weights, n_layers * width, 2 * n_layers * width + 2 * n_inputs, n_frozen,
-        choice.option.memory + 8 * (n_frozen + 3 * width * law.n_columns), law.condition(first.excess), error, seconds,
-        n_frozen, choice.method, "" if error <= AIM else law.cure(first.excess, error=AIM),
+        target.n_weights, n_layers * width, 2 * n_layers * width + 2 * n_inputs, n_frozen, memory,
+        law.condition(first.excess), error, seconds + LAYER_SECONDS, n_frozen, choice.method,
+        "" if error <= AIM else law.cure(first.excess, error=AIM), stored,
     )  # fmt: skip
 
 

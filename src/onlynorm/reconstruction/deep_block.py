@@ -17,6 +17,7 @@ Theory: giannou2023:thm-2, giannou2023:remark-2, giannou2023:remark-9
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.nn import functional
 from onlynorm.features import Features
 from onlynorm.reconstruction.activations import Ray, known
 from onlynorm.reconstruction.blocks import (
+    CHUNK_BYTES,
     Block,
     explicit_padding,
     options_from_settings,
@@ -37,6 +39,7 @@ from onlynorm.reconstruction.blocks import (
 )
 from onlynorm.reconstruction.deep_slices import whole_map
 from onlynorm.reconstruction.norms import Norm, affine, make_norm, normalise
+from onlynorm.reconstruction.streaming import whole_lines
 
 EVERYTHING = slice(None)
 
@@ -113,8 +116,7 @@ class DeepBlock(Block):
         norm: Any = self.layer_norms[i]
         return norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+    def compute(self, x: Tensor) -> Tensor:
         batch = self.as_batch(x)
         values: Tensor | None = None
         for i in range(len(self.layers)):
@@ -123,7 +125,7 @@ class DeepBlock(Block):
                 self.watch(values.movedim(-1, 1), self.low[i], self.high[i], is_first=i == 0)
             values = self.activated(i, values)
         assert values is not None
-        made = values @ self.weights("left", 0).to(values.dtype).mT
+        made = self._times_left(0, values)
         if not self.axes:
             return made.reshape(*x.shape[:-1], made.shape[-1])
         made = made.movedim(-1, 1)
@@ -141,10 +143,35 @@ class DeepBlock(Block):
     def hidden(self, i: int, batch: Tensor, values: Tensor | None) -> Float[Tensor, "samples *positions feat"]:
         """What norm i receives of the padded batch and of the layer before, features last."""
         start = sum(one.shape[1] for one in self.layers[:i])
-        skip = self.project(batch.narrow(1, start, self.layers[i].shape[1]), self.weights("right", i))
-        if values is None:
-            return skip
-        return (values + skip) @ self.weights("left", i).to(values.dtype).mT
+        inputs = batch.narrow(1, start, self.layers[i].shape[1])
+        made = [self.project(inputs, self._part("right", i, which)) for which in self._parts(i)]
+        skip = made[0] if len(made) == 1 else torch.cat(made, -1)
+        return skip if values is None else self._times_left(i, values + skip)
+
+    def _times_left(self, i: int, values: Float[Tensor, "*rows feat"]) -> Float[Tensor, "*rows out"]:
+        """What `left` of layer i makes of values, features last."""
+        total: Tensor | None = None
+        for which in self._parts(i):
+            made = values[..., which] @ self._part("left", i, which).to(values.dtype).mT
+            total = made if total is None else total + made
+        assert total is not None
+        return total
+
+    def _parts(self, i: int) -> Iterator[slice]:
+        """The features of layer i, as many at a time as their frozen weights may take."""
+        one = self.layers[i]
+        step = whole_lines(max(1, CHUNK_BYTES // (8 * (one.rows + one.cols))))
+        for start in range(0, one.n_features, step):
+            yield slice(start, min(start + step, one.n_features))
+
+    def _part(self, side: str, i: int, which: slice) -> Tensor:
+        """The frozen weights of some features of layer i, one side of them."""
+        if self.storage == "dense":
+            kept: Tensor = getattr(self, f"{side}_{i}")
+            return kept[which] if side == "right" else kept[:, which]
+        one = self.layers[i]
+        made = one.right(which.start, which.stop) if side == "right" else one.left(which.start, which.stop)
+        return made.to(self.low.device)
 
     def project(self, batch: Tensor, weight: Float[Tensor, "feat cols"]) -> Float[Tensor, "samples *positions feat"]:
         """A linear map with the target's kernel, stride and dilation of a padded batch, features last."""

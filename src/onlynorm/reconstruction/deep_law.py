@@ -24,6 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.features import draw
+from onlynorm.features.distributions import check_shape
+from onlynorm.modules import as_real, need_free_memory, need_integer, need_items, need_number, need_seed, need_sizes
 from onlynorm.reconstruction.costs import EPS
 from onlynorm.reconstruction.deep_slices import Slices, draw_layers, solve_slices
 
@@ -126,7 +128,14 @@ def deep_table(
 
     The unique solution beside it is the paper's: as many he_normal features as equations.
     """
-    excesses, ks = list(excesses), list(ks)
+    cure = "Try widths=(16,), ks=(1, 4), excesses=(1.25, 2.0)."
+    widths, ks = need_sizes("widths", widths, cure=cure), need_sizes("ks", ks, cure=cure)
+    excesses = [
+        need_number("an excess", excess, low=0.0, open_low=True, cure=cure)
+        for excess in need_items("excesses", excesses, cure=cure)
+    ]
+    seed = need_seed(seed)
+    need_free_memory("a target of the table", 8.0 * max(widths, default=0) ** 2, cure=cure)
     rows = []
     for width in widths:
         generator = torch.Generator().manual_seed(seed)
@@ -155,6 +164,9 @@ def unique_solution(
     It exists with probability one, and float64 loses it to rounding where layers are many and narrow.
     Theory: giannou2023:thm-2
     """
+    target = as_real("target", target, is_finite=True, cure="Pass the weight of a layer.").detach()
+    check_shape(target.shape)
+    narrow = need_integer("narrow", narrow, low=1, high=target.shape[1], cure="It counts the inputs of a slice.")
     n_features = math.prod((len(target), narrow, *target.shape[2:]))
     layers = draw_layers(features, tuple(target.shape), narrow=narrow, n_features=n_features, seed=seed)
     return solve_slices(layers, target, is_near=False)

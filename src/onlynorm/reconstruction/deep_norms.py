@@ -22,7 +22,8 @@ from onlynorm.reconstruction.deep_block import DeepBlock
 from onlynorm.reconstruction.deep_slices import linear_maps
 from onlynorm.reconstruction.linearize import Window, linearize
 from onlynorm.reconstruction.norms import affine, set_affine
-from onlynorm.reconstruction.ranges import Seen, default_margin, widen
+from onlynorm.reconstruction.ranges import Seen, default_margin, extremes_of_rows, widen
+from onlynorm.solvers.memory import release_free_memory
 
 CERTIFIED = 1e-9
 """Share of the width that is added to certified ranges, for the rounding of the layers."""
@@ -57,6 +58,7 @@ def choose_norms(
         set_affine(
             block.input_norm, factor, torch.zeros_like(factor), mean=flat.mean(1), variance=flat.var(1, correction=0)
         )
+    release_free_memory()  # what the ranges took, in pieces of another size, would else stay resident
     _set_layers(block, scales / gain, shifts, block.as_batch(inputs))
     return error
 
@@ -106,7 +108,11 @@ def inner_ranges(
     lows, highs = [], []
     for made in itertools.islice(linear_maps(block.weights, gammas, basis), len(gammas) - 1):
         if seen.box is None:
-            low, high = torch.aminmax(block.project(block.padded(seen.inputs.double()), made).flatten(0, -2), dim=0)
+            values = block.project(block.padded(seen.inputs.double()), made)
+            lows_of_rows, highs_of_rows = extremes_of_rows(values.movedim(-1, 1))
+            if seen.held_back is not None:
+                seen.held_back.note(*seen.held_back.extremes(lows_of_rows, highs_of_rows))
+            low, high = lows_of_rows.amin(0), highs_of_rows.amax(0)
         else:
             bounds = block.padded(seen.box.low.double()), block.padded(seen.box.high.double())
             centre = block.project((bounds[0] + bounds[1]) / 2, made)

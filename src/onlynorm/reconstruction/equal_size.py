@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.errors import ConversionError, ShapeError, shown
+from onlynorm.modules import is_whole_number, need_free_memory, need_model
 from onlynorm.reconstruction.activations import known
 from onlynorm.reconstruction.blocks import NormOnlyBlock
 from onlynorm.reconstruction.norms import Norm, affine, make_norm, set_affine
@@ -40,7 +41,8 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     `network` is a chain of rebuilt linear layers of the wide construction and elementwise activations; `width` is its
     largest number of features unless given. Theory: giannou2023:remark-8
     """
-    parts = list(network)
+    given = need_model("pad_equal", network)
+    parts = list(given) if isinstance(given, nn.Sequential) else [given]
     blocks = [part for part in parts if type(part) is NormOnlyBlock and not part.axes]
     for part in parts:
         if part not in blocks and (known(part) is None or list(part.parameters())):
@@ -52,8 +54,12 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
         raise ConversionError("pad_equal needs at least one rebuilt layer; got none. Call reconstruct first.")
     least = max(size for block in blocks for size in (block.n_features, *block.features[0].shape))
     width = least if width is None else width
-    if width < least:
-        raise ShapeError(f"pad_equal needs a width of at least {least}, the largest layer; got {width}. Leave it out.")
+    if not is_whole_number(width) or width < least:
+        raise ShapeError(
+            f"pad_equal needs a width of at least {least}, the largest layer; got {shown(width)}. Leave it out."
+        )
+    width = int(width)
+    need_free_memory(f"layers of {width:.3g} x {width:.3g}", 16.0 * len(blocks) * width**2, cure="Leave width out.")
     layers: list[nn.Module] = [Resize(width)]
     for part in parts:
         layers += _padded(part, width) if isinstance(part, NormOnlyBlock) else [part]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.modules import need_model
 from onlynorm.reconstruction.calls import (
     Inputs,
+    as_inputs,
     cast,
     copy_network,
     need_batch,
@@ -28,7 +30,7 @@ from onlynorm.reconstruction.calls import (
     run,
 )
 from onlynorm.reconstruction.norms import BatchNorm, fold
-from onlynorm.reconstruction.places import places_of, swap
+from onlynorm.reconstruction.places import has_hooks, places_of, swap
 from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
 
 Pair: TypeAlias = tuple[str, str]
@@ -73,6 +75,7 @@ def fold_network(network: nn.Module, inputs: Inputs) -> Folded:
 
     Theory: giannou2023:prop-1
     """
+    network, inputs = need_model("folding", network), as_inputs("folding", inputs)
     need_evaluation("folding", network)
     need_batch("folding", network, inputs)
     dtype, given = precision(network), cast(inputs, torch.float64)
@@ -168,6 +171,10 @@ def find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[list[Pai
             reasons[norm] = f"its layer {name} is called {len(returned[name])} times"
         elif calls[0][1] != version:  # an activation that works in place hands on the same tensor with other numbers
             reasons[norm] = f"what {name} returned is changed in place before it"
+        elif has_hooks(network.get_submodule(norm)):
+            reasons[norm] = f"{norm} has hooks, which would see other numbers"
+        elif network.get_submodule(name)._forward_hooks:
+            reasons[norm] = f"{name} has hooks, which would see other numbers"
         elif calls[0][0].ndim != network.get_submodule(name).weight.ndim:
             # Channels second in both: a norm behind a Linear with leading axes works along another axis.
             reasons[norm] = f"it works along another axis than {name}"

@@ -31,6 +31,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.modules import as_real, need_callable, need_flag, need_float_dtype
 from onlynorm.reconstruction.activations import Activation, Cubic, Ray, Segment, chart, known, leak
 
 STEEP = 1e-3
@@ -117,8 +118,11 @@ def linearize(
     because its norm has one number per output and can undo only what all features share. `dtype` is the precision the
     network will run in; it sets `rounding`. The window itself is float64.
     """
+    if activation is not None:
+        need_callable("activation", activation, cure="Pass a module such as torch.nn.Tanh(), or None.")
     low, high, allowed = _checked(low, high, tolerance)
-    eps = torch.finfo(dtype).eps
+    shared = need_flag("shared", shared)
+    eps = torch.finfo(need_float_dtype("dtype", dtype)).eps
     size = torch.maximum(low.abs(), high.abs())
     # Next to larger numbers a range counts as no narrower than this, so that rounding stays well inside the window.
     half = torch.maximum((high - low) / 2, 4096 * eps * size)
@@ -193,7 +197,10 @@ def _per_feature(slopes: Tensor, low: Tensor) -> Tensor:
 
 
 def _checked(low: Tensor | float, high: Tensor | float, tolerance: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
-    low, high, tolerance = (torch.as_tensor(value, dtype=torch.float64) for value in (low, high, tolerance))
+    low, high, tolerance = (
+        as_real(name, value, cure="Pass a number, or one per feature.").detach().double()
+        for name, value in (("low", low), ("high", high), ("tolerance", tolerance))
+    )
     high, tolerance = high.to(low.device), tolerance.to(low.device)
     if not low.numel() or low.shape != high.shape or tolerance.shape not in (low.shape, ()):
         raise ShapeError(

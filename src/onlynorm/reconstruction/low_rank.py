@@ -25,7 +25,7 @@ from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.features import Features
 from onlynorm.reconstruction import wide
 from onlynorm.reconstruction.blocks import Block, NormOnlyBlock, layer_options, plain_layer
-from onlynorm.reconstruction.costs import Costs, add_costs
+from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, pass_memory, pass_seconds
 from onlynorm.reconstruction.intervals import propagate
 from onlynorm.reconstruction.kernels import plain_kernel
 from onlynorm.reconstruction.ranges import Seen
@@ -67,8 +67,7 @@ class LowRankBlock(Block):
         )
         return cls(first, second)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+    def compute(self, x: Tensor) -> Tensor:
         made: Tensor = self.second(self.first(x))
         return made
 
@@ -88,13 +87,23 @@ class LowRankBlock(Block):
         return plain_layer(weight, bias, options).to(self.first.first_norm.weight)
 
 
-def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the low-rank construction of this layer takes; of full rank where none is given."""
+    _need_rank(recipe.rank)
     largest = _largest_rank(target)
     rank = largest if recipe.rank is None else min(recipe.rank, largest)
     parts = _factor_targets(target, rank)
     recipes = (recipe, _without_kernel(recipe))
-    costs = add_costs(wide.estimate(part, its) for part, its in zip(parts, recipes, strict=True))
+    between = rank * target.groups * load.n_positions
+    loads = (load, dataclasses.replace(load, n_inputs=between))
+    first, second = (wide.estimate(*one) for one in zip(parts, recipes, loads, strict=True))
+    # The whole batch passes through the first block, and what comes out of it is held while the second is made.
+    is_stored, features = recipe.storage == "dense", wide.draw_groups(parts[0], recipe)[0]
+    passing = pass_memory(features, first.n_features, load, is_stored=is_stored)
+    held = 8 * load.n_samples * between
+    seconds = second.seconds + pass_seconds(first, load)
+    second = dataclasses.replace(second, memory=max(passing, second.memory) + held, seconds=seconds)
+    costs = add_costs((first, second))
     n_wide = sum(one.n_features for one in wide.draw_groups(target, recipe))
     words = f"rank {rank}" if recipe.rank is not None else f"rank {rank} or less, as the weights show"
     note = f"{words}; the wide construction takes {n_wide} features"
@@ -130,7 +139,9 @@ def build(
     box = None
     if seen.box is not None:
         box = propagate(nn.Sequential(first.block.to_plain(), second_layer), ["1"], seen.box)["1"]
-    second = wide.build(targets[1], second_layer, Seen(inputs, box), _without_kernel(recipe_of_factors), progress)
+    second = wide.build(
+        targets[1], second_layer, Seen(inputs, box, seen.held_back), _without_kernel(recipe_of_factors), progress
+    )
     assert isinstance(second.block, NormOnlyBlock)
     block = LowRankBlock(first.block, second.block)
     residual = wide.relative_error(block.to_plain(), weight)
@@ -172,8 +183,7 @@ def factorise(
 
     Errors are relative Frobenius norms of what is cut off. Theory: giannou2023:cor-1
     """
-    if rank is not None and rank < 1:
-        raise ValueRangeError(f"rank needs a positive whole number; got {rank}. Leave it out to have it found.")
+    _need_rank(rank)
     if not 0.0 <= tolerance < 1.0:
         raise ValueRangeError(f"rank_tolerance needs a number in [0, 1); got {tolerance}. Try 1e-12.")
     parts = [torch.linalg.svd(part.flatten(1), full_matrices=False) for part in weight.double().chunk(groups)]
@@ -186,6 +196,11 @@ def factorise(
     right = torch.cat([S[:chosen].sqrt()[:, None] * V[:chosen] for _, S, V in parts])
     left = left.reshape(*left.shape, *(1,) * (weight.ndim - 2))
     return Factors(left, right.reshape(-1, *weight.shape[1:]), chosen, errors)
+
+
+def _need_rank(rank: int | None) -> None:
+    if rank is not None and rank < 1:
+        raise ValueRangeError(f"rank needs a positive whole number; got {rank}. Leave it out to have it found.")
 
 
 def _factor_targets(target: TargetLayer, rank: int) -> tuple[TargetLayer, TargetLayer]:

@@ -15,6 +15,7 @@ Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.4
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -24,13 +25,24 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.features import Features, draw
 from onlynorm.features.registry import STRUCTURED
 from onlynorm.reconstruction.blocks import layer_options
-from onlynorm.reconstruction.costs import Costs, add_costs
-from onlynorm.reconstruction.multilayer_block import MultilayerBlock
+from onlynorm.reconstruction.costs import (
+    ALONE,
+    LAYER_SECONDS,
+    SCRATCH,
+    VECTORS,
+    Costs,
+    Load,
+    add_costs,
+    draw_bytes,
+    draw_seconds,
+    hidden_costs,
+)
+from onlynorm.reconstruction.multilayer_block import CHUNK_BYTES, MultilayerBlock
 from onlynorm.reconstruction.multilayer_norms import choose_norms
 from onlynorm.reconstruction.ranges import Seen
 from onlynorm.reconstruction.recipe import Rebuilt, Recipe, construction
 from onlynorm.reconstruction.target import TargetLayer, weight_of
-from onlynorm.solvers.choose import product_rate
+from onlynorm.solvers.choose import RATES
 from onlynorm.solvers.krylov import Progress
 from onlynorm.solvers.multilayer import DEFAULT_EXCESS, DENSE, solve_multilayer, widths_for
 from onlynorm.solvers.needs import need_tolerance
@@ -40,13 +52,33 @@ STEPS = 20
 """Steps of a solve, and below, inner iterations over the condition number at the start: medians of what was measured at
 1,024 to 9,216 equations and 3 to 10 layers, where the worst took three times as many."""
 ITERATIONS = 80
-HAAR_SECONDS = 2e-9
-"""Time per n^3 of an orthogonal n x n matrix, which is drawn without LAPACK."""
+STEP_SECONDS = 2e-3
+"""Python's own time for a step."""
 
 
-def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the multilayer construction of this layer takes; steps and seconds are rough, from what was measured."""
-    return add_costs(_group_costs(layers, recipe) for layers in draw_layers(target, recipe))
+    drawn = draw_layers(target, recipe)
+    costs = add_costs(_group_costs(layers, recipe) for layers in drawn)
+    groups, widths = len(drawn), [one.n_features * len(drawn) for one in drawn[0]]
+    inp = drawn[0][0].cols
+    is_stored = recipe.storage == "dense"
+    stored = VECTORS * sum(widths) + 8 * costs.n_frozen * is_stored
+    largest = max(8 * one.n_features * one.cols * groups for one in drawn[0])
+    seconds, calibrating = costs.seconds + LAYER_SECONDS, 0
+    for width in widths[:-1]:
+        hidden = hidden_costs(
+            inp, width, groups, load, axes=len(target.shape) - 2, n_kernel=math.prod(target.shape[2:]),
+            n_channels=target.shape[1] * groups,
+        )  # fmt: skip
+        values = min(CHUNK_BYTES, 8 * load.n_samples * load.n_positions * width)
+        # What a layer carries of the inputs, and the same one layer on.
+        seconds, calibrating = seconds + hidden.seconds, max(calibrating, hidden.memory + values + 24 * width * inp)
+    for layers in drawn:
+        seconds += sum(draw_seconds(one, n_left=0, n_right=1 if is_stored else 4) for one in layers)
+    # The frozen weights of all groups are joined as they are drawn, and solved for one group at a time.
+    memory = stored + max(costs.memory, calibrating + (1 - is_stored) * 2 * largest, largest + draw_bytes(largest // 8))
+    return dataclasses.replace(costs, memory=memory + SCRATCH * sum(widths), stored=stored, seconds=seconds)
 
 
 def draw_layers(target: TargetLayer, recipe: Recipe, *, device: torch.device | str = "cpu") -> list[list[Features]]:
@@ -106,16 +138,15 @@ def _group_costs(layers: list[Features], recipe: Recipe) -> Costs:
     if equations <= DENSE:
         method, memory = "dense", 24 * equations**2 + 16 * factors
         flops += STEPS * equations**2 * (2.0 * n_gammas + equations / 3.0)
-        seconds = flops / product_rate(torch.float64)
+        seconds = flops / RATES[torch.float64]
     else:
         method, memory = "matrix-free", 52 * factors + 64 * equations
-        inner = 4.0 * ITERATIONS * condition * equations * n_gammas / product_rate(torch.float32)
-        seconds = flops / product_rate(torch.float64) + inner
-    if recipe.features == "orthogonal":
-        seconds += HAAR_SECONDS * sum(max(one.n_features, one.cols) * one.cols**2 for one in layers)
+        inner = 4.0 * ITERATIONS * condition * equations * n_gammas / RATES[torch.float32]
+        seconds = flops / RATES[torch.float64] + inner
+    seconds += STEPS * STEP_SECONDS
     missing = equations + len(layers) - 1 - n_gammas
     note = f"{missing} features too few: the closest product" if missing > 0 else ""
     return Costs(
-        equations, n_gammas - out, 2 * n_gammas, n_frozen, memory + 8 * n_frozen, condition,
+        equations, n_gammas - out, 2 * n_gammas, n_frozen, memory, condition,
         math.sqrt(missing / equations) if missing > 0 else wanted, seconds, n_frozen, method, note,
     )  # fmt: skip

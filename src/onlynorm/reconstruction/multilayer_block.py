@@ -29,6 +29,7 @@ from onlynorm.reconstruction.blocks import (
     source_settings,
 )
 from onlynorm.reconstruction.norms import Norm, affine, make_norm, normalise
+from onlynorm.reconstruction.streaming import whole_lines
 
 CHUNK_BYTES = 64 * 2**20
 """Hidden activations of the widest layer alive at one time."""
@@ -121,8 +122,7 @@ class MultilayerBlock(Block):
     def _draw(self, i: int) -> Tensor:
         return torch.cat([layers[i].right() for layers in self.groups])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The same output as the replaced layer's, for inputs inside the calibrated range."""
+    def compute(self, x: Tensor) -> Tensor:
         parts = [self._run(part) for part in self.samples(self.padded(x))]
         made = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not self.axes:
@@ -131,13 +131,34 @@ class MultilayerBlock(Block):
 
     def _run(self, values: Tensor) -> Tensor:
         for i in range(self.n_layers - 1):
-            hidden = self.project(values, self.weight(i), is_first=i == 0)
+            hidden = self._passed(values, i)
             if self.watch is not None:
                 which = self.where(i)
                 self.watch(hidden, self.low[which], self.high[which], is_first=i == 0)
             values = self.activation(normalise(self.norm(i), hidden, slice(None)))
         last = self.n_layers - 1
-        return normalise(self.norm(last), self.project(values, self.weight(last)), slice(None))
+        return normalise(self.norm(last), self._passed(values, last), slice(None))
+
+    def _passed(self, values: Tensor, i: int) -> Tensor:
+        """What frozen layer i makes of (samples, channels, *positions), in pieces where its weights are large."""
+        one = self.groups[0][i]
+        step = whole_lines(max(1, CHUNK_BYTES // (8 * one.cols)))
+        if one.n_features * len(self.groups) <= step:
+            return self.project(values, self.weight(i), is_first=i == 0)
+        made = []
+        for group, part in enumerate(values.chunk(len(self.groups), 1)):
+            for start in range(0, one.n_features, step):
+                stop = min(start + step, one.n_features)
+                made.append(self.project(part, self._some(i, group, start, stop), is_first=i == 0, n_groups=1))
+        return torch.cat(made, 1)
+
+    def _some(self, i: int, group: int, start: int, stop: int) -> Float[Tensor, "feat cols"]:
+        """Frozen layer i for some features of a group."""
+        one = self.groups[group][i]
+        if self.storage == "dense":
+            first = group * one.n_features
+            return self.weight(i)[first + start : first + stop]
+        return one.right(start, stop).to(self.low.device)
 
     def padded(self, x: Tensor) -> Tensor:
         """The input as (samples, channels, *positions), with the target's padding."""
@@ -150,17 +171,20 @@ class MultilayerBlock(Block):
         positions = batch[0, 0].numel()  # a stride makes them fewer, nothing more
         return batch.split(max(1, CHUNK_BYTES // (max(self.widths) * positions * batch.element_size())))
 
-    def project(self, batch: Tensor, weight: Float[Tensor, "feat cols"], *, is_first: bool = False) -> Tensor:
+    def project(
+        self, batch: Tensor, weight: Float[Tensor, "feat cols"], *, is_first: bool = False, n_groups: int | None = None
+    ) -> Tensor:
         """A linear map of (samples, channels, *positions), group by group; the first one has the kernel."""
+        n_groups = len(self.groups) if n_groups is None else n_groups
         weight = weight.to(batch.dtype)
         if not self.axes:
             return functional.linear(batch, weight)
         convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[self.axes - 1]
         if not is_first:
-            return convolve(batch, weight.reshape(*weight.shape, *(1,) * self.axes), groups=len(self.groups))
+            return convolve(batch, weight.reshape(*weight.shape, *(1,) * self.axes), groups=n_groups)
         kernel = weight.reshape(len(weight), *self.groups[0][0].shape[1:])
         stride, dilation = self.options["stride"], self.options["dilation"]
-        return convolve(batch, kernel, stride=stride, dilation=dilation, groups=len(self.groups))
+        return convolve(batch, kernel, stride=stride, dilation=dilation, groups=n_groups)
 
     def mapped(self, i: int, values: Float[Tensor, "before ..."]) -> Float[Tensor, "feat ..."]:
         """Frozen layer i applied to rows of numbers, one per feature of the layer before, group by group."""

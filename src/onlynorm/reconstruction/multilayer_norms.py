@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from onlynorm.reconstruction.linearize import linearize
 from onlynorm.reconstruction.multilayer_block import MultilayerBlock
 from onlynorm.reconstruction.norms import affine, set_affine
-from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, Ranges, Seen, default_margin, widen
+from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, Ranges, Seen, default_margin, extremes_of_rows, widen
 
 
 @torch.no_grad()
@@ -72,11 +72,20 @@ def choose_norms(
 def _ranges(block: MultilayerBlock, carried: Float[Tensor, "feat cols"], seen: Seen, margin: float | None) -> Ranges:
     """What a layer carries: its range on the batch with a margin, or in the whole box, and its statistics."""
     parts: list[tuple[Tensor, ...]] = []
-    count = 0
+    held: list[tuple[Tensor, Tensor]] = []
+    count = n_rows = 0
     for part in block.samples(block.padded(seen.inputs.double())):
-        values = block.project(part, carried, is_first=True).movedim(1, 0).flatten(1)
-        count += values.shape[1]
-        parts.append((*torch.aminmax(values, dim=1), values.sum(1), values.square().sum(1)))
+        values = block.project(part, carried, is_first=True)
+        of_rows = extremes_of_rows(values)
+        if seen.held_back is not None:
+            held.append(seen.held_back.extremes(*of_rows, first_row=n_rows))
+        n_rows += len(values)
+        flat = values.movedim(1, 0).flatten(1)
+        count += flat.shape[1]
+        parts.append((of_rows[0].amin(0), of_rows[1].amax(0), flat.sum(1), flat.square().sum(1)))
+    if seen.held_back is not None:
+        of_samples = [torch.stack(column) for column in zip(*held, strict=True)]
+        seen.held_back.note(of_samples[0].amin(0), of_samples[1].amax(0))
     lows, highs, sums, squares = (torch.stack(column) for column in zip(*parts, strict=True))
     low, high = lows.amin(0), highs.amax(0)
     mean = sums.sum(0) / count

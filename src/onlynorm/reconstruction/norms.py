@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.modules import as_real, need_float_dtype, need_free_memory, need_instance, need_integer, need_model
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 NORM_KINDS = ("batch", "affine")
+_CURE = "Pass the number of channels."
 _BATCH_NORMS: dict[int, type[BatchNorm]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
@@ -29,6 +31,9 @@ class Affine(nn.Module):
 
     def __init__(self, num_features: int, *, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
+        num_features = need_integer("num_features", num_features, low=0, cure="Pass the number of channels.")
+        dtype = need_float_dtype("dtype", dtype)
+        need_free_memory(f"an Affine of {num_features:.3g} channels", 2.0 * num_features * dtype.itemsize, cure=_CURE)
         self.num_features = num_features
         self.weight = nn.Parameter(torch.ones(num_features, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(num_features, dtype=dtype))
@@ -106,6 +111,8 @@ def normalise(norm: Norm, x: Tensor, which: slice) -> Tensor:
 
 def fold(norm: BatchNorm) -> Affine:
     """The affine map that a batch norm is in evaluation mode. Theory: giannou2023:prop-1"""
+    need_instance("fold", norm, BatchNorm, cure="Pass one BatchNorm layer.")
+    need_model("fold", norm)
     if norm.running_mean is None or norm.running_var is None:
         raise ConversionError(
             "fold needs a batch norm with running statistics; got one without (track_running_stats=False), which "
@@ -122,12 +129,15 @@ def fold(norm: BatchNorm) -> Affine:
 
 def unfold(map: Affine, *, mean: Float[Tensor, " feat"], variance: Float[Tensor, " feat"], axes: int = 2) -> BatchNorm:
     """A batch norm over `axes` axes of positions with these statistics that is the affine map in evaluation mode."""
+    need_instance("unfold", map, Affine, cure="Pass what fold returned.")
+    axes = need_integer("axes", axes, low=0, high=3, cure="Images have 2.")
+    mean, variance = as_real("mean", mean).detach(), as_real("variance", variance).detach()
     if mean.shape != map.weight.shape or variance.shape != map.weight.shape:
         raise ShapeError(
             f"unfold needs one mean and one variance per channel, {map.num_features}; got {tuple(mean.shape)} and "
             f"{tuple(variance.shape)}. Pass the statistics of the batch over all axes but the channels."
         )
-    if not bool((variance >= 0.0).all()) or not bool(torch.isfinite(mean).all()):
+    if not bool((variance >= 0.0).all()) or not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
         raise ValueRangeError("unfold needs finite means and variances of at least 0; got others. Pass x.mean, x.var.")
     norm = make_norm("batch", map.num_features, axes=axes, dtype=map.weight.dtype).to(map.weight.device)
     assert isinstance(norm, BatchNorm)

@@ -21,8 +21,9 @@ from onlynorm.errors import FormatError, StorageError
 from onlynorm.reconstruction.block_file import describe_activation, describe_block, make_block, parse_entry
 from onlynorm.reconstruction.blocks import Block
 from onlynorm.reconstruction.recipe import Recipe
+from onlynorm.reconstruction.structure import count_hooks, describe_structure
 from onlynorm.reconstruction.target import TargetLayer
-from onlynorm.storage import digest, from_plain, read_tensors, to_plain, version, write_tensors
+from onlynorm.storage import claim, digest, from_plain, read_tensors, to_plain, version, write_tensors
 
 FORMAT = 1
 KIND = "layer of a partial reconstruction"
@@ -34,7 +35,7 @@ def fingerprint(recipe: Recipe, target: nn.Module, inputs: tuple[Tensor, ...], *
     fields["activation"] = describe_activation(recipe.activation)
     plain: dict[str, Any] = to_plain(
         {
-            **fields, **others, "architecture": digest(str(target)),
+            **fields, **others, "architecture": digest([describe_structure(target), count_hooks(target)]),
             "target network": tensors_digest(target.state_dict()),
             "calibration batch": tensors_digest({str(i): x for i, x in enumerate(inputs)}),
             "onlynorm": version(), "torch": torch.__version__,
@@ -83,7 +84,7 @@ class Partial:
             raise FormatError(f"a {KIND} needs its run and its evidence; {path.name} lacks them. {cure}")
         self._need_same(run, cure)
         entry = parse_entry(document.get("block"))
-        if entry.places != target.names:
+        if entry.places != target.names or evidence.get("shape") != list(target.shape):
             raise FormatError(f"{path.name} needs to hold {target.name!r}; it holds {entry.name!r}. {cure}")
         return make_block(entry, tensors, layer=layer, storage=recipe.storage, activation=recipe.activation), evidence
 
@@ -100,7 +101,7 @@ class Partial:
 
 def remove(folder: Path) -> None:
     """Deletes what a partial reconstruction wrote, and the folder if nothing else is in it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), claim(folder):  # a run that goes on there keeps its layers
         for path in (*folder.glob("layer-*.safetensors"), *folder.glob(".layer-*.safetensors.*.tmp")):
             path.unlink()
         folder.rmdir()

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from torch import nn
 
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
+"""What torch keeps of the hooks on a module's calls; hooks on its state dict know its weights by name and are apart."""
+
 
 def swap(network: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """The network with the module at this place; the module itself where the place is the network's own."""
@@ -12,6 +24,17 @@ def swap(network: nn.Module, name: str, module: nn.Module) -> nn.Module:
     parent, _, child = name.rpartition(".")
     setattr(network.get_submodule(parent), child, module)
     return network
+
+
+def carry_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Gives `new` the hooks on the calls of `old`, the tables themselves: a handle still removes its hook."""
+    for name in HOOKS:
+        setattr(new, name, getattr(old, name))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook on the module's forward pass may change what goes in or comes out."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def places_of(network: nn.Module) -> dict[nn.Module, tuple[str, ...]]:

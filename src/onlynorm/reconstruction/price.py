@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.features import draw
+from onlynorm.modules import need_instance, need_integer, need_model
 from onlynorm.reconstruction.blocks import NormOnlyBlock, layer_options
 from onlynorm.reconstruction.calibration import see
-from onlynorm.reconstruction.calls import cast, copy_network
+from onlynorm.reconstruction.calls import as_inputs, cast, copy_network, need_batch
 from onlynorm.reconstruction.ranges import Box, Seen, find_ranges
 from onlynorm.reconstruction.target import TargetLayer, find_layers
 
@@ -66,9 +67,17 @@ def certified_price(
 
     Per layer, the ratio is the median over `n_features` random features of each group.
     """
+    network = need_model("certified_price", network)
+    given = cast(as_inputs("certified_price", inputs), torch.float64)
+    need_batch("certified_price", network, given)
+    need_instance("box", box, Box, cure="Pass Box(low, high).")
+    if activation is not None:
+        need_instance("activation", activation, nn.Module, cure="Pass a module such as torch.nn.Tanh(), or None.")
+        need_model("activation", activation)
+    n_features = need_integer("n_features", n_features, low=1, cure="64 are enough for a median.")
     copied = copy_network(network).double().eval()
     layers = find_layers(copied).layers
-    seen = see(copied, layers, cast(inputs, torch.float64), box)
+    seen = see(copied, layers, given, box)
     prices = []
     for target in layers:
         block = _sample(target, copied.get_submodule(target.name), activation, n_features, seed)

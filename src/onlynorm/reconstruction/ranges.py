@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from onlynorm.errors import ValueRangeError
@@ -40,12 +40,66 @@ N_BOUNDS = 12
 """Tensors of the size of the hidden activations that are alive while their bounds are computed."""
 
 
+class HeldBack:
+    """Leave-one-out over the calibration samples: how far each one lies outside the ranges of all the others.
+
+    `samples` numbers the sample that every row of a layer's input belongs to. The ranges of all samples but one follow
+    from the two lowest and the two highest values of a feature, so that every sample is held back once and the layer is
+    still calibrated on all of them, in one pass. `needed` is the margin (see `widen`) with which the ranges of the
+    other samples hold this one too, the largest over all features noted so far.
+
+    A new input leaves the ranges of n samples at most as often as one of n samples leaves those of the other n - 1: the
+    fraction of `outside` estimates that rate, slightly too high and never too low on average.
+    """
+
+    def __init__(self, samples: Int[Tensor, " rows"], n_samples: int) -> None:
+        self.samples, self.n_samples = samples, n_samples
+        self.needed = torch.zeros(n_samples, dtype=torch.float64, device=samples.device)
+
+    def extremes(
+        self, lows: Float[Tensor, "rows feat"], highs: Float[Tensor, "rows feat"], *, first_row: int = 0
+    ) -> tuple[Float[Tensor, "samples feat"], Float[Tensor, "samples feat"]]:
+        """Lowest and highest value of every sample over its rows; infinite for samples that have none among them."""
+        which = self.samples[first_row : first_row + len(lows), None].expand_as(lows)
+        shape = (self.n_samples, lows.shape[1])
+        low = lows.new_full(shape, torch.inf).scatter_reduce_(0, which, lows, "amin")
+        high = highs.new_full(shape, -torch.inf).scatter_reduce_(0, which, highs, "amax")
+        return low, high
+
+    def note(self, low: Float[Tensor, "samples feat"], high: Float[Tensor, "samples feat"]) -> None:
+        """Takes account of some features, given the extremes of every sample."""
+        lowest, highest = low.topk(2, 0, largest=False), high.topk(2, 0)
+        at_bottom, at_top = lowest.indices[0], highest.indices[0]
+        is_both = at_bottom == at_top
+        # Only the sample with the lowest value can lie below the others, and only the one with the highest above.
+        for which, rest, low_of_others, high_of_others in (
+            (
+                at_bottom, lowest.values[1] - lowest.values[0], lowest.values[1],
+                torch.where(is_both, highest.values[1], highest.values[0]),
+            ),
+            (
+                at_top, highest.values[0] - highest.values[1],
+                torch.where(is_both, lowest.values[1], lowest.values[0]), highest.values[1],
+            ),
+        ):  # fmt: skip
+            margins = torch.where(rest > 0.0, rest / room(low_of_others, high_of_others), 0.0)
+            self.needed.scatter_reduce_(0, which, margins.to(self.needed), "amax")
+
+    def outside(self, margin: float) -> tuple[int, ...]:
+        """The samples that leave the ranges of the others, widened by the margin."""
+        return tuple((self.needed > margin).nonzero().flatten().tolist())
+
+
 @dataclass(frozen=True)
 class Seen:
-    """What a layer receives: the calibration batch, and a box that holds every input if ranges are certified."""
+    """What a layer receives: the calibration batch, and a box that holds every input if ranges are certified.
+
+    `held_back` measures how often samples leave calibrated ranges, where rows are known to belong to samples.
+    """
 
     inputs: Tensor
     box: Box | None = None
+    held_back: HeldBack | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +123,7 @@ def find_ranges(block: NormOnlyBlock, seen: Seen, *, margin: float | None = None
         statistics = calibrate(block, seen.inputs.double(), margin=0.0)
         return Ranges(*bounds, statistics.mean, statistics.variance)
     chosen = default_margin(block.activation) if margin is None else margin
-    return calibrate(block, seen.inputs.double(), margin=chosen)
+    return calibrate(block, seen.inputs.double(), margin=chosen, held_back=seen.held_back)
 
 
 def default_margin(activation: nn.Module) -> float:
@@ -99,24 +153,48 @@ def certify(
 
 
 @torch.no_grad()
-def calibrate(block: NormOnlyBlock, inputs: Tensor, *, margin: float = MARGIN) -> Ranges:
-    """The ranges and statistics of the block's features on a batch of its inputs."""
+def calibrate(
+    block: NormOnlyBlock, inputs: Tensor, *, margin: float = MARGIN, held_back: HeldBack | None = None
+) -> Ranges:
+    """The ranges and statistics of the block's features on a batch of its inputs; `held_back` notes them too."""
     parts: list[tuple[Tensor, ...]] = []
     for group, features, seen in block.group_inputs(block.as_batch(inputs)):
         for start, stop in block.chunks(features, seen):
-            hidden = block.hidden(seen, features, group, start, stop).movedim(1, 0).flatten(1)
-            parts.append((*torch.aminmax(hidden, dim=1), hidden.mean(1), hidden.var(1, correction=0)))
+            # One chunk is gone before the next is made.
+            parts.append(_statistics(block.hidden(seen, features, group, start, stop), held_back))
     low, high, mean, variance = (torch.cat(column) for column in zip(*parts, strict=True))
     return Ranges(*widen(low, high, margin), mean, variance)
+
+
+def _statistics(hidden: Float[Tensor, "rows feat ..."], held_back: HeldBack | None) -> tuple[Tensor, ...]:
+    """Lowest and highest value, mean and variance of every feature."""
+    lows, highs = extremes_of_rows(hidden)
+    if held_back is not None:
+        held_back.note(*held_back.extremes(lows, highs))
+    flat = hidden.movedim(1, 0).flatten(1)
+    return lows.amin(0), highs.amax(0), flat.mean(1), flat.var(1, correction=0)
+
+
+def extremes_of_rows(hidden: Float[Tensor, "rows feat ..."]) -> tuple[Tensor, Tensor]:
+    """Lowest and highest value of every row and feature over the positions."""
+    if hidden.ndim == 2:
+        return hidden, hidden
+    by_row = hidden.flatten(2)
+    return by_row.amin(2), by_row.amax(2)  # many times faster than aminmax on a CPU
 
 
 def widen(
     low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"], margin: float
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """The range with a share of its width added on either side."""
-    # A feature that saw one value only (a dead input, a batch of one) still gets room around it.
-    width = torch.maximum(high - low, torch.maximum(low.abs(), high.abs()))
+    width = room(low, high)
     return low - margin * width, high + margin * width
+
+
+def room(low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The width that a margin of one adds on either side of a range."""
+    # A feature that saw one value only (a dead input, a batch of one) still gets room around it.
+    return torch.maximum(high - low, torch.maximum(low.abs(), high.abs()))
 
 
 def _need_inside(block: NormOnlyBlock, inputs: Tensor, box: Box) -> None:

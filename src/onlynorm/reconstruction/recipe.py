@@ -7,15 +7,17 @@ cost. Each file of this room that holds a construction registers it here; `recon
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import nn
 
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.errors import UnknownNameError, ValueRangeError, shown
+from onlynorm.modules import need_choice, need_integer, need_model, need_number, need_seed, need_sizes, need_text
 from onlynorm.reconstruction.blocks import Block
-from onlynorm.reconstruction.costs import Costs
+from onlynorm.reconstruction.costs import Costs, Load
 from onlynorm.reconstruction.norms import NORM_KINDS
 from onlynorm.reconstruction.ranges import Seen
 from onlynorm.reconstruction.target import TargetLayer
@@ -74,24 +76,55 @@ class Recipe:
     skip: str = "inside"
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("norms", self.norms, NORM_KINDS),
-            ("storage", self.storage, STORAGES),
-            ("width", self.width, WIDTHS),
-            ("kernel", self.kernel, ("first", "second")),
-            ("skip", self.skip, ("inside", "outside")),
-            ("precision", self.precision or PRECISIONS[0], PRECISIONS),
+        for what, known in (
+            ("norms", NORM_KINDS),
+            ("storage", STORAGES),
+            ("width", WIDTHS),
+            ("kernel", ("first", "second")),
+            ("skip", ("inside", "outside")),
+            ("construction", _CONSTRUCTIONS),
         ):
-            if value not in known:
-                raise UnknownNameError(what, str(value), known)
-        if not self.window > 0.0:
-            raise ValueRangeError(f"window needs a positive number; got {self.window}. Try 1e-10.")
-        if self.margin is not None and not self.margin >= 0.0:
-            raise ValueRangeError(f"margin needs a number of at least 0; got {self.margin}. 0.25 widens by a quarter.")
+            need_choice(what, getattr(self, what), known)
+        if self.precision is not None:
+            need_choice("precision", self.precision, PRECISIONS)
+        need_text("features", self.features, cure="Name a distribution of onlynorm.draw, as 'he_normal'.")
+        checked: dict[str, Any] = {
+            "seed": need_seed(self.seed),
+            "window": need_number("window", self.window, low=0.0, open_low=True, cure="Try 1e-10."),
+            "rank_tolerance": need_number("rank_tolerance", self.rank_tolerance, cure="Try 1e-12."),
+            "n_layers": need_integer("n_layers", self.n_layers, cure="Try 3."),
+            "narrow": need_integer("narrow", self.narrow, cure="Try 1."),
+        }
+        cure = "Leave it out."
+        if self.margin is not None:
+            checked["margin"] = need_number("margin", self.margin, low=0.0, cure="0.25 widens by a quarter.")
+        for name in ("excess", "density", "tolerance"):
+            if getattr(self, name) is not None:
+                checked[name] = need_number(name, getattr(self, name), low=0.0, open_low=True, cure=cure)
+        if self.rank is not None:
+            checked["rank"] = need_integer("rank", self.rank, cure=cure)
+        kernel: object = self.source_kernel
+        if isinstance(kernel, numbers.Integral):
+            checked["source_kernel"] = need_integer("source_kernel", self.source_kernel, cure=cure)
+        elif self.source_kernel is not None:
+            checked["source_kernel"] = need_sizes("source_kernel", self.source_kernel, cure=cure)
+        if self.activation is not None:
+            _need_module(self.activation)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # NumPy numbers as plain ones, which JSON can hold
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+
+
+def _need_module(activation: object) -> None:
+    if not isinstance(activation, nn.Module):
+        raise ValueRangeError(
+            f"activation needs a module, which a block can hold; got {shown(activation)}. Pass torch.nn.Tanh() for "
+            "torch.tanh; wrap a function of your own in a module."
+        )
+    need_model("activation", activation)
 
 
 @dataclass(frozen=True)
@@ -107,7 +140,13 @@ class Rebuilt:
 
 
 Build = Callable[[TargetLayer, nn.Module, Seen, Recipe, "Progress | None"], Rebuilt]
-Estimate = Callable[[TargetLayer, Recipe], Costs]
+
+
+@runtime_checkable
+class Estimate(Protocol):
+    """Says beforehand what a layer will take; without a load, for one position and the samples recommended."""
+
+    def __call__(self, target: TargetLayer, recipe: Recipe, load: Load = ..., /) -> Costs: ...
 
 
 @dataclass(frozen=True)
@@ -146,14 +185,12 @@ def make_recipe(**choices: Any) -> tuple[Recipe, Construction]:
         if name not in names:
             raise UnknownNameError("field of a recipe", name, names)
     recipe = Recipe(**choices)
-    if recipe.construction not in _CONSTRUCTIONS:
-        raise UnknownNameError("construction", recipe.construction, sorted(_CONSTRUCTIONS))
     chosen = _CONSTRUCTIONS[recipe.construction]
     for name in recipe.changed():
         if name not in COMMON | chosen.fields:
             users = ", ".join(sorted(c.name for c in _CONSTRUCTIONS.values() if name in c.fields)) or "no construction"
             raise ValueRangeError(
-                f"the {chosen.name} construction needs only its own fields; got {name}={choices[name]!r}, which "
+                f"the {chosen.name} construction needs only its own fields; got {name}={shown(choices[name])}, which "
                 f"belongs to {users}. Leave {name} out."
             )
     return recipe, chosen

@@ -41,7 +41,7 @@ from onlynorm.reconstruction.blocks import (
     source_from_settings,
     source_settings,
 )
-from onlynorm.reconstruction.costs import Costs
+from onlynorm.reconstruction.costs import ALONE, Costs, Load
 from onlynorm.reconstruction.kernels import embed
 from onlynorm.reconstruction.norms import affine, normalise
 from onlynorm.reconstruction.ranges import Seen
@@ -147,12 +147,18 @@ class ResidualBlock(NormOnlyBlock):
         return embed(whole, self.features[0].shape[2:])
 
 
-def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the residual construction of this layer takes, with a random skip unless a linear layer is square."""
-    costs = wide.estimate(target, recipe)
+    costs = wide.estimate(target, recipe, load)
     is_identity = len(target.shape) == 2 and target.shape[0] == target.shape[1]
     n_skip = 0 if is_identity else target.shape[0] * target.shape[1]
-    return dataclasses.replace(costs, n_frozen=costs.n_frozen + n_skip, multiplications=costs.multiplications + n_skip)
+    stored = costs.stored + 8 * n_skip * (recipe.storage == "dense")
+    # The block is made before its system is solved, and a plain layer of it at the end.
+    solving = wide.solving_costs(wide.draw_groups(target, recipe), recipe)
+    return dataclasses.replace(
+        costs, n_frozen=costs.n_frozen + n_skip, multiplications=costs.multiplications + n_skip, stored=stored,
+        memory=max(costs.memory, stored + solving.memory) + 24 * costs.equations,
+    )  # fmt: skip
 
 
 @construction("residual", estimate=estimate, fields=FIELDS)

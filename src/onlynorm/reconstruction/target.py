@@ -8,12 +8,16 @@ swapped is listed with the reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from onlynorm.errors import ConversionError, ValueRangeError
+from onlynorm.modules import need_callable, need_flag, need_model
 
 LINEAR = (nn.Linear,)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -73,11 +77,18 @@ class Target:
     left: tuple[Left, ...]
 
 
-def find_layers(network: nn.Module, *, strict: bool = False) -> Target:
+def find_layers(network: nn.Module, *, strict: bool = False, call: Callable[[], object] | None = None) -> Target:
     """Every Linear and Conv1d/2d/3d of the network, and every other module with weights, listed as left.
 
-    `strict` refuses a network of which anything but norms would be left.
+    `strict` refuses a network of which anything but norms would be left. `call` runs the network once, to find layers
+    whose weight is read by others than the layer itself: nothing can take their place.
     """
+    network, kinds = need_model("find_layers", network), LINEAR + CONVOLUTIONS
+    need_open(network)
+    need_flag("strict", strict)
+    if call is not None:
+        need_callable("call", call, cure="It runs the network once.")
+    read = set() if call is None else find_read([one for one in network.modules() if type(one) in kinds], call)
     places: dict[int, list[str]] = {}
     for name, module in network.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(name)
@@ -95,11 +106,18 @@ def find_layers(network: nn.Module, *, strict: bool = False) -> Target:
             left.append(
                 Left(name, type(module).__name__, "reads its weights itself, packed, so they cannot be swapped")
             )
-        elif type(module) in LINEAR + CONVOLUTIONS:
+        elif type(module) in kinds and (reason := _why_not(module, is_read=module in read)):
+            left.append(Left(name, type(module).__name__, reason))
+        elif type(module) in kinds:
             layers.append(_describe(tuple(places[id(module)]), module))
-        elif isinstance(module, NORMS) or not own:
+        elif isinstance(module, NORMS) or not (own or (isinstance(module, kinds) and is_parametrized(module))):
             continue
-        elif isinstance(module, LINEAR + CONVOLUTIONS):
+        elif isinstance(module, torch.jit.ScriptModule):
+            left.append(Left(name, module.original_name, "compiled by torch.jit"))
+        elif isinstance(module, kinds) and is_parametrized(module):
+            closed.append(name)
+            left.append(Left(name, type(module).__name__, "parametrized; remove_parametrizations makes it ordinary"))
+        elif isinstance(module, kinds):
             left.append(Left(name, type(module).__name__, "a subclass with a forward of its own"))
         else:
             left.append(Left(name, type(module).__name__, "neither linear nor convolutional"))
@@ -115,6 +133,58 @@ def find_layers(network: nn.Module, *, strict: bool = False) -> Target:
             f"{type(network).__name__}. Pass the whole network, not one of its norms or activations."
         )
     return Target(tuple(layers), tuple(left))
+
+
+def need_open(network: nn.Module) -> None:
+    """Raises for a network that torch.jit made, whose layers cannot be swapped."""
+    if isinstance(network, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"a reconstruction needs layers that Python calls; got a traced or scripted {type(network).__name__}, "
+            "which hides them. Pass the model that it was made from."
+        )
+
+
+def find_read(layers: Iterable[nn.Module], call: Callable[[], object]) -> set[nn.Module]:
+    """The layers whose weight or bias is read from outside their own forward while `call` runs."""
+    read: set[nn.Module] = set()
+    running: list[nn.Module] = []
+    kinds = [(layer, type(layer)) for layer in layers]
+
+    def watched(kind: type[nn.Module]) -> type[nn.Module]:
+        def look_up(self: nn.Module, name: str) -> Any:
+            if name in ("weight", "bias") and self not in running:
+                read.add(self)
+            return kind.__getattr__(self, name)
+
+        def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+            running.append(self)
+            try:
+                return kind.forward(self, *args, **named)
+            finally:
+                running.pop()
+
+        return type(kind.__name__, (kind,), {"__getattr__": look_up, "forward": forward})
+
+    watching = {kind: watched(kind) for _, kind in kinds}
+    try:
+        for layer, kind in kinds:
+            object.__setattr__(layer, "__class__", watching[kind])
+        call()
+    finally:
+        for layer, kind in kinds:
+            object.__setattr__(layer, "__class__", kind)
+    return read
+
+
+def _why_not(layer: nn.Module, *, is_read: bool) -> str:
+    """Why a Linear or Conv cannot be swapped for a block; empty if it can."""
+    if any(callable(value) and callable(getattr(type(layer), name, None)) for name, value in vars(layer).items()):
+        return "its forward is replaced on the instance"
+    if any(name not in layer._parameters for name in ("weight", "bias")):
+        return "its weight is computed by a hook (weight_norm, spectral_norm, prune); remove the hook to make it one"
+    if any(p is not None and type(p) is not nn.Parameter for p in layer._parameters.values()):
+        return f"its weight is a {type(layer.weight).__name__}"
+    return "its weight is read directly, by a hook or by another module" if is_read else ""
 
 
 def weight_of(layer: nn.Module) -> tuple[Tensor, Tensor | None]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from onlynorm.errors import ShapeError
 from onlynorm.features import draw
+from onlynorm.features.distributions import check_shape
 from onlynorm.features.streams import Stream
+from onlynorm.modules import need_sizes
 from onlynorm.solvers.multilayer import DEFAULT_EXCESS, solve_multilayer, widths_for
 
 N_LAYERS = (2, 3, 4, 6, 10)
@@ -77,12 +78,10 @@ def tradeoff(
 
     With `measured`, a smaller shape, a random target of that shape is solved for every number of layers too.
     """
-    if len(shape) < 2 or (measured is not None and len(measured) < 2):
-        raise ShapeError(
-            f"tradeoff needs shapes (out, inp, *kernel); got {tuple(shape)} and {measured}. Pass layer.weight.shape."
-        )
+    shape = check_shape(shape)
+    measured = None if measured is None else check_shape(measured)
     rows = []
-    for n in n_layers:
+    for n in need_sizes("n_layers", n_layers, low=2, cure="Pass a list such as (2, 3, 6)."):
         widths = (math.prod(shape[1:]), *widths_for(shape, n_layers=n, excess=excess), shape[0])
         n_frozen = sum(before * after for before, after in itertools.pairwise(widths))
         residual = seconds = None

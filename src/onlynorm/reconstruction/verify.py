@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.errors import ShapeError
+from onlynorm.modules import need_callable, need_instance, need_integer, need_number
 from onlynorm.reconstruction.blocks import Block, find_blocks
 from onlynorm.reconstruction.calibration import is_outside
-from onlynorm.reconstruction.calls import Inputs, as_tuple, cast, need_batch, need_evaluation, precision, run
+from onlynorm.reconstruction.calls import Inputs, as_inputs, cast, need_batch, need_evaluation, precision, run
 from onlynorm.reconstruction.norms import Affine
 from onlynorm.reconstruction.ranges import Box, watching
+from onlynorm.reconstruction.result import Reconstruction, as_network
 from onlynorm.reconstruction.target import NORMS
 
 
@@ -25,6 +29,8 @@ class Verification:
     `outside` is the largest share of samples that left a block's range, `outside_box` the share that left the box (None
     without one). `n_frozen` numbers come from the seed, `n_norm` stand in norms; `others` names the tensors of the
     `n_other` that are neither. What a block keeps to watch its range takes no part in its function and is not counted.
+    `n_not_finite` samples have a NaN or an infinity in either output: they agree in nothing, and the errors are NaN or
+    infinite.
     """
 
     max_error: float
@@ -38,6 +44,7 @@ class Verification:
     n_other: int = 0
     others: tuple[str, ...] = ()
     outside_box: float | None = None
+    n_not_finite: int = 0
 
     @property
     def is_only_norms(self) -> bool:
@@ -46,24 +53,25 @@ class Verification:
 
     def is_same(self, tolerance: float) -> bool:
         """Whether the outputs agree to this relative error."""
-        return self.relative_error <= tolerance
+        return self.relative_error <= need_number("tolerance", tolerance, low=0.0, cure="Try 1e-6.")
 
     def __str__(self) -> str:
         frozen = "every frozen tensor comes from the seed" if self.is_reproducible else "FROZEN TENSORS DIFFER"
         box = "" if self.outside_box is None else f", {100 * self.outside_box:.2f} % outside the certified box"
         named = ", ".join(self.others[:5]) + (", ..." if len(self.others) > 5 else "")
         others = f"{self.n_other:,} neither ({named})" if self.others else "no others"
+        broken = f"NaN OR INFINITY IN THE OUTPUT OF {self.n_not_finite} OF " if self.n_not_finite else ""
         return (
-            f"{self.n_samples} samples: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}, same "
-            f"prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated range{box}"
-            f"; {frozen}: {self.n_frozen:,} numbers, {self.n_norm:,} in norms, {others}"
+            f"{broken}{self.n_samples} samples: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}"
+            f", same prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated "
+            f"range{box}; {frozen}: {self.n_frozen:,} numbers, {self.n_norm:,} in norms, {others}"
         )
 
 
 def verify(
-    target: nn.Module,
-    network: nn.Module,
-    inputs: Inputs,
+    target: nn.Module | Reconstruction,
+    network: nn.Module | Reconstruction,
+    inputs: Inputs | NDArray[Any],
     *,
     batch_size: int | None = None,
     box: Box | None = None,
@@ -74,12 +82,17 @@ def verify(
     `batch_size` bounds the memory: so many samples at a time. `box` is the one that certified the ranges: inputs
     outside are counted. `step` is called with (samples done, samples in all).
     """
+    target, network = as_network("verify", target), as_network("verify", network)
+    given = as_inputs("verify", inputs)
+    if box is not None:
+        need_instance("box", box, Box, cure="Pass Box(low, high).")
+    if step is not None:
+        need_callable("step", step, cure="It is called with (samples done, samples in all).")
     for one in (target, network):
         need_evaluation("verify", one)
-        need_batch("verify", one, inputs)
-    given = as_tuple(inputs)
+        need_batch("verify", one, given)
     rest_size = wanted_size = largest = 0.0
-    n_same = n_samples = 0
+    n_same = n_samples = n_not_finite = 0
     with watching(network) as outside:
         for part in _parts(given, batch_size):
             made, wanted = _outputs(network, target, part)
@@ -87,15 +100,17 @@ def verify(
             rest_size = math.hypot(rest_size, float(torch.linalg.vector_norm(rest)))
             wanted_size = math.hypot(wanted_size, float(torch.linalg.vector_norm(wanted)))
             worst = float(rest.abs().max())
-            largest = worst if math.isnan(worst) else max(worst, largest)
-            n_same += int((made.argmax(1) == wanted.argmax(1)).sum())
+            largest = math.nan if math.isnan(worst + largest) else max(worst, largest)
+            is_finite = (made.isfinite() & wanted.isfinite()).all(1)
+            n_same += int(((made.argmax(1) == wanted.argmax(1)) & is_finite).sum())
+            n_not_finite += int((~is_finite).sum())
             n_samples += len(made)
             if step is not None:
                 step(min(n_samples, len(given[0])), len(given[0]))
     n_frozen, n_norm, others = count_numbers(network)
     return Verification(
         max_error=largest,
-        relative_error=rest_size / max(wanted_size, 1e-300),
+        relative_error=rest_size / max(wanted_size, 1e-300) if math.isfinite(wanted_size) else math.nan,
         agreement=n_same / n_samples,
         outside=outside.share,
         is_reproducible=all(block.is_reproducible() for block in set(find_blocks(network).values())),
@@ -105,6 +120,7 @@ def verify(
         n_other=sum(others.values()),
         others=tuple(others),
         outside_box=None if box is None else float(is_outside(given[0], box).double().mean()),
+        n_not_finite=n_not_finite,
     )
 
 
@@ -131,8 +147,7 @@ def _parts(inputs: tuple[Tensor, ...], batch_size: int | None) -> Iterator[tuple
     if batch_size is None:
         yield inputs
         return
-    if batch_size < 1:
-        raise ValueRangeError(f"batch_size needs a positive whole number; got {batch_size}. Try 64.")
+    batch_size = need_integer("batch_size", batch_size, low=1, cure="Try 64.")
     if any(x.ndim == 0 or len(x) != len(inputs[0]) for x in inputs):
         raise ShapeError(
             f"batch_size needs inputs with the same number of samples; got {[tuple(x.shape) for x in inputs]}. Leave "
@@ -150,6 +165,11 @@ def _outputs(network: nn.Module, target: nn.Module, inputs: tuple[Tensor, ...]) 
             "verify needs two networks that return one tensor of the same shape; got "
             f"{getattr(wanted, 'shape', type(wanted).__name__)} and {getattr(made, 'shape', type(made).__name__)}. "
             "Wrap them so that they return their logits."
+        )
+    if made.is_complex() or wanted.is_complex():
+        raise ShapeError(
+            f"verify needs networks with real outputs; got {wanted.dtype} and {made.dtype}. Wrap them so that they "
+            "return real and imaginary parts apart: torch.view_as_real(output)."
         )
     n_samples = len(made) if made.ndim else 1
     return made.double().reshape(n_samples, -1), wanted.double().reshape(n_samples, -1)

@@ -25,7 +25,7 @@ from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRang
 from onlynorm.features import Features, draw
 from onlynorm.reconstruction.activations import Ray, known
 from onlynorm.reconstruction.blocks import NormOnlyBlock, layer_options
-from onlynorm.reconstruction.costs import Costs, add_costs, pair_costs
+from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, block_costs, pair_costs
 from onlynorm.reconstruction.kernels import embed, need_room, source_shape
 from onlynorm.reconstruction.linearize import Window, linearize
 from onlynorm.reconstruction.norms import affine, set_affine
@@ -35,6 +35,7 @@ from onlynorm.reconstruction.sparse import Unreached, find_unreached
 from onlynorm.reconstruction.target import TargetLayer, weight_of
 from onlynorm.solvers import Solution, solve_features
 from onlynorm.solvers.krylov import Progress
+from onlynorm.solvers.memory import release_free_memory
 from onlynorm.solvers.minimum_width import minimum_features
 
 FIELDS = ("kernel", "width", "source_kernel")
@@ -42,9 +43,15 @@ SMALLEST = 1e-15
 """No tolerance below rounding is asked of the solver."""
 
 
-def estimate(target: TargetLayer, recipe: Recipe) -> Costs:
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the wide construction of this layer takes."""
-    return add_costs(_group_costs(one, recipe) for one in draw_groups(target, recipe))
+    groups = draw_groups(target, recipe)
+    return block_costs(solving_costs(groups, recipe), groups, load, is_stored=recipe.storage == "dense")
+
+
+def solving_costs(groups: list[Features], recipe: Recipe) -> Costs:
+    """What solving for the gammas of all groups takes, one after the other."""
+    return add_costs(_group_costs(one, recipe) for one in groups)
 
 
 def draw_groups(target: TargetLayer, recipe: Recipe, *, device: torch.device | str = "cpu") -> list[Features]:
@@ -102,6 +109,7 @@ def settle(
 ) -> Rebuilt:
     """The block with its norms set from the solutions and the ranges of its features, and the evidence."""
     need_room(block.padding, block.options, seen.inputs.shape)
+    release_free_memory()  # what drawing and solving freed would else stay resident beside the hidden values
     ranges = find_ranges(block, seen, margin=recipe.margin)
     dtype = torch.float32 if recipe.precision == "float32" else torch.float64
     window = choose_norms(block, solutions, bias, ranges, window=recipe.window, dtype=dtype, unit_gain=unit_gain)

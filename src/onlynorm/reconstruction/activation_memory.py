@@ -1,0 +1,162 @@
+"""What a network holds during the calibration pass, counted on one or two samples.
+
+Every tensor that an operation makes is followed from its birth to its end, so that skips, attention and functional
+calls count as they are. Two small passes tell what grows with the batch and what does not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from onlynorm.errors import OnlynormError
+from onlynorm.reconstruction.calls import Inputs, cast, copy_network, run
+from onlynorm.reconstruction.costs import Load
+from onlynorm.reconstruction.target import TargetLayer
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What layers receive on the calibration batch, in bytes of float64.
+
+    `received` has, layer by layer in the order in which they are rebuilt, the tensors that wait for it by number: a
+    tensor that several layers receive is held once. `peak` is the most that is alive during the pass.
+    """
+
+    loads: dict[str, Load]
+    received: tuple[dict[int, int], ...]
+    peak: int
+
+
+def measure_activations(
+    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: Inputs, n_samples: int
+) -> Activations:
+    """The activations of a batch of `n_samples`, extrapolated from passes of one and two samples."""
+    # A copy in evaluation mode, so that neither statistics nor dropout of the target move.
+    copied = copy_network(network).float().eval()
+    given = cast(inputs, torch.float32)
+    counted = len(given[0]) if given[0].ndim else 1
+    by_sample = [x.ndim > 0 and len(x) == counted for x in given]
+    one = tuple(x[:1] if own else x for x, own in zip(given, by_sample, strict=True))
+    two = tuple(torch.cat([x, x]) if own else x for x, own in zip(one, by_sample, strict=True))
+    try:
+        single, double = _pass(copied, layers, one), _pass(copied, layers, two)
+        if [set(calls) for calls in single.received] != [set(calls) for calls in double.received]:
+            raise OnlynormError("the calls depend on the batch")
+    except OnlynormError:  # the first axis is not that of the samples, so the whole batch passes
+        whole = _pass(copied, layers, given)
+        return whole.scaled(n_samples / counted, n_samples, counted)
+    return single.extrapolated(double, n_samples)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The sizes of one pass, in numbers of float64."""
+
+    positions: dict[str, int]
+    inputs: dict[str, int]
+    received: tuple[dict[int, int], ...]
+    peak: int
+
+    def scaled(self, factor: float, n_samples: int, counted: int) -> Activations:
+        """The sizes for another number of samples, all of them in proportion."""
+        loads = {
+            name: Load(n_samples, max(1, positions // counted), self.inputs[name] // counted)
+            for name, positions in self.positions.items()
+        }
+        received = tuple({key: int(8 * factor * size) for key, size in calls.items()} for calls in self.received)
+        return Activations(loads, received, int(8 * factor * self.peak))
+
+    def extrapolated(self, double: _Pass, n_samples: int) -> Activations:
+        """The sizes of many samples from those of one (this one) and of two."""
+
+        def grow(once: int, twice: int) -> int:
+            return 8 * max(0, once + (n_samples - 1) * (twice - once))
+
+        loads = {name: Load(n_samples, n, self.inputs[name]) for name, n in self.positions.items()}
+        received = tuple(
+            {key: grow(size, twice[key]) for key, size in once.items()}
+            for once, twice in zip(self.received, double.received, strict=True)
+        )
+        return Activations(loads, received, grow(self.peak, double.peak))
+
+
+def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> _Pass:
+    positions: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    received: dict[str, list[Tensor]] = {}
+    hooks = []
+    for layer in layers:
+
+        def keep(_: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
+            tensors = [x for x in args[:1] if isinstance(x, Tensor)]
+            received.setdefault(name, []).extend(x.detach() for x in tensors)
+            sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in tensors)
+
+        def count(_: nn.Module, args: object, output: Tensor, layer: TargetLayer = layer) -> None:
+            positions[layer.name] = positions.get(layer.name, 0) + output.numel() // layer.shape[0]
+
+        module = network.get_submodule(layer.name)
+        hooks += [module.register_forward_pre_hook(keep), module.register_forward_hook(count)]
+    try:
+        with _Live() as live, torch.no_grad():
+            run(network, inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    own = {x.untyped_storage()._cdata for x in inputs}  # counted as inputs
+    numbers: dict[int, int] = {}
+    listed = []
+    for layer in layers:
+        storages = {x.untyped_storage()._cdata: x for x in received.get(layer.name, [])}
+        storages = {key: x for key, x in storages.items() if key not in own}
+        listed.append({
+            numbers.setdefault(key, len(numbers)): _numbers(x) for key, x in storages.items()
+        })  # fmt: skip
+    return _Pass(positions, sizes, tuple(listed), live.peak)
+
+
+class _Live(TorchDispatchMode):
+    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and loading torch._dynamo takes seconds
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_iter(made) if isinstance(x, Tensor)]
+        for x in tensors:
+            storage = StorageWeakRef(x.untyped_storage())
+            self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
+        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
+        now = sum(size for _, size in self._alive.values()) + _unfolded(function, args, tensors)
+        self.peak = max(self.peak, now)
+        return made
+
+
+def _numbers(x: Tensor) -> int:
+    """Numbers of float64 that the tensor's memory will hold: as many, or fewer where they are whole."""
+    n_bytes = x.untyped_storage().nbytes()
+    return n_bytes // x.element_size() if x.is_floating_point() else -(-n_bytes // 8)
+
+
+def _unfolded(function: Any, args: Any, made: list[Tensor]) -> int:
+    """What a float64 convolution unfolds its whole batch to, one group after the other."""
+    if function is not torch.ops.aten.convolution.default or not made:
+        return 0
+    weight, out = args[1], made[0]
+    kernel = math.prod(weight.shape[2:])
+    return 0 if kernel == 1 else out[:, 0].numel() * weight.shape[1] * kernel
