@@ -6,12 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, FormatError, InsufficientFeaturesError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    AccuracyWarning,
+    ConversionError,
+    FormatError,
+    InsufficientFeaturesError,
+    MemoryLimitError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.layers import (
     NormOnlyConv2d,
     NormOnlyLayer,
@@ -157,6 +166,38 @@ def test_groups_are_left_unless_features_stay_inside_them() -> None:
         norm_only(model, features="ortho_cond", strict=True)
 
 
+# ------------------------------------------------------------------------------- how exactly layers start
+
+
+def test_a_layer_that_does_not_start_with_its_weight_is_warned_of() -> None:
+    # At this density many weights have no feature of their own: no solver can reach them.
+    with own_randomness(0):
+        model = nn.Sequential(nn.Linear(40, 40)).double()
+    with pytest.warns(AccuracyWarning, match=r"layer '0' needs to start within 1.5e-08 .*e-01 off it, 2000") as got:
+        mine = norm_only(model, features="er_sign", density=0.05)
+    error = float((mine[0].weight - model[0].weight).norm().detach() / model[0].weight.norm().detach())
+    assert f"start {error:.1e} off it, 2000 of them for 1600 weights" in str(got[0].message)
+    assert converted(mine).warnings == (str(got[0].message).removesuffix("."),)
+    assert "warning: layer '0' needs to start within" in str(converted(mine))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", ["he_normal", "er_sign", "ortho_cond", "id_cond", "id_cond_minimal"])
+def test_features_that_reach_the_weight_start_without_a_warning(features: str, dtype: torch.dtype) -> None:
+    with own_randomness(0):
+        model = nn.Linear(20, 20).to(dtype)
+    assert converted(norm_only(model, features=features)).warnings == ()
+
+
+@pytest.mark.parametrize("choices", [{"features": "he_normal", "excess": 0.5}, {"density": 0.3}], ids=str)
+def test_fewer_features_than_weights_are_an_approximation_without_a_warning(choices: dict[str, Any]) -> None:
+    with own_randomness(0):
+        model = nn.Linear(20, 20)
+    mine = norm_only(model, **choices)
+    assert float((mine.weight - model.weight).norm().detach()) > 0.1 * float(model.weight.norm().detach())
+    assert converted(mine).warnings == ()
+
+
 # ------------------------------------------------------------------------------- misuse
 
 
@@ -172,8 +213,23 @@ def test_errors_name_the_layer_and_the_way_out() -> None:
 
 @pytest.mark.parametrize("density", [0.0, 1.01, -1.0])
 def test_a_density_outside_its_range_is_refused(density: float) -> None:
-    with pytest.raises(ValueRangeError, match=r"density needs a number in \(0, 1\]"):
+    with pytest.raises(ValueRangeError, match=r"density needs .*number in \(0, 1\]"):
         norm_only(nn.Linear(3, 2), density=density)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_numpy_numbers_are_numbers() -> None:
+    model = nn.Linear(10, 10)
+    assert norm_only(model, features="he_normal", excess=np.float32(1.1)).gamma.numel() == 110
+    same = norm_only(model, density=np.float64(0.5)), norm_only(model, density=0.5)
+    assert torch.equal(same[0].gamma, same[1].gamma)
+
+
+def test_absurd_sizes_and_devices_are_refused() -> None:
+    with pytest.raises(MemoryLimitError, match=r"layer '': one gamma for each of 1e\+300 features needs .* GB; got"):
+        norm_only(nn.Linear(10, 10), features="he_normal", excess=1e300)
+    with pytest.raises(UnknownNameError, match="option of a norm-only layer needs a known name; got 'device'"):
+        norm_only(nn.Linear(10, 10), device="nope")
 
 
 def test_models_without_anything_to_convert_are_refused() -> None:
@@ -183,7 +239,7 @@ def test_models_without_anything_to_convert_are_refused() -> None:
         norm_only(nn.Sequential(nn.Conv1d(3, 3, 1)))
     with pytest.raises(ConversionError, match=r"at least one layer to convert.*all layers are in keep"):
         norm_only(nn.Sequential(nn.Linear(3, 3)), keep="0")
-    with pytest.raises(ConversionError, match="got a model on meta"):
+    with pytest.raises(ConversionError, match="on the meta device"):
         norm_only(nn.Linear(3, 2, device="meta"))
 
 

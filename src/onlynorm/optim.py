@@ -28,10 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onlynorm.errors import ConversionError
+from onlynorm.errors import ConversionError, shown
 from onlynorm.layers import NormOnlyLayer
 from onlynorm.layers.frozen import RandomMap
 from onlynorm.layers.pseudo_inverse import PseudoInverse
+from onlynorm.modules import need_instance, need_number, unwrap, without_autocast
 
 __all__ = ["follow_weights", "release"]
 
@@ -47,11 +48,18 @@ def follow_weights(
 
     Theory: random_features:thm-3.1
     """
-    if not callable(kind) or not isinstance(model, nn.Module):
+    if not callable(kind) or isinstance(kind, nn.Module) or not isinstance(model, nn.Module):
         raise ConversionError(
-            f"follow_weights needs a class of optimizers and a model; got {kind!r:.60} and a {type(model).__name__}. "
-            "Write follow_weights(torch.optim.SGD, model, lr=0.1)."
+            f"follow_weights needs a class of optimizers and a model; got {shown(kind)} and {shown(model)}. Write "
+            "follow_weights(torch.optim.SGD, model, lr=0.1)."
         )
+    if isinstance(kind, type) and not issubclass(kind, Optimizer):
+        raise ConversionError(
+            f"follow_weights needs a class of optimizers; got {shown(kind)}. Pass torch.optim.SGD, for example."
+        )
+    if memory is not None:
+        memory = need_number("memory", memory, low=0.0, open_low=True, cure="Leave it out for what is free.")
+    model = unwrap(model)
     layers = [module for module in model.modules() if isinstance(module, NormOnlyLayer)]
     if not layers:
         raise ConversionError(
@@ -68,7 +76,14 @@ def follow_weights(
         layer.follower = followers[layer.gamma]  # tied layers hold one weight
     replaced = {id(gamma) for follower in followers.values() for gamma in follower.gammas}
     trained = [p for p in model.parameters() if p.requires_grad and id(p) not in replaced]
-    optimizer = kind([*trained, *(follower.held for follower in followers.values())], **options)
+    made: Any = kind([*trained, *(follower.held for follower in followers.values())], **options)
+    if not isinstance(made, Optimizer):
+        release(model)
+        raise ConversionError(
+            f"follow_weights needs something that makes an optimizer; {shown(kind)} made {shown(made)}. Pass "
+            "torch.optim.SGD, for example."
+        )
+    optimizer = made
 
     def prepare(*_: Any) -> None:
         for follower in followers.values():
@@ -85,6 +100,7 @@ def follow_weights(
 
 def release(model: nn.Module) -> None:
     """Lets the layers of the model make their weights from gamma again, as they do without `follow_weights`."""
+    need_instance("release", model, nn.Module, cure="Pass the model itself.")
     for module in model.modules():
         if isinstance(module, NormOnlyLayer):
             module.follower = None
@@ -97,7 +113,8 @@ class _Follower:
         self.layer, self.gammas = layer, layer.gammas
         self.inverse: PseudoInverse | None = None
         if isinstance(layer.frozen, RandomMap):
-            self.inverse = PseudoInverse(layer.frozen.operator(), dtype=layer.gamma.dtype, memory=memory)
+            with without_autocast(layer.gamma.device):
+                self.inverse = PseudoInverse(layer.frozen.operator(), dtype=layer.gamma.dtype, memory=memory)
         self.made = layer.frozen(*layer.gammas).detach()
         self.rest = torch.zeros_like(self.made)
         self.held = self.made.clone().requires_grad_()
@@ -108,10 +125,11 @@ class _Follower:
         if any(given is not own for given, own in zip(gammas, self.gammas, strict=True)):
             made: Tensor = self.layer.frozen(*gammas)
             return made
-        if (gammas[0].dtype, gammas[0].device) != (self.held.dtype, self.held.device):
+        like = self.layer.frozen.like
+        if (like.dtype, like.device) != (self.held.dtype, self.held.device):
             raise ConversionError(
                 f"follow_weights needs the precision and device it was made with, {self.held.dtype} on "
-                f"{self.held.device}; got {gammas[0].dtype} on {gammas[0].device}. Call it after moving the model."
+                f"{self.held.device}; got {like.dtype} on {like.device}. Call it after moving the model."
             )
         if not torch.compiler.is_compiling():
             self.renew_if_stale()
@@ -131,9 +149,12 @@ class _Follower:
         self.held.copy_(self.made)
         self.versions = self._versions()
 
-    @torch.no_grad()
     def update(self) -> None:
         """Gammas for the weight that the optimizer made, and that weight set to what they reach."""
+        with torch.no_grad(), without_autocast(self.held.device):  # a step may be taken inside autocast
+            self._update()
+
+    def _update(self) -> None:
         frozen = self.layer.frozen
         if self.inverse is None:
             for gamma, values in zip(self.gammas, frozen.solve(self.held), strict=True):

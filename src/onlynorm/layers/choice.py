@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.errors import UnknownNameError, ValueRangeError, shown
 from onlynorm.features.registry import STRUCTURED
 from onlynorm.features.scaled import as_spectrum
+from onlynorm.modules import need_integer, need_number, need_seed, need_text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,6 +37,17 @@ class Choice:
     shared_column: int = 0
 
     def __post_init__(self) -> None:
+        need_text("features", self.features, cure="Take id_cond, ortho_cond or he_normal.")
+        checked: dict[str, Any] = {"seed": need_seed(self.seed)}
+        if not isinstance(self.layer, str):
+            raise ValueRangeError(f"layer needs a text; got {shown(self.layer)}. Leave it out.")
+        checked["n_blocks"] = need_integer("n_blocks", self.n_blocks, low=1, cure="Leave it out for one block.")
+        checked["shared_column"] = need_integer("shared_column", self.shared_column, low=0, cure="Leave it out.")
+        for name, high in (("excess", math.inf), ("density", 1.0), ("condition", math.inf)):
+            if (value := getattr(self, name)) is not None:
+                checked[name] = need_number(name, value, low=0.0, high=high, open_low=True, cure="Leave it out.")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
         if self.features in STRUCTURED and self.excess is not None:
             why = "square orthogonal factors" if self.features == "ortho_cond" else "one path per weight"
             raise ValueRangeError(

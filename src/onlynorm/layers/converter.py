@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError
+from onlynorm.errors import AccuracyWarning, ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
 from onlynorm.layers.choice import Choice, make_choice
-from onlynorm.layers.modules import NormOnlyLayer, Plain, need_model, wrap
+from onlynorm.layers.modules import NormOnlyLayer, Plain, wrap
+from onlynorm.modules import need_flag, need_model, unwrap
 from onlynorm.reconstruction.calls import copy_network
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.reconstruction.target import Left, find_layers
 
 _NOTE = "onlynorm_left"
+_SHORT = "onlynorm_short"
 _PLAIN = (nn.Linear, nn.Conv2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -49,14 +53,19 @@ class ConvertedLayer:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The norm-only layers of a model, and the modules with weights that stayed as they were."""
+    """The norm-only layers of a model, and the modules with weights that stayed as they were.
+
+    `warnings` name the layers that did not start with their weight although their features should reach it.
+    """
 
     layers: tuple[ConvertedLayer, ...]
     left: tuple[Left, ...]
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows = [str(layer) for layer in self.layers]
-        return "\n".join([*rows, *(f"left: {item}" for item in self.left)])
+        left = (f"left: {item}" for item in self.left)
+        return "\n".join([*rows, *left, *(f"warning: {text}" for text in self.warnings)])
 
 
 def norm_only(
@@ -76,15 +85,20 @@ def norm_only(
     but norms would be left. Further `choices` are fields of `Choice`: excess, condition, n_blocks and so on. Features
     below the width bound, or a mask, reach the model's weights only in part; the copy starts with the nearest.
 
+    A layer with at least one feature per weight should start with its weight. Where it is off by more than half of the
+    digits of its precision (sqrt(eps), relative), an `AccuracyWarning` says by how much, and `converted(copy).warnings`
+    keeps the message: the features are too sparse, too heavy-tailed or too few above the bound. With fewer features
+    than weights an approximation was asked for, and nothing is said.
+
     Theory: random_features:thm-3.1, random_features:conclusion
     """
     if "layer" in choices:
         raise ValueRangeError(
-            f"norm_only names the features of each layer by its place in the model; got layer={choices['layer']!r}. "
-            "Leave it out, and change the seed for other features."
+            "norm_only names the features of each layer by its place in the model; got "
+            f"layer={shown(choices['layer'])}. Leave it out, and change the seed for other features."
         )
     choice = make_choice(features=features, density=density, seed=seed, **choices)
-    need_model("norm_only", model)
+    model, strict = unwrap(need_model("norm_only", model)), need_flag("strict", strict)
     _need_ordinary(model)
     network = copy_network(model)
     found = find_layers(network)
@@ -105,19 +119,26 @@ def norm_only(
     places = places_of(network)
     made: dict[Tensor, NormOnlyLayer] = {}
     shifts: dict[Tensor, nn.Parameter | None] = {}
+    short: list[str] = []
     for name, plain in chosen.items():
         layer = _convert(name, plain, choice, made.get(plain.weight))
-        made.setdefault(plain.weight, layer)
+        if plain.weight not in made:
+            made[plain.weight] = layer
+            short += _shortfall(name, layer, plain.weight)
         if plain.bias is not None:
             layer.beta = shifts.setdefault(plain.bias, layer.beta)
         for place in places[plain]:
             network = swap(network, place, layer)
-    network.__dict__[_NOTE] = tuple(left)
+    network.__dict__[_NOTE], network.__dict__[_SHORT] = tuple(left), tuple(short)
+    if short:
+        more = f"; and {len(short) - 3} more layers" if len(short) > 3 else ""
+        warnings.warn(f"{'; '.join(short[:3])}{more}.", AccuracyWarning, stacklevel=2)
     return network
 
 
 def converted(model: nn.Module) -> Conversion:
     """The norm-only layers of a model, and what `norm_only` left as it was."""
+    model = unwrap(need_model("converted", model))
     layers = [
         ConvertedLayer(
             places, type(module).__name__, module.frozen.choice.features, module.frozen.shape,
@@ -127,7 +148,7 @@ def converted(model: nn.Module) -> Conversion:
         if isinstance(module, NormOnlyLayer)
     ]  # fmt: skip
     left: tuple[Left, ...] = model.__dict__.get(_NOTE, ())
-    return Conversion(tuple(layers), left)
+    return Conversion(tuple(layers), left, model.__dict__.get(_SHORT, ()))
 
 
 def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None) -> NormOnlyLayer:
@@ -149,10 +170,31 @@ def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None
     return layer
 
 
+@torch.no_grad()
+def _shortfall(name: str, layer: NormOnlyLayer, weight: Tensor) -> list[str]:
+    """What to warn of where the layer does not start with its weight although it has a feature for every entry."""
+    frozen = layer.frozen
+    is_minimal = layer.output_gamma is not None
+    if weight.is_meta or (frozen.n_features < frozen.equations and not is_minimal):
+        return []
+    wanted = weight.detach().double()
+    size = float(torch.linalg.vector_norm(wanted))
+    error = float(torch.linalg.vector_norm(layer.weight.double() - wanted)) / (size if size > 0.0 else 1.0)
+    allowed = torch.finfo(weight.dtype).eps ** 0.5
+    if error <= allowed:
+        return []
+    return [
+        f"layer {name!r} needs to start within {allowed:.1e} of its weight; {frozen.choice.features} features start "
+        f"{error:.1e} off it, {frozen.n_features} of them for {frozen.equations} weights. Take a larger excess or "
+        "density, or other features such as id_cond"
+    ]
+
+
 def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
     """The layers that the patterns name, themselves or by a module around them."""
     kept: set[str] = set()
-    patterns = (keep,) if isinstance(keep, str) or not isinstance(keep, Iterable) else tuple(keep)
+    is_many = isinstance(keep, Iterable) and not isinstance(keep, str | Tensor)
+    patterns = tuple(keep) if is_many else (keep,)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ConversionError(

@@ -9,7 +9,10 @@ unless the batch has fewer than out inp / (out + inp) samples and positions. Onl
 the samples instead. What a map keeps is what its structure needs: nothing for ID cond, the numbers of the kept weights
 for a sparse one, two square factors for Ortho cond, both factors of one block for random features.
 
-A map is made from its seed whenever its precision or device changes, so that float32 and back loses nothing.
+A map is made from its seed whenever its precision or device changes, so that float32 and back loses nothing. Weights
+are made outside autocast, in the precision of gamma, and the layer then rounds them once, as an ordinary layer does.
+Gammas of random features need the digits of float32, since they are large and cancel: in a model of half precision all
+maps but ID cond itself work in float32, and only the weight is rounded.
 
 Theory: random_features:thm-3.1, random_features:ortho-cond, random_features:eq-3
 """
@@ -34,6 +37,7 @@ from onlynorm.features.scaled import Scaled, need_spectrum, semicircle_spectrum
 from onlynorm.features.structured import IdCond, OrthoCond, Structure
 from onlynorm.layers.choice import Choice
 from onlynorm.layers.solve_blocks import solve_blocks
+from onlynorm.modules import is_autocast, without_autocast
 from onlynorm.solvers import KhatriRao
 from onlynorm.solvers.memory import memory_limit, need_memory
 
@@ -58,6 +62,26 @@ class FrozenMap(nn.Module):
     def is_identity(self) -> bool:
         """Whether gamma is the weight itself, number by number."""
         return False
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether gamma stays in float32 where the weight has half precision: wherever it is not the weight itself."""
+        c = self.choice
+        return c.features != "id_cond" or c.condition is not None or c.spectrum is not None
+
+    @property
+    def gamma_dtype(self) -> torch.dtype:
+        """The precision of gamma, for a weight in the precision of `like`."""
+        return torch.promote_types(self.like.dtype, torch.float32) if self.keeps_float32 else self.like.dtype
+
+    def forward(self, *gammas: Tensor) -> Tensor:
+        """The weight of these gammas, whatever autocast says."""
+        with without_autocast(self.like.device):
+            return self.make(*gammas)
+
+    @abstractmethod
+    def make(self, *gammas: Tensor) -> Tensor:
+        """The weight of these gammas."""
 
     @property
     @abstractmethod
@@ -138,11 +162,10 @@ class StructuredMap(FrozenMap):
         if spectrum is not None:
             assert isinstance(structure, IdCond)
             structure = Scaled(structure, spectrum)
-        self.structure = structure.to(self.like.dtype, self.like.device)
+        self.structure = structure.to(self.gamma_dtype, self.like.device)
 
-    def forward(self, gamma: Tensor) -> Tensor:
-        """The weight of this gamma."""
-        return self.structure.apply(gamma).reshape(self.shape)
+    def make(self, *gammas: Tensor) -> Tensor:
+        return self.structure.apply(gammas[0]).reshape(self.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
         """W x + beta; each factor of Ortho cond turns the weight or, where these are fewer, the samples.
@@ -153,8 +176,9 @@ class StructuredMap(FrozenMap):
         structure = self.structure
         out, inp = self.shape[0], self.equations // self.shape[0]
         n_samples = x.numel() // max(1, x.shape[-1])
-        if not isinstance(structure, OrthoCond) or n_samples >= max(out, inp):
-            return super().linear(x, gammas, beta)
+        is_rounded = self.like.dtype != self.gamma_dtype or is_autocast(x)
+        if not isinstance(structure, OrthoCond) or n_samples >= max(out, inp) or is_rounded:
+            return super().linear(x, gammas, beta)  # three products of half precision would round three times
         weight = gammas[0].view(out, inp)
         if n_samples < out:
             x = functional.linear(x, structure.right_factor)
@@ -215,9 +239,8 @@ class MinimalMap(FrozenMap):
         assert isinstance(structure, IdCondMinimal)
         self.structure = structure
 
-    def forward(self, gamma: Tensor, output_gamma: Tensor) -> Tensor:
-        """The weight of these gammas."""
-        return self.structure.apply(gamma, output_gamma).reshape(self.shape)
+    def make(self, *gammas: Tensor) -> Tensor:
+        return self.structure.apply(*gammas).reshape(self.shape).to(self.like.dtype)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
         return self.structure.solve(weight.detach().double().reshape(self.shape[0], -1))
@@ -250,12 +273,12 @@ class RandomMap(FrozenMap):
         return self.left.numel() + self.right.numel()
 
     def fill(self) -> None:
-        base = self._features(self.like.dtype, self.like.device).base
+        base = self._features(self.gamma_dtype, self.like.device).base
         n_frozen = base.n_features * (base.rows + base.cols)
         need_memory(
             f"a weight {' x '.join(map(str, self.shape))} made of {base.n_features:,} {base.name} features",
             # Twice for a moment, and once more in the float64 of the solver that finds the first gammas.
-            n_frozen * (2 * self.like.element_size() + 8),
+            n_frozen * (2 * self.gamma_dtype.itemsize + 8),
             memory_limit(),
             "Take id_cond, which keeps nothing, more n_blocks, or less excess.",
         )
@@ -275,10 +298,10 @@ class RandomMap(FrozenMap):
         """A weight as the matrices (n_blocks, out / n_blocks, inp) of the blocks."""
         return weight.reshape(self.choice.n_blocks, self.left.shape[0], self.right.shape[1])
 
-    def forward(self, gamma: Tensor) -> Tensor:
+    def make(self, *gammas: Tensor) -> Tensor:
         """The weight of this gamma: the left factors of all blocks over each other, so that one product serves them."""
-        scaled = gamma.view(self.choice.n_blocks, 1, -1) * self.left
-        return (scaled.flatten(0, 1) @ self.right).reshape(self.shape)
+        scaled = gammas[0].view(self.choice.n_blocks, 1, -1) * self.left
+        return (scaled.flatten(0, 1) @ self.right).reshape(self.shape).to(self.like.dtype)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
         operator, target = self.operator(), self.as_blocks(weight.detach().double())

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, FormatError, OnlynormError
+from onlynorm.errors import ConversionError, FormatError, MemoryLimitError, StorageError
 from onlynorm.layers.choice import Choice, make_choice
 from onlynorm.layers.frozen import count_features
-from onlynorm.layers.modules import NormOnlyLayer, need_model, wrap
+from onlynorm.layers.modules import NormOnlyLayer, wrap
+from onlynorm.modules import need_model, need_path, unwrap
 from onlynorm.reconstruction.calls import copy_network, precision
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.storage import read_tensors, write_tensors
@@ -32,7 +33,9 @@ _SPECTRUM = "frozen.spectrum"
 
 def save_norm_only(model: nn.Module, path: Path | str) -> None:
     """Writes a model of norm-only layers to one file, in its own precision; equal models make equal bytes."""
-    need_model("save_norm_only", model)
+    model, path = unwrap(need_model("save_norm_only", model)), need_path("path", path)
+    if path.is_dir():
+        raise StorageError(f"save_norm_only needs the name of a file; {path} is a folder. Add a name.")
     layers = {module: places for module, places in places_of(model).items() if isinstance(module, NormOnlyLayer)}
     if not layers:
         raise ConversionError(
@@ -46,10 +49,11 @@ def save_norm_only(model: nn.Module, path: Path | str) -> None:
         if choice.spectrum is not None:
             tensors[_join(places[0], _SPECTRUM)] = choice.spectrum.detach().cpu().double().reshape(-1).clone()
         entry = {"places": list(places), "shape": list(frozen.shape), "choice": choice.settings()}
+        entry["dtype"] = str(frozen.like.dtype).removeprefix("torch.")  # gamma may be more precise
         entries.append({**entry, "digest": frozen.digest()})
     dtype = str(precision(model)).removeprefix("torch.")
     write_tensors(
-        Path(path), tensors, kind=KIND, format=FORMAT, document={"layers": entries, "aliases": aliases, "dtype": dtype}
+        path, tensors, kind=KIND, format=FORMAT, document={"layers": entries, "aliases": aliases, "dtype": dtype}
     )
 
 
@@ -59,12 +63,15 @@ def load_norm_only(path: Path | str, *, into: nn.Module) -> nn.Module:
     `into` is copied, never changed; its weights do not matter. Everything is checked before anything is returned:
     checksum, format, architecture, and the digests of all frozen features.
     """
-    need_model("load_norm_only", into)
-    document, tensors = read_tensors(Path(path), kind=KIND, format=FORMAT, cure=CURE)
+    into, path = unwrap(need_model("load_norm_only", into)), need_path("path", path)
+    document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=CURE)
     entries, aliases, dtype = document.get("layers"), document.get("aliases"), document.get("dtype")
-    if not isinstance(entries, list) or not isinstance(aliases, dict) or dtype not in PRECISIONS:
+    is_known = isinstance(dtype, str) and dtype in PRECISIONS
+    if not isinstance(entries, list) or not isinstance(aliases, dict) or not is_known:
         raise FormatError(f"a {KIND} needs its layers, tied tensors and precision; {path} lacks some. {CURE}")
-    network = copy_network(into).to(PRECISIONS[dtype])
+    if odd := [name for name, t in tensors.items() if t.is_floating_point() and t.dtype not in PRECISIONS.values()]:
+        raise FormatError(f"a {KIND} needs tensors in {', '.join(PRECISIONS)}; {odd[0]!r} has another type. {CURE}")
+    network = copy_network(into).to(PRECISIONS[str(dtype)])
     try:
         full = {**tensors, **{name: tensors[first] for name, first in aliases.items()}}
         _cast(network, full)
@@ -75,9 +82,9 @@ def load_norm_only(path: Path | str, *, into: nn.Module) -> nn.Module:
         for name, first in aliases.items():
             _tie(network, name, first)
         network.load_state_dict({name: value for name, value in full.items() if not name.endswith(_SPECTRUM)})
-    except FormatError:
+    except (FormatError, MemoryLimitError):
         raise
-    except (OnlynormError, RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever forged fields set off, it is the file's fault
         raise FormatError(
             f"{path} needs a model of the architecture that was saved, and features known here; it does not fit: "
             f"{error!s:.400}. Pass into= a fresh model, made as the one that was converted."
@@ -105,9 +112,17 @@ def _make(entry: Mapping[str, Any], network: nn.Module, tensors: Mapping[str, Te
         )
     assert isinstance(plain, nn.Linear | nn.Conv2d)
     choice = _choice(entry, tensors)
-    n_features, n_stored = count_features(got, choice), tensors[_join(name, "gamma")].numel()
+    n_stored = tensors[_join(name, "gamma")].numel()
+    try:
+        n_features = count_features(got, choice)
+    except MemoryLimitError as error:  # far more than the file has
+        raise FormatError(f"the layer at {name!r} needs too many gammas; the file has {n_stored}. {CURE}") from error
     if n_features != n_stored:
         raise FormatError(f"the layer at {name!r} needs {n_features} gammas; the file has {n_stored}. {CURE}")
+    if entry.get("dtype", "float32") not in PRECISIONS:
+        raise FormatError(f"the layer at {name!r} needs a known precision; got {entry['dtype']!r:.40}. {CURE}")
+    if "dtype" in entry:
+        plain = plain.to(PRECISIONS[entry["dtype"]])
     layer = wrap(plain, choice, is_filled=False)
     if layer.frozen.digest() != entry["digest"]:
         raise FormatError(

@@ -12,18 +12,19 @@ momentum, which does not see a rotation; id_cond_minimal and random features do 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parameter import is_lazy
 
-from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError, shown
 from onlynorm.layers.choice import Choice, make_choice
 from onlynorm.layers.frozen import FrozenMap, MinimalMap, make_map
 from onlynorm.models import own_randomness
+from onlynorm.modules import as_real, need_choice, need_flag, need_instance, need_integer, need_sizes, without_autocast
 from onlynorm.reconstruction.blocks import explicit_padding, layer_options, plain_layer
 
 Plain = nn.Linear | nn.Conv2d
@@ -54,6 +55,9 @@ class NormOnlyLayer(nn.Module):
     def __init__(self, plain: Plain, choice: Choice, *, is_filled: bool = True) -> None:
         """The layer that takes the place of `plain` and starts with its weight; `is_filled=False` leaves gamma zero."""
         super().__init__()
+        need_instance("a norm-only layer", plain, (nn.Linear, nn.Conv2d), cure="Pass the ordinary layer.")
+        need_instance("a norm-only layer", choice, Choice, cure="Write Choice(features='id_cond').")
+        is_filled = need_flag("is_filled", is_filled)
         groups = plain.groups if isinstance(plain, nn.Conv2d) else 1
         if groups > 1 and choice.features != "id_cond":
             raise ConversionError(
@@ -65,17 +69,17 @@ class NormOnlyLayer(nn.Module):
             _need_numbers(plain)
         self.frozen: FrozenMap = make_map(tuple(like.shape), choice, dtype=like.dtype, device=like.device)
         self.options = layer_options(plain)
-        self.gamma = nn.Parameter(like.new_zeros(self.frozen.n_features))
+        self.gamma = nn.Parameter(like.new_zeros(self.frozen.n_features, dtype=self.frozen.gamma_dtype))
         is_minimal = isinstance(self.frozen, MinimalMap)
-        self.output_gamma = nn.Parameter(like.new_zeros(like.shape[0])) if is_minimal else None
+        self.output_gamma = nn.Parameter(self.gamma.new_zeros(like.shape[0])) if is_minimal else None
         self.beta = None if plain.bias is None else nn.Parameter(plain.bias.detach().clone())
         self.follower = None
         if is_filled:
             self.set_weight(like)
             if not all(bool(gamma.isfinite().all()) for gamma in self.gammas):
                 raise ValueRangeError(
-                    f"a norm-only layer needs gammas that {like.dtype} can hold; got larger ones for this weight and "
-                    f"{choice.features} features. Take a smaller condition number, or a higher precision."
+                    f"a norm-only layer needs gammas that {self.gamma.dtype} can hold; got larger ones for this weight "
+                    f"and {choice.features} features. Take a smaller condition number, or a higher precision."
                 )
 
     @property
@@ -103,13 +107,15 @@ class NormOnlyLayer(nn.Module):
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
         """Chooses gamma so that the weight is this one, or the nearest that the features reach."""
+        weight = as_real("weight", weight, is_finite=True)
         if tuple(weight.shape) != self.frozen.shape:
             raise ShapeError(
                 f"set_weight needs a weight of shape {self.frozen.shape}; got {tuple(weight.shape)}. Pass one of the "
                 "ordinary layer's shape."
             )
-        for gamma, values in zip(self.gammas, self.frozen.solve(weight), strict=True):
-            gamma.copy_(values)
+        with without_autocast(self.gamma.device):
+            for gamma, values in zip(self.gammas, self.frozen.solve(weight), strict=True):
+                gamma.copy_(values)
         if self.follower is not None:
             self.follower.renew(self.gammas)
 
@@ -139,6 +145,21 @@ class NormOnlyLayer(nn.Module):
         if self.follower is not None:
             self.follower.renew(self.gammas)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NormOnlyLayer:
+        """Moves and casts the layer; gammas that need float32 keep it where the layer gets half precision."""
+        precise: set[int] = set()
+        if self.frozen.keeps_float32:
+            precise = {id(t) for gamma in self.gammas for t in (gamma, gamma.grad) if t is not None}
+
+        def apply(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            if id(tensor) in precise and made.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(made.device, torch.float32)
+            return made
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "follower": None}
 
@@ -158,7 +179,10 @@ class NormOnlyLinear(NormOnlyLayer):
         **choices: Any,
     ) -> None:
         choice = make_choice(seed=seed, **choices)
-        with own_randomness(seed):
+        sizes = (("n_in", n_in), ("n_out", n_out))
+        n_in, n_out = (need_integer(name, n, low=1, high=2**31 - 1, cure="Pass a size.") for name, n in sizes)
+        bias = need_flag("bias", bias)
+        with own_randomness(choice.seed), _ordinary_layer():
             plain = nn.Linear(n_in, n_out, bias=bias, dtype=dtype, device=device)
         super().__init__(plain, choice)
 
@@ -200,7 +224,15 @@ class NormOnlyConv2d(NormOnlyLayer):
         **choices: Any,
     ) -> None:
         choice = make_choice(seed=seed, **choices)
-        with own_randomness(seed):
+        sizes = (("n_in", n_in), ("n_out", n_out), ("groups", groups))
+        n_in, n_out, groups = (need_integer(name, n, low=1, high=2**31 - 1, cure="Pass a size.") for name, n in sizes)
+        kernel_size = _pair("kernel_size", kernel_size, low=1)
+        stride, dilation = _pair("stride", stride, low=1), _pair("dilation", dilation, low=1)
+        if not isinstance(padding, str):
+            padding = _pair("padding", padding, low=0)
+        bias = need_flag("bias", bias)
+        need_choice("padding_mode", padding_mode, ("zeros", "reflect", "replicate", "circular"))
+        with own_randomness(choice.seed), _ordinary_layer():
             plain = nn.Conv2d(
                 n_in, n_out, kernel_size, stride=stride, padding=padding, dilation=dilation, groups=groups, bias=bias,
                 padding_mode=padding_mode, dtype=dtype, device=device,
@@ -225,25 +257,38 @@ class NormOnlyConv2d(NormOnlyLayer):
         return functional.conv2d(x, self.weight, self.beta, o["stride"], padding, o["dilation"], o["groups"])
 
 
+@contextlib.contextmanager
+def _ordinary_layer() -> Iterator[None]:
+    """Turns what torch has against the options of a layer into an error of our own."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, AssertionError, MemoryError, AttributeError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueRangeError(
+            f"a norm-only layer needs options that the ordinary layer takes; torch says: {first:.200}. Try them on "
+            "nn.Linear or nn.Conv2d."
+        ) from error
+
+
+def _pair(name: str, value: Any, *, low: int) -> tuple[int, int]:
+    """A size along both axes of an image; one number stands for two."""
+    cure = "Pass one or two whole numbers."
+    if isinstance(value, list | tuple):
+        sizes = need_sizes(name, value, low=low, n_least=2, cure=cure)
+        if len(sizes) != 2:
+            raise ShapeError(f"{name} needs one or two whole numbers; got {shown(value)}. {cure}")
+        return sizes[0], sizes[1]
+    size = need_integer(name, value, low=low, high=2**31 - 1, cure=cure)
+    return size, size
+
+
 def wrap(plain: Plain, choice: Choice, *, is_filled: bool = True) -> NormOnlyLayer:
     """The norm-only layer that takes the place of an ordinary one and starts with its weight."""
+    need_instance("wrap", plain, (nn.Linear, nn.Conv2d), cure="Pass the ordinary layer.")
     kind = NormOnlyLinear if isinstance(plain, nn.Linear) else NormOnlyConv2d
     layer = kind.__new__(kind)
     NormOnlyLayer.__init__(layer, plain, choice, is_filled=is_filled)
     return layer.train(plain.training)
-
-
-def need_model(what: str, model: nn.Module) -> None:
-    """Raises unless this is a model whose numbers have values."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"{what} needs a model, an nn.Module; got a {type(model).__name__}. Make one first.")
-    numbers = [*model.parameters(), *model.buffers()]
-    if any(is_lazy(x) for x in numbers):
-        raise ConversionError(
-            f"{what} needs a model with weights; got a lazy layer without any. Run one batch through the model."
-        )
-    if any(x.is_meta for x in numbers):
-        raise ConversionError(f"{what} needs a model with weights; got a model on meta. Make it on a real device.")
 
 
 def _need_numbers(plain: Plain) -> None:

@@ -1,13 +1,8 @@
 """pinv(M) for random features, made once and used at every step of training.
 
 With at least as many features as equations pinv(M) = M^T (M M^T)^-1, with fewer (M^T M)^-1 M^T: a Cholesky factor of
-the smaller Gram matrix, in float64, serves all steps. Both Gram matrices have structure. M^T M is the elementwise
-product of two small ones. An entry of M M^T depends only on a pair of outputs and a pair of inputs,
-
-    (M M^T)[(i, j), (i', j')] = sum_f  (left[i, f] left[i', f])  (right[f, j] right[f, j'])
-
-and pairs are unordered, so one product of about (out^2 / 2) x (inp^2 / 2) numbers holds all of it: a fourth of the
-multiplications of M M^T. Blocks of outputs share one factor.
+the smaller Gram matrix, in float64, serves all steps. Features are scaled to unit length, as everywhere in the solver,
+so "least change of gamma" means that of their contributions. Blocks of outputs share one factor.
 
 The factor is made in float64 and then kept in the precision of the layer, where a test shows that it loses little: what
 one step leaves over is part of the next one's target, so that small errors do not add up. Where the factor would not
@@ -24,10 +19,8 @@ from torch import Tensor
 from onlynorm.errors import InsufficientFeaturesError
 from onlynorm.solvers import KhatriRao
 from onlynorm.solvers.krylov import conjugate_gradients
-from onlynorm.solvers.memory import memory_limit
+from onlynorm.solvers.memory import memory_budget
 
-FEW = 8
-"""Outputs or inputs from which on pairs pay; below, the product of M with itself runs faster."""
 ENOUGH = 1e-3
 """What a solve may leave over of its right-hand side, in a precision below float64 or by an iteration."""
 MAX_ITERATIONS = 500
@@ -39,14 +32,15 @@ class PseudoInverse:
     def __init__(self, operator: KhatriRao, *, dtype: torch.dtype = torch.float64, memory: float | None = None) -> None:
         """For an operator in float64; `dtype` is the precision to work in, where it is precise enough.
 
-        Factorizes if two Gram matrices fit into `memory` bytes, 80 % of what is free if left out.
+        Factorizes if two Gram matrices fit into `memory` bytes, 80 % of the machine's if left out.
         """
         self.is_wide = operator.n_features >= operator.equations
         self.factor: Tensor | None = None
         working = torch.float64 if dtype == torch.float64 else torch.float32
+        operator, self._lengths = operator.unit()
         self.operator = operator.to(working)
-        if 2 * 8 * min(operator.n_features, operator.equations) ** 2 <= memory_limit(memory):
-            gram = row_gram(operator) if self.is_wide else operator.gram()
+        if 2 * 8 * min(operator.n_features, operator.equations) ** 2 <= memory_budget(memory):
+            gram = operator.row_gram() if self.is_wide else operator.gram()
             factor = _factorize(gram, operator)
             self.factor = factor.to(working)
             if working != torch.float64 and self._left_over(gram) > ENOUGH:
@@ -57,9 +51,10 @@ class PseudoInverse:
         if change.ndim > 2 and len(change) == 1:  # products of a batch of one take a slower way
             return self(change[0])[None]
         change = change.to(self.operator.dtype)
+        lengths = self._lengths.to(change.dtype)
         if self.is_wide:
-            return self.operator.transpose(self._solve(change, 2))
-        return self._solve(self.operator.transpose(change), 1)
+            return self.operator.transpose(self._solve(change, 2)) / lengths
+        return self._solve(self.operator.transpose(change), 1) / lengths
 
     def _solve(self, right: Tensor, n_axes: int) -> Tensor:
         """The inverse of the smaller Gram matrix times vectors that lie along the last `n_axes` axes."""
@@ -89,33 +84,3 @@ def _factorize(gram: Tensor, operator: KhatriRao) -> Tensor:
             "another seed, or more excess."
         )
     return factor
-
-
-def row_gram(operator: KhatriRao) -> Float[Tensor, "eq eq"]:
-    """M M^T, from one product over pairs of outputs and pairs of inputs where there are enough of both to fill it."""
-    out, inp = operator.out, operator.inp
-    if min(out, inp) < FEW:
-        return operator.row_gram()
-    outputs = torch.triu_indices(out, out, device=operator.device)
-    inputs = torch.triu_indices(inp, inp, device=operator.device)
-    total = torch.zeros(outputs.shape[1], inputs.shape[1], dtype=operator.dtype, device=operator.device)
-    for _, left, right in operator.blocks():
-        pairs = torch.cat([left[:, i:] * left[:, i, None] for i in range(out)], 1).mT.contiguous()
-        start = 0
-        for j in range(inp):  # input by input: the products of all pairs at once would not stay in the cache
-            total[:, start : start + inp - j].addmm_(pairs, right[:, j:] * right[:, j, None])
-            start += inp - j
-    which_output, which_input = _pair_numbers(outputs, out), _pair_numbers(inputs, inp)
-    gram = total.new_empty(out, inp, out, inp)
-    for i in range(out):  # row by row, since an index for all entries would be larger than the matrix
-        gram[i] = total[which_output[i]][:, which_input].permute(1, 0, 2)
-    return gram.view(out * inp, out * inp)
-
-
-def _pair_numbers(pairs: Tensor, n: int) -> Tensor:
-    """(n, n) numbers of the unordered pairs."""
-    numbers = torch.empty(n, n, dtype=torch.long, device=pairs.device)
-    count = torch.arange(pairs.shape[1], device=pairs.device)
-    numbers[pairs[0], pairs[1]] = count
-    numbers[pairs[1], pairs[0]] = count
-    return numbers

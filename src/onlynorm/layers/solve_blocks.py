@@ -1,11 +1,10 @@
 """Gammas for many blocks that share one matrix: one factor for all of them, one iteration, or each block by itself.
 
 The factor of a block of n equations costs about n^3 multiplications once, an iteration about 650 n^2 for every block
-(some 260 sweeps at an excess of 1.25): the factor pays up to several hundred equations per block and block. Blocks need
-more sweeps than one large system of the same excess, since few outputs leave the lengths of the features uneven. Both
+(some 260 sweeps at an excess of 1.25): the factor pays up to several hundred equations per block and block. Both
 ways work in float32 and take their residuals in float64. Both need an excess that is not near one. Where they do not
 reach the tolerance, and where features are too few for an exact solution, blocks are solved one by one with whatever
-suits them.
+suits them. Features are scaled to unit length first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.layers.block_operator import BlockOperator
-from onlynorm.layers.pseudo_inverse import row_gram
 from onlynorm.solvers import KhatriRao, solve_operator
 from onlynorm.solvers.krylov import solve_krylov
 
@@ -32,19 +30,22 @@ MAX_REFINEMENTS, MAX_ITERATIONS = 8, 2000
 def solve_blocks(operator: KhatriRao, targets: Float[Tensor, "blocks out inp"]) -> Float[Tensor, "blocks feat"]:
     """The least-norm gammas with left diag(gamma_b) right = targets[b], or the nearest where features are too few."""
     if len(targets) > 1 and operator.excess >= LEAST_EXCESS:
-        whole, target = BlockOperator(operator, len(targets)), targets.flatten(0, 1)
+        unit, lengths = operator.unit()
+        sizes = targets.abs().amax((1, 2), keepdim=True)
+        sizes = torch.where(sizes > 0, sizes, 1.0)  # a block that is small beside others keeps its digits
+        whole, target = BlockOperator(unit, len(targets)), (targets / sizes).flatten(0, 1)
         is_small = operator.equations <= min(EQUATIONS_PER_BLOCK * len(targets), MOST_EQUATIONS)
         gamma = _by_factor(whole, target) if is_small else None
         if gamma is None:
             gamma = _by_iteration(whole, target)
         if _left_over(whole, target, gamma) <= TOLERANCE:
-            return gamma.view(len(targets), -1)
+            return gamma.view(len(targets), -1) * sizes[:, 0] / lengths
     return torch.stack([solve_operator(operator, target).gamma for target in targets])
 
 
 def _by_factor(whole: BlockOperator, target: Tensor) -> Tensor | None:
     """Gamma by one float32 factor for all blocks, refined; None where that is too coarse for these features."""
-    factor, failed = torch.linalg.cholesky_ex(row_gram(whole.block.to(torch.float32)))
+    factor, failed = torch.linalg.cholesky_ex(whole.block.to(torch.float32).row_gram())
     if int(failed):
         return None
     gamma, rest, error = target.new_zeros(whole.n_features), target, 1.0
