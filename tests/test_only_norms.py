@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import copy
+import io
+import multiprocessing
+import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from foreign_norms import FrozenBatchNorm2d
+from foreign_norms import (
+    FrozenBatchNorm2d,
+    GemmaRMSNorm,
+    GlobalResponseNorm,
+    LayerNorm1P,
+    LlamaRMSNorm,
+    OwnBatchNorm,
+    UnitNorm,
+)
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, UnknownNameError
+from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
 from onlynorm.models import CifarResNet
-from onlynorm.tuning import init_gamma, only_norms
+from onlynorm.tuning import find_norms, init_gamma, only_norms
 
 
 class Net(nn.Module):
@@ -111,10 +124,78 @@ def test_frozen_statistics_stay_after_train(statistics: str, wrap: object) -> No
     assert not inner.drop.training
 
 
+TRACKING: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "batch without affine": lambda: nn.BatchNorm2d(4, affine=False),
+    "sync without affine": lambda: nn.SyncBatchNorm(4, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    "instance without affine": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "own class": lambda: OwnBatchNorm(4),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TRACKING if "sync" not in name])
+@pytest.mark.parametrize("statistics", ["track", "freeze", "recalibrate"])
+def test_the_policy_covers_every_module_with_running_statistics(name: str, statistics: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), TRACKING[name](), nn.GroupNorm(2, 4))
+    only_norms(model, statistics=statistics)
+    before = {key: value.clone() for key, value in model[1].named_buffers()}
+    model.train()
+    model(images())
+    moved = {key for key, value in model[1].named_buffers() if not torch.equal(value, before[key])}
+    floating = {key for key, value in before.items() if value.is_floating_point()}
+    assert moved - {"num_batches_tracked"} == (floating if statistics == "track" else set())
+    assert statistics == "track" or not moved
+
+
+def test_the_policy_covers_synchronized_norms_without_scale() -> None:
+    # Their training pass needs several processes, so their mode has to do.
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), TRACKING["sync without affine"](), nn.GroupNorm(2, 4))
+    only_norms(model, statistics="freeze")
+    assert not model.train()[1].training
+
+
 def test_a_deep_copy_keeps_a_policy_of_its_own() -> None:
     model = Net()
     handle = only_norms(model, statistics="freeze")
     twin = copy.deepcopy(model)
+    handle.undo()
+    assert not torch.equal(statistics_after(model), torch.zeros(4))
+    assert torch.equal(statistics_after(twin), torch.zeros(4))
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def mean_after_training(model: nn.Module) -> list[float]:
+    """Runs in a process of its own."""
+    return [float(x) for x in statistics_after(model)]
+
+
+def through_spawn(model: nn.Module) -> nn.Module:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(mean_after_training, (model,)) == [0.0] * 4
+        return copy.deepcopy(pool.apply(copy.copy, (model,)))  # processes share the memory of tensors
+
+
+@pytest.mark.parametrize(
+    "carry", [through_pickle, through_torch, through_spawn, lambda m: through_pickle(copy.deepcopy(m))]
+)
+def test_a_model_with_frozen_statistics_can_be_pickled_and_keeps_the_policy(carry: Any) -> None:
+    model = Net()
+    handle = only_norms(model, statistics="freeze", also="head")
+    twin = carry(model)
+    assert torch.equal(statistics_after(twin), torch.zeros(4))
+    assert twin.bn.train.module is twin.bn, "the policy belongs to the copy"
+    assert trained(twin) == trained(model)
     handle.undo()
     assert not torch.equal(statistics_after(model), torch.zeros(4))
     assert torch.equal(statistics_after(twin), torch.zeros(4))
@@ -143,6 +224,32 @@ def test_recalibration_averages_over_the_batches_with_dropout_off() -> None:
     model.train()
     model(images(seed=9))
     assert torch.equal(model.bn.running_mean, before)
+
+
+@pytest.mark.parametrize("name", ["batch without affine", "instance", "instance without affine"])
+def test_recalibration_reaches_instance_norms_and_norms_without_scale(name: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), TRACKING[name](), nn.GroupNorm(2, 4))
+    momentum = model[1].momentum
+    handle = only_norms(model, statistics="recalibrate", which="2")
+    batches = [images(seed=s) for s in range(3)]
+    handle.recalibrate((x, None) for x in batches)
+    seen = torch.stack([model[0](x).mean((0, 2, 3)) for x in batches]).mean(0).detach()
+    # The mean over 3 batches of 16 x 36 float32 numbers of size 3.
+    torch.testing.assert_close(model[1].running_mean, seen, rtol=0.0, atol=3 * 1728 * 2.0**-23)
+    assert model[1].momentum == momentum
+
+
+def test_a_recalibration_that_fails_leaves_the_statistics() -> None:
+    model = Net()
+    handle = only_norms(model, statistics="recalibrate")
+    handle.recalibrate([images()])
+    before = model.bn.running_mean.clone()
+    with pytest.raises(ValueRangeError, match="at least one batch; got none"):
+        handle.recalibrate([])
+    with pytest.raises(ConversionError, match="it failed at batch 2"):
+        handle.recalibrate([images(seed=1), torch.zeros(3)])
+    assert torch.equal(model.bn.running_mean, before)
+    assert model.bn.momentum == 0.1
 
 
 def test_undo_gives_statistics_back_to_train() -> None:
@@ -221,6 +328,91 @@ def test_scales_start_as_frankle_et_al_compared_them(how: str, low: float, high:
     assert not shifts.any()
 
 
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [
+        (GemmaRMSNorm(6), (2, 5, 6)),
+        (LayerNorm1P(6), (2, 5, 6)),
+        (LlamaRMSNorm(6), (2, 5, 6)),
+        (nn.LayerNorm(6), (2, 5, 6)),
+        (nn.BatchNorm2d(6), (2, 6, 4, 4)),
+        (GemmaRMSNorm(6).bfloat16(), (2, 5, 6)),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+@pytest.mark.parametrize(("how", "scale"), [("ones", 1.0), ("fixed", 0.5)])
+def test_scales_are_those_that_the_norm_applies(
+    norm: nn.Module, shape: tuple[int, ...], how: str, scale: float
+) -> None:
+    model = nn.Sequential(copy.deepcopy(norm)).eval()
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=next(norm.parameters()).dtype)
+    init_gamma(only_norms(model), how="ones")
+    unit = model(x).float().detach()
+    # Both kinds of norm give a mean square of one, but for the running statistics of batch norms, zero and one.
+    assert 0.8 <= float(unit.square().mean()) <= 1.25
+    other = nn.Sequential(copy.deepcopy(norm)).eval()
+    init_gamma(only_norms(other), how=how)
+    torch.testing.assert_close(other(x).float(), scale * unit, rtol=4 * 2.0**-8, atol=0.0)
+
+
+def test_a_global_response_norm_adds_nothing_at_a_scale_of_one() -> None:
+    model = nn.Sequential(GlobalResponseNorm(4))
+    init_gamma(only_norms(model), how="ones")
+    x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(x), x)
+
+
+def test_a_norm_whose_scale_cannot_be_measured_is_named() -> None:
+    class OddNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    model = nn.Sequential(nn.LayerNorm(3), OddNorm())
+    handle = only_norms(model)
+    with pytest.raises(ConversionError, match=r"the scale of 1 \(OddNorm\)"):
+        init_gamma(handle, how="fixed")
+    assert torch.equal(model[0].weight, torch.ones(3)), "nothing was changed"
+
+
+def test_an_affine_map_is_offered_only_where_it_can_be_given() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), UnitNorm())
+    (skipped,) = find_norms(model).skipped
+    assert "add_affine" not in str(skipped)
+    with pytest.raises(ConversionError, match=r"UnitNorm has no option for them") as caught:
+        only_norms(model, add_affine=True)
+    assert "add_affine" not in str(caught.value)
+    with pytest.raises(ConversionError, match="add_affine=True"):
+        only_norms(nn.Sequential(nn.LayerNorm(2, elementwise_affine=False)))
+    with pytest.raises(ConversionError, match="thaw=True"):
+        only_norms(nn.Sequential(FrozenBatchNorm2d(2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_affine_map_has_the_precision_of_the_model(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False)).to(dtype)
+    only_norms(model, add_affine=True)
+    assert model[1].weight.dtype == dtype
+
+
+def test_only_chosen_norms_get_an_affine_map() -> None:
+    model = nn.Sequential(*(nn.LayerNorm(2, elementwise_affine=False) for _ in range(3)))
+    handle = only_norms(model, add_affine=True, which="1")
+    assert [norm.weight is None for norm in model] == [True, False, True]
+    handle.undo()
+    assert [norm.weight is None for norm in model] == [True, True, True]
+
+
+def test_a_refused_call_takes_back_what_it_added() -> None:
+    model = nn.Sequential(nn.LayerNorm(2, elementwise_affine=False), FrozenBatchNorm2d(2))
+    with pytest.raises(UnknownNameError, match="heat"):
+        only_norms(model, add_affine=True, thaw=True, also="heat")
+    assert list(model.parameters()) == []
+    with pytest.raises(ConversionError, match="which needs a function of a NormLayer; it failed at 0"):
+        only_norms(model, add_affine=True, which=lambda norm: norm.nothing)
+    assert list(model.parameters()) == []
+
+
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     model = Net()
     before = trained(model)
@@ -238,3 +430,68 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         only_norms(model)
     with pytest.raises(UnknownNameError, match=r"gamma.*'one'.*ones"):
         init_gamma(handle, how="one")
+
+
+class MeanNorm(nn.Module):
+    """A norm of one's own whose statistics have a name of their own."""
+
+    def __init__(self, n_channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(n_channels))
+        self.weight = nn.Parameter(torch.ones(n_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - self.mean) * self.weight
+
+
+def test_frozen_statistics_of_own_norms_stay_whatever_they_are_called() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), MeanNorm(4))
+    handle = only_norms(model, statistics="freeze")
+    model.train()(torch.ones(3, 4))
+    assert not model[1].mean.any()
+    handle.undo()
+    model.train()(torch.ones(3, 4))
+    assert model[1].mean.any()
+
+
+class DeafLayerNorm(nn.LayerNorm):
+    """A LayerNorm that never looks at its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.normalized_shape)
+
+
+class LastLayerNorm(nn.LayerNorm):
+    """A LayerNorm over the channels of images."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_a_scale_is_not_added_to_a_norm_that_would_not_use_it() -> None:
+    deaf = nn.Sequential(nn.Linear(4, 4), DeafLayerNorm(4, elementwise_affine=False))
+    with pytest.raises(ConversionError, match="DeafLayerNorm") as caught:
+        only_norms(deaf, add_affine=True)
+    assert "add_affine" not in str(caught.value)
+    images = nn.Sequential(nn.Conv2d(3, 4, 1), LastLayerNorm(4, elementwise_affine=False))
+    assert only_norms(images, add_affine=True).n_trainable == 8
+
+
+class HalfGemmaRMSNorm(nn.Module):
+    """Computes (1 + weight) and returns bfloat16, whatever it is given."""
+
+    def __init__(self, n_channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.float().square().mean(-1, keepdim=True).add(1e-6).sqrt()
+        return (x.float() / size * (1.0 + self.weight)).bfloat16()
+
+
+def test_the_scale_of_a_norm_that_returns_a_lower_precision_is_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), HalfGemmaRMSNorm(6))
+    init_gamma(only_norms(model), how="ones")
+    assert torch.equal(model[1].weight, torch.zeros(6))

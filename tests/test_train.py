@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.data import digits
-from onlynorm.errors import ConversionError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ConversionError, FormatError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
 from onlynorm.layers import NormOnlyLayer, norm_only
 from onlynorm.optim import follow_weights
+from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning import Schedule, accuracy, fit, only_norms
 
 QUICK = Schedule(epochs=3, batch_size=64, lr=0.1, seed=3)
@@ -104,6 +106,7 @@ def test_a_killed_run_resumes_with_the_same_numbers(
     assert same(whole, again)
     assert result.n_steps == wanted.n_steps
     assert [row["epoch"] for row in result.history] == [0.0, 1.0, 2.0]
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in wanted.history]
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -293,6 +296,167 @@ def test_following_weights_needs_norm_only_layers_and_one_process(monkeypatch: p
         fit(small(features="id_cond"), data(), schedule=followed())
 
 
+# ------------------------------------------------------------------------------- targets
+
+
+def regression(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(96, 6, generator=generator)
+    return inputs, inputs[:, :2] * torch.tensor([1.0, -2.0])
+
+
+def regressor() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 2))
+
+
+def test_real_targets_are_fitted_by_the_mean_squared_error() -> None:
+    model, twin = regressor(), regressor()
+    schedule = Schedule(epochs=10, batch_size=32, lr=0.05, seed=3)
+    result = fit(model, regression(), test=regression(1), schedule=schedule)
+    wanted = fit(twin, regression(), test=regression(1), schedule=schedule, loss=nn.functional.mse_loss)
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in wanted.history]
+    assert same(model, twin)
+    assert result.history[-1]["loss"] < 0.5 * result.history[0]["loss"]
+    assert "test_accuracy" not in result.history[-1]
+    inputs, targets = regression(1)
+    with torch.no_grad():
+        by_hand = nn.functional.mse_loss(model.eval()(inputs), targets)
+    # The mean over 192 numbers in another order.
+    assert result.history[-1]["test_loss"] == pytest.approx(float(by_hand), rel=192 * 2.0**-23)
+    assert "test loss" in str(result)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_targets_of_a_dataset_follow_the_same_rule() -> None:
+    tensors, pairs, arrays = regressor(), regressor(), regressor()
+    schedule = Schedule(epochs=1, batch_size=32, lr=0.05)
+    fit(tensors, regression(), schedule=schedule)
+    fit(pairs, list(zip(*regression(), strict=True)), schedule=schedule)
+    fit(arrays, tuple(t.numpy() for t in regression()), schedule=schedule)  # type: ignore[arg-type]
+    assert same(tensors, pairs)
+    assert same(tensors, arrays)
+
+
+def test_what_needs_classes_is_refused_for_real_targets() -> None:
+    with pytest.raises(ValueRangeError, match=r"label_smoothing needs class labels; got 0\.1 and floating-point"):
+        fit(regressor(), regression(), schedule=Schedule(label_smoothing=0.1))
+    with pytest.raises(ValueRangeError, match="accuracy needs class labels"):
+        accuracy(regressor(), regression())
+    inputs, targets = regression()
+    with pytest.raises(ShapeError, match=r"targets of the shape of the output, \(32, 2\); got \(32,\)"):
+        fit(regressor(), (inputs, targets[:, 0]), schedule=Schedule(batch_size=32))
+
+
+def test_accuracy_counts_positions_and_leaves_out_ignored_ones() -> None:
+    logits = torch.eye(3)[torch.tensor([[0, 1, 2], [2, 1, 0]])]  # (samples, positions, classes)
+    labels = torch.tensor([[0, 1, 1], [2, -100, -100]])
+
+    class Returns(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return logits[x.long()]
+
+    assert accuracy(Returns(), (torch.arange(2), labels)) == 3 / 4
+
+
+# ------------------------------------------------------------------------------- modes and random numbers
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_modes_are_left_as_they_were(is_killed: bool) -> None:
+    model = make().eval()
+    model[3].train()
+    if is_killed:
+        with pytest.raises(KilledError):
+            fit(model, data(), schedule=QUICK, step=killer(3))  # type: ignore[arg-type]
+    else:
+        fit(model, data(), schedule=QUICK)
+    assert [m.training for m in model] == [False, False, False, True, False, False]
+    assert not model.training
+    before = model[1].running_mean.clone()
+    model(data()[0])
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_runs_in_threads_are_each_a_function_of_their_seed() -> None:
+    wanted = make()
+    fit(wanted, data(), schedule=QUICK)
+    models = [make() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda model: fit(model, data(), schedule=QUICK), models))
+    assert [same(model, wanted) for model in models] == [True] * 4
+
+
+def test_numbers_drawn_by_callbacks_and_by_fits_inside_them_change_nothing(tmp_path: Path) -> None:
+    wanted, model = make(), make()
+    fit(wanted, data(), schedule=QUICK)
+
+    def step(number: int, total: int, loss: float) -> None:
+        torch.rand(number)
+        if number == 2:
+            fit(make(), data(), schedule=Schedule(epochs=1, seed=9))
+
+    fit(model, data(), schedule=QUICK, step=step, checkpoint=tmp_path / "run.safetensors", save_every=2)
+    assert same(model, wanted)
+
+
+def test_numbers_drawn_by_a_data_set_are_those_of_the_seed() -> None:
+    class Noisy:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return data()[0][index] + torch.randn(64), int(data()[1][index])
+
+    models = make(), make()
+    for model in models:
+        torch.rand(5)
+        fit(model, Noisy(), schedule=QUICK)
+    assert same(*models)
+
+
+# ------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("damage", ["optimizer", "slot", "generator", "progress", "numbers", "missing"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.safetensors"
+    fit(make(), data(), schedule=QUICK, checkpoint=path)
+    document, tensors = read_tensors(path, kind="training run", format=1, cure="")
+    name = next(key for key in tensors if key.startswith("optimizer/"))
+    if damage == "optimizer":
+        tensors["optimizer/nobody/momentum_buffer"] = tensors.pop(name)
+    elif damage == "slot":
+        tensors[name] = torch.zeros(3)
+    elif damage == "generator":
+        tensors["generator"] = torch.zeros(7, dtype=torch.uint8)
+    elif damage == "progress":
+        document["progress"]["epoch"] = "two"
+    elif damage == "numbers":
+        document["numbers"] = {"0.weight/step": "two"}
+    else:
+        del tensors["generator"]
+    write_tensors(path, tensors, kind="training run", format=1, document=document)
+    model = make()
+    before = copy.deepcopy(model)
+    with pytest.raises(FormatError, match=r"run\.safetensors has others"):
+        fit(model, data(), schedule=QUICK, checkpoint=path)
+    assert same(model, before)
+
+
+# ------------------------------------------------------------------------------- devices
+
+
+def test_more_processes_than_cores_are_refused() -> None:
+    for devices in (99, "99", 0, -1):
+        with pytest.raises(ValueRangeError, match=rf"devices needs 1 to \d+ processes on a CPU .*got {devices}"):
+            fit(make(), data(), schedule=QUICK, accelerator="cpu", devices=devices)
+    for wrong in ({"accelerator": "abacus"}, {"strategy": "magic"}, {"precision": "3"}):
+        with pytest.raises(ValueRangeError, match="need what this machine has"):
+            fit(make(), data(), schedule=QUICK, **wrong)  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------- logs and misuse
 
 
@@ -305,19 +469,95 @@ def test_logs_are_a_table_and_events(tmp_path: Path) -> None:
     assert list((tmp_path / "tensorboard").rglob("events.*"))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input_is_refused() -> None:
     model = make()
     with pytest.raises(UnknownNameError, match=r"optimizer.*'adam'.*adamw"):
         Schedule(optimizer="adam")
-    bad = (("epochs", -1), ("batch_size", 0), ("lr", float("nan")), ("warmup", 1.0), ("drops", (0.5, 1.5)))
+    nan = float("nan")
+    bad = (
+        ("epochs", -1), ("epochs", 1.5), ("batch_size", 0), ("lr", nan), ("lr", -1.0), ("lr", "0.1"), ("warmup", 1.0),
+        ("drops", (0.5, 1.5)), ("drops", (nan,)), ("momentum", nan), ("momentum", 1.0), ("weight_decay", -0.1),
+        ("label_smoothing", 1.0), ("patience", -1), ("patience", 0), ("clip", -1.0), ("clip", 0.0), ("clip", nan),
+        ("seed", "a"), ("seed", -1), ("seed", 2**64), ("follow_weights", 1),
+    )  # fmt: skip
     for field, value in bad:
-        with pytest.raises(ValueRangeError, match=f"{field} needs a sensible value"):
+        with pytest.raises(ValueRangeError, match=f"^{field} needs .*; got "):
             Schedule(**{field: value})
+    with pytest.raises(ValueRangeError, match=r"warmup needs .*\[0, 1\); got 1\.5"):
+        Schedule(warmup=1.5)
+    with pytest.raises(UnknownNameError, match=r"augmentation.*'flop'.*flip"):
+        Schedule(augmentation="flop")
     with pytest.raises(ShapeError, match="as many labels as inputs"):
         fit(model, (torch.zeros(3, 64), torch.zeros(2)))
+    with pytest.raises(ValueRangeError, match="save_every needs to be a whole number from 1; got 0"):
+        fit(model, data(), save_every=0)
+    with pytest.raises(ShapeError, match=r"got \(64, 3\) of torch.float32, and the model failed"):
+        fit(model, (torch.zeros(300, 3), data()[1]), schedule=QUICK)
+    with pytest.raises(ValueRangeError, match=r"whole numbers from 0 to 9, one for each output; got 12"):
+        fit(model, (data()[0], data()[1] + 3), schedule=QUICK)
+    with pytest.raises(ShapeError, match="a loss that is one number; got shape"):
+        fit(model, data(), schedule=QUICK, loss=lambda output, labels: output)
+    with pytest.raises(ConversionError, match="loss needs a function of 2 arguments"):
+        fit(model, data(), schedule=QUICK, loss=lambda output: output)
+    with pytest.raises(ConversionError, match=r"loss needs a function; got the class CrossEntropyLoss"):
+        fit(model, data(), schedule=QUICK, loss=nn.CrossEntropyLoss)
+    with pytest.raises(ShapeError, match="a data set needs pairs"):
+        fit(model, [(torch.zeros(64), "cat")], schedule=QUICK)
     with pytest.raises(ShapeError, match="images"):
         fit(model, data(), schedule=Schedule(augmentation="flip"))
     for p in model.parameters():
         p.requires_grad_(False)
     with pytest.raises(ConversionError, match="parameters that require gradients; got none"):
         fit(model, data())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_labels_of_wide_unsigned_integers_are_learned_and_tested(dtype: torch.dtype) -> None:
+    inputs, labels = data()
+    plain, wide = make(), make()
+    first = fit(plain, (inputs, labels), test=(inputs, labels), schedule=QUICK)
+    second = fit(wide, (inputs, labels.to(dtype)), test=(inputs, labels.to(dtype)), schedule=QUICK)
+    assert same(plain, wide)
+    assert first.history[-1]["test_accuracy"] == second.history[-1]["test_accuracy"]
+    rows = [(x, y) for x, y in zip(inputs, labels.to(dtype), strict=True)]
+    assert accuracy(plain, rows) == accuracy(plain, (inputs, labels))
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
+    inputs, labels = data()
+    fit(make(), (inputs, labels), schedule=QUICK, checkpoint=tmp_path / "run")
+    with pytest.raises(ConversionError, match="other inputs or labels"):
+        fit(make(), (inputs.flip(0), labels), schedule=QUICK, checkpoint=tmp_path / "run")
+    with pytest.raises(ConversionError, match="other inputs or labels"):
+        fit(make(), (inputs, labels.flip(0)), schedule=QUICK, checkpoint=tmp_path / "run")
+
+
+def test_a_run_is_not_resumed_on_other_frozen_weights(tmp_path: Path) -> None:
+    model, other = make(), make(seed=1)
+    for one in (model, other):
+        only_norms(one)
+    fit(model, data(), schedule=QUICK, checkpoint=tmp_path / "run")
+    before = copy.deepcopy(other)
+    with pytest.raises(ConversionError, match="not trained"):
+        fit(other, data(), schedule=QUICK, checkpoint=tmp_path / "run")
+    assert same(other, before)
+
+
+def test_a_run_is_the_same_inside_contexts_of_the_caller() -> None:
+    models = [make() for _ in range(4)]
+    fit(models[0], data(), schedule=QUICK)
+    with torch.no_grad():
+        fit(models[1], data(), schedule=QUICK)
+    with torch.inference_mode():
+        fit(models[2], data(), schedule=QUICK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fit(models[3], data(), schedule=QUICK)
+    assert all(same(models[0], model) for model in models[1:])
+
+
+def test_a_model_made_in_inference_mode_is_not_trained() -> None:
+    with torch.inference_mode():
+        model = make()
+    with pytest.raises(ConversionError, match="inference_mode"):
+        fit(model, data(), schedule=QUICK)

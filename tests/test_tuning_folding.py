@@ -15,7 +15,7 @@ from torch.nn import functional
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.models import CifarResNet, mlp, own_randomness
 from onlynorm.reconstruction import Affine
-from onlynorm.tuning import find_norms, load_adapter, only_norms, save_adapter
+from onlynorm.tuning import find_norms, load_adapter, only_norms, save_adapter, take_adapter
 from onlynorm.tuning.folding import FoldedModel, fold, unfold
 
 ROUNDING = 1e-12
@@ -196,7 +196,7 @@ KEPT = [
     ("weight used", "used elsewhere too", "the output would change"),
     ("no statistics", "it has no running statistics", "it has no running statistics"),
     ("own forward", "its class has a forward of its own", "its class has a forward of its own"),
-    ("hooked", "conv has hooks", "conv has hooks"),
+    ("hooked", "conv has hooks", "hook"),
     ("group norm", "takes its statistics from every input", "takes its statistics from every input"),
     ("frozen look-alike", "none of torch's batch norms", "none of torch's batch norms"),
 ]
@@ -380,3 +380,16 @@ def test_mlps_are_folded() -> None:
     made = fold(model)
     assert len(made.folded) == len(find_norms(model).norms) > 0
     assert difference(model, made.network, batch(4, 5)) <= ROUNDING
+
+
+def test_a_model_of_which_nothing_was_folded_is_unfolded_to_itself() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).eval()
+    only_norms(model)
+    folded = fold(model)
+    assert folded.folded == ()
+    back = unfold(folded)
+    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True))
+    assert take_adapter(back).tensors.keys() == take_adapter(folded.network).tensors.keys()
+    assert fold(folded.network).folded == ()
+    with pytest.raises(ConversionError, match="unfold needs a model that fold made"):
+        unfold(back)

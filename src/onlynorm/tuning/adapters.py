@@ -5,31 +5,54 @@
     adapters.add("a", "task_a.safetensors"); adapters.add("b", "task_b.safetensors")
     adapters.switch("a"); adapters.disable(); adapters.average({"a": 0.7, "b": 0.3})
 
-The values that the base model has under any adapter are kept, so that every way back is exact to the last bit. Adapters
+The values that the base model has under any adapter are copied, so that every way back is exact to the last bit; of
+everything else there is a digest, so that a change outside the adapters is an error and not a new base model. Adapters
 may cover different layers: what the active one does not hold has the base model's values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.tuning.adapter import Adapter, assign, need_fit, norm_tensors, read_adapter, take_adapter
+from onlynorm.errors import ConversionError, ShapeError, ValueRangeError, shown
+from onlynorm.modules import need_choice, need_text
+from onlynorm.tuning.adapter import (
+    Adapter,
+    free_tensors,
+    modules_of,
+    need_fit,
+    norm_tensors,
+    read_adapter,
+    take_adapter,
+    write_values,
+)
+from onlynorm.tuning.fingerprint import digests, few, fingerprint, is_plain, state_of
+from onlynorm.tuning.norms import add_affine, can_get_affine, need_module, number_like, plain_name, remove_affine
+from onlynorm.tuning.only_norms import preparation_of
 
 
 class Adapters:
     """The adapters of one model by name; `active` is the one whose values the model has now, None for the base."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model = need_module("Adapters", model)
         self.active: str | None = None
         self._adapters: dict[str, Adapter] = {}
-        trained = model.__dict__.get("onlynorm_tuning", {}).get("trained", ())
-        self._base: dict[str, Tensor] = self._present(norm_tensors(model) | set(trained))
+        state = state_of(self.model)
+        self._digests = digests(state)
+        floating = {plain_name(n) for n, b in self.model.named_buffers(remove_duplicate=False) if b.is_floating_point()}
+        prepared = preparation_of(self.model)
+        keys = norm_tensors(self.model) | floating | set(() if prepared is None else prepared.trained)
+        self._base = {key: state[key].detach().clone() for key in state if key in keys and is_plain(state[key])}
+        self._bare: set[str] = set()  # scales and shifts that the base model's norms do not have
         self._merged: list[dict[str, Tensor]] = []
 
     def __iter__(self) -> Iterator[str]:
@@ -41,15 +64,17 @@ class Adapters:
     def add(self, name: str, adapter: Adapter | Path | str) -> Adapter:
         """Adds an adapter, or the one in a file, under a name; the model stays as it is until `switch`."""
         made = adapter if isinstance(adapter, Adapter) else read_adapter(adapter)
+        need_text("the name of an adapter", name, cure="Pass a string.")
         if name in self._adapters:
-            raise ConversionError(f"an adapter needs a name of its own; {name!r} is taken. Remove that one first.")
-        present = self._present(self._base)
-        self._set({})  # the adapter is held against the base model itself
+            raise ConversionError(f"an adapter needs a name of its own; {shown(name)} is taken. Remove that one first.")
+        self._remember(made)
+        present = self._present()
+        self._set_base()  # the adapter is compared with the base model itself, before any merge
         try:
+            self._need_same_elsewhere(made)
             need_fit(self.model, made)
-            self._base |= self._present(made.tensors.keys() - self._base.keys())
         finally:
-            self._set(present)
+            self._write(present)
         self._adapters[name] = made
         return made
 
@@ -68,33 +93,53 @@ class Adapters:
 
     def switch(self, name: str) -> None:
         """Gives the model the values of this adapter, and the base model's wherever it holds none."""
-        self._set(self._need(name).tensors)
+        adapter = self._need(name)
+        self._remember()
+        self._write({**self._visible_base(), **adapter.values})
         self.active = name
 
     def disable(self) -> None:
         """Gives the model the base model's values."""
-        self._set({})
+        self._remember()
+        self._write(self._visible_base())
         self.active = None
 
     def average(self, weights: Mapping[str, float], *, name: str = "average") -> Adapter:
         """Adds, and switches to, the weighted mean of adapters; what one of them does not hold counts as the base."""
-        total = sum(weights.values())
-        if not weights or not abs(total) > 1e-12 or not all(abs(w) < float("inf") for w in weights.values()):
+        given: Any = weights
+        is_map = isinstance(given, Mapping)
+        is_real = is_map and all(isinstance(w, numbers.Real) and math.isfinite(w) for w in given.values())
+        if not is_real or not abs(total := sum(weights.values())) > 1e-12:
             raise ValueRangeError(
-                f"an average needs finite weights with a sum other than zero; got {dict(weights)}. Try equal ones."
+                f"an average needs finite weights with a sum other than zero; got {shown(given)}. Try equal ones."
             )
         parts = [(self._need(key), weight / total) for key, weight in weights.items()]
-        keys = dict.fromkeys(key for adapter, _ in parts for key in adapter.tensors)
-        tensors = {key: self._mean(key, parts) for key in keys}
-        heads = tuple(dict.fromkeys(h for adapter, _ in parts for h in adapter.heads))
-        has_statistics = any(adapter.has_statistics for adapter, _ in parts)
-        made = Adapter(tensors, heads, has_statistics, parts[0][0].base)
         if len({adapter.heads for adapter, _ in parts}) > 1:
             raise ConversionError(
                 "an average needs adapters with the same heads; got different ones. Average adapters without heads, or "
                 "of one task."
             )
-        self.add(name, made)
+        keys = dict.fromkeys(key for adapter, _ in parts for key in adapter.values)
+        values = {key: self._mean(key, parts) for key in keys}
+        tied = {key: first for adapter, _ in parts for key, first in adapter.tied.items()}
+        free = {key for adapter, _ in parts for key in free_tensors(self.model, adapter)} - set(keys)
+        made = Adapter(
+            {key: value for key, value in values.items() if key not in tied},
+            heads=parts[0][0].heads,
+            has_statistics=any(adapter.has_statistics for adapter, _ in parts),
+            base="",
+            buffers=tuple(dict.fromkeys(key for adapter, _ in parts for key in adapter.buffers)),
+            added=tuple(dict.fromkeys(key for adapter, _ in parts for key in adapter.added)),
+            tied=tied,
+            free=tuple(sorted(free)),
+        )
+        present = self._present()
+        self._set_base()
+        try:
+            base = fingerprint(self.model, values.keys() | free)
+        finally:
+            self._write(present)
+        self.add(name, made := replace(made, base=base))
         self.switch(name)
         return made
 
@@ -102,8 +147,10 @@ class Adapters:
         """Makes the active adapter's values those of the base model; `unmerge` takes it back exactly."""
         if self.active is None:
             raise ConversionError("merge needs an active adapter; got none. Call switch(name) first.")
-        self._merged.append(self._base)
-        self._base = self._base | self._adapters[self.active].tensors
+        self._merged.append(self._visible_base())
+        values = self._adapters[self.active].values
+        self._base = self._base | values
+        self._bare -= values.keys()
         self.active = None
 
     def unmerge(self) -> None:
@@ -112,24 +159,75 @@ class Adapters:
             raise ConversionError("unmerge needs a merged adapter; got none. Call merge() first.")
         former = self._merged.pop()
         # Adapters that were added since know base values which that merge did not touch.
+        self._bare |= {key for key in self._base if key not in former and key not in self._digests}
         self._base = self._base | former
         self.disable()
 
-    def _set(self, tensors: Mapping[str, Tensor]) -> None:
-        for key, value in (self._base | dict(tensors)).items():
-            assign(self.model, key, value)
+    def _remember(self, adapter: Adapter | None = None) -> None:
+        """Copies what the base model has under an adapter, and under what `only_norms` chose since the last time."""
+        prepared = preparation_of(self.model)
+        trained = {} if prepared is None else prepared.initial
+        state, places = state_of(self.model), modules_of(self.model)
+        wanted = dict.fromkeys([*trained, *(() if adapter is None else adapter.values)])
+        for key in [key for key in wanted if key not in self._base]:
+            place = key.rpartition(".")[0]
+            values = [value for value in (state.get(key), trained.get(key)) if value is not None and is_plain(value)]
+            is_known = key in self._digests
+            found = [v for v in values if not is_known or digests({key: v})[key] == self._digests[key]]
+            if found:  # what `only_norms` remembers comes last, and first if the base model did not have it at all
+                self._base[key] = found[0 if is_known else -1].detach().clone()
+            elif values:
+                raise ConversionError(
+                    f"Adapters needs the base model's value of {key!r}; it changed since Adapters(model) was made. "
+                    "Call only_norms first, or make Adapters of the base model again."
+                )
+            elif place in places and can_get_affine(places[place]):
+                self._add_bare(place, places[place])
 
-    def _present(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        state = self.model.state_dict()
-        return {key: state[key].detach().clone() for key in keys if key in state}
+    def _add_bare(self, place: str, norm: nn.Module) -> None:
+        """Lets the base model's norm have a scale of one and a shift of zero wherever a value is asked for."""
+        remove = add_affine(norm, number_like(self.model))
+        for own, value in norm.named_parameters(recurse=False):
+            key = f"{place}.{own}".lstrip(".")
+            self._base[key] = value.detach().clone()
+            self._bare.add(key)
+        remove()
+
+    def _need_same_elsewhere(self, adapter: Adapter) -> None:
+        """Raises if a tensor that neither the adapter nor the base values hold changed since `Adapters(model)`."""
+        outside = {key: value for key, value in state_of(self.model).items() if key not in self._base}
+        changed = [key for key, found in digests(outside).items() if self._digests.get(key, found) != found]
+        if changed:
+            raise ConversionError(
+                f"Adapters needs a base model that stays as it was; {few(changed)} changed since Adapters(model) was "
+                "made. Name what is trained in also= of only_norms, or make Adapters of the new base model."
+            )
+
+    def _visible_base(self) -> dict[str, Tensor]:
+        """The base model's values, without scales and shifts that its norms do not have."""
+        return {key: value for key, value in self._base.items() if key not in self._bare}
+
+    def _set_base(self) -> None:
+        """Gives the model the values that the base model had before anything was merged."""
+        self._write({**self._visible_base(), **(self._merged[0] if self._merged else {})})
+
+    def _write(self, values: Mapping[str, Tensor]) -> None:
+        """Gives the model these values; norms that have no scale in the base model lose it unless there is one here."""
+        write_values(self.model, values)
+        places = modules_of(self.model)
+        for place in {key.rpartition(".")[0] for key in self._bare - values.keys()}:
+            if not can_get_affine(places[place]):
+                remove_affine(places[place])
+
+    def _present(self) -> dict[str, Tensor]:
+        state = state_of(self.model)
+        return {key: state[key].detach().clone() for key in self._base if key in state}
 
     def _need(self, name: str) -> Adapter:
-        if name not in self._adapters:
-            raise UnknownNameError("adapter", name, self._adapters)
-        return self._adapters[name]
+        return self._adapters[need_choice("adapter", name, self._adapters)]
 
     def _mean(self, key: str, parts: list[tuple[Adapter, float]]) -> Tensor:
-        values = [(adapter.tensors.get(key, self._base[key]), weight) for adapter, weight in parts]
+        values = [(adapter.values.get(key, self._base[key]), weight) for adapter, weight in parts]
         if len({value.shape for value, _ in values}) > 1:
             raise ShapeError(
                 f"an average needs tensors of one shape; got {', '.join(str(tuple(v.shape)) for v, _ in values)} for "

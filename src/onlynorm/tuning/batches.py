@@ -17,9 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from onlynorm.data import seeded
-from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
+from onlynorm.modules import as_tensor, need_choice, need_integer
 
 AUGMENTATIONS = ("none", "flip", "crop-flip")
+MAX_PIXELS = 2**26
+"""Pixels of an image that is read: a compressed file of a few kB can hold so many that no memory would do."""
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "GIF", "TIFF")  # Pillow looks at the content, not at the name
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
@@ -31,12 +35,14 @@ class Pairs(Sized, Protocol):
 
 
 class TensorPairs:
-    """Inputs and labels held as two tensors."""
+    """Inputs and labels held as two tensors; NumPy arrays are converted."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        if len(inputs) != len(labels) or not len(inputs):
+        inputs, labels = as_tensor("inputs", inputs), as_tensor("labels", labels)
+        if not inputs.ndim or not labels.ndim or len(inputs) != len(labels) or not len(inputs):
+            sizes = [len(t) if t.ndim else 0 for t in (labels, inputs)]
             raise ShapeError(
-                f"training needs as many labels as inputs, at least one; got {len(labels)} labels for {len(inputs)} "
+                f"training needs as many labels as inputs, at least one; got {sizes[0]} labels for {sizes[1]} "
                 "inputs. Pass tensors of one length."
             )
         self.inputs, self.labels = inputs, labels
@@ -96,7 +102,9 @@ class ImageFolder:
         from PIL import Image
 
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=_FORMATS) as image:
+                if image.width * image.height > MAX_PIXELS:
+                    raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
         except Exception as error:  # Pillow raises a dozen kinds of errors on damaged files
             raise FormatError(
@@ -104,6 +112,23 @@ class ImageFolder:
                 "skip_unreadable=True."
             ) from error
         return torch.from_numpy(pixels / 255.0).permute(2, 0, 1)
+
+
+def as_pairs(data: Any) -> Pairs:
+    """(inputs, labels) as a data set, or the data set itself; raises unless it gives pairs."""
+    if isinstance(data, TensorPairs):
+        return data
+    if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
+        return TensorPairs(*data)
+    if not isinstance(data, Pairs) or isinstance(data, str | bytes | dict | type | Tensor | np.ndarray):
+        raise ShapeError(
+            f"training needs (inputs, labels) or a data set of such pairs; got a {type(data).__name__}. Pass a tuple "
+            "of two tensors."
+        )
+    if not len(data):
+        raise ValueRangeError("training needs at least one sample; got none. Pass another dataset.")
+    collate(data, [0])
+    return data
 
 
 def order_of(n_samples: int, *, seed: int, epoch: int) -> Tensor:
@@ -115,8 +140,7 @@ def epoch_batches(
     data: Pairs, *, batch_size: int, seed: int, epoch: int, skip: int = 0, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(number of the batch, inputs, labels) of an epoch from batch `skip` on; each of `world` processes has a share."""
-    if batch_size < 1:
-        raise ValueRangeError(f"batch_size needs a positive whole number; got {batch_size}. Try 128.")
+    batch_size = need_integer("batch_size", batch_size, low=1, cure="Try 128.")
     order = order_of(len(data), seed=seed, epoch=epoch)
     for number in range(skip, n_batches(len(data), batch_size)):
         chosen = order[number * batch_size : (number + 1) * batch_size][rank::world]
@@ -134,14 +158,19 @@ def collate(data: Pairs, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
     if isinstance(data, TensorPairs):
         return data.inputs[list(chosen)], data.labels[list(chosen)]
     pairs = [data[index] for index in chosen]
-    inputs = torch.stack([torch.as_tensor(pair[0]) for pair in pairs])
-    return inputs, torch.as_tensor([int(pair[1]) for pair in pairs])
+    try:
+        inputs, labels = (torch.stack([torch.as_tensor(pair[place]) for pair in pairs]) for place in (0, 1))
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
+        raise ShapeError(
+            f"a data set needs pairs (input, label) of numbers, all of one shape; got {type(error).__name__}: {error}. "
+            "Return two tensors, or a tensor and a whole number."
+        ) from error
+    return inputs, labels
 
 
 def augment(inputs: Tensor, how: str, *, seed: int, step: int) -> Tensor:
     """Images (n, channels, height, width) flipped at random, or padded by an eighth, cropped and flipped."""
-    if how not in AUGMENTATIONS:
-        raise UnknownNameError("augmentation", how, AUGMENTATIONS)
+    need_choice("augmentation", how, AUGMENTATIONS)
     if how == "none":
         return inputs
     if inputs.ndim != 4:

@@ -2,44 +2,81 @@
 
 One hash of sixteen bytes over the names, shapes, types and values of all tensors that adapters leave alone decides.
 Three bytes a tensor beside it, one of its layout and two of its values, name the tensors that differ without a copy of
-the model.
+the model. Quantized tensors, tensor subclasses and other entries of a state dict are hashed piece by piece.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError
+from onlynorm.tuning.norms import is_statistic, plain_name
 
 _WHOLE, _LAYOUT, _VALUES = 16, 1, 2
 """Bytes of the hash that decides, and of the two marks of each tensor."""
+Digests: TypeAlias = dict[str, tuple[bytes, bytes]]
+"""The hashes of the layout and of the values of every tensor, by name."""
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def fingerprint(model: nn.Module, without: Iterable[str]) -> str:
     """The hash and the marks of all tensors of the model except those named `without`, as text."""
-    return base64.b64encode(_marks(base_tensors(model, without))).decode()
+    return encode(digests(base_tensors(model, without)))
 
 
-def base_tensors(model: nn.Module, without: Iterable[str]) -> dict[str, Tensor]:
+def encode(found: Digests) -> str:
+    """Digests as one line of text."""
+    return base64.b64encode(_marks(found)).decode()
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """The state dict of the model, with names as they are without torch.compile and parameters themselves as values.
+
+    Running statistics are in it even if their buffers are not persistent: training changes them.
+    """
+    state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    buffers = ((plain_name(name), value) for name, value in model.named_buffers(remove_duplicate=False))
+    return state | {name: value for name, value in buffers if is_statistic(name) and name not in state}
+
+
+def base_tensors(model: nn.Module, without: Iterable[str]) -> dict[str, Any]:
     """The tensors of the model that adapters of this kind leave alone, in the order of their names."""
     taken = set(without)
-    return {name: t for name, t in sorted(model.state_dict().items()) if name not in taken}
+    return {name: t for name, t in sorted(state_of(model).items()) if name not in taken}
 
 
-def need_same_base(model: nn.Module, without: Iterable[str], wanted: str) -> None:
-    """Raises ConversionError, naming what differs, unless the model has the fingerprint."""
-    found = base_tensors(model, without)
+def digests(state: Mapping[str, Any]) -> Digests:
+    """The hashes of every entry of a state dict; tied tensors are read once."""
+    read: dict[int, bytes] = {}
+    found: Digests = {}
+    for name, value in state.items():
+        layout, pieces = _describe(name, value)
+        if id(value) not in read:
+            values = hashlib.blake2b(digest_size=_WHOLE)
+            for piece in pieces:
+                values.update(piece)
+            read[id(value)] = values.digest()
+        found[name] = hashlib.blake2b(f"{name} {layout}".encode(), digest_size=_WHOLE).digest(), read[id(value)]
+    return found
+
+
+def need_same_base(found: Digests, wanted: str) -> None:
+    """Raises ConversionError, naming what differs, unless these digests have the fingerprint."""
     size = _LAYOUT + _VALUES
+    found = dict(sorted(found.items()))
     try:
         marks = base64.b64decode(wanted, validate=True)
         n_marked, rest = divmod(len(marks) - _WHOLE, size)
         if n_marked < 0 or rest:
-            raise ValueError("marks are cut short")
+            raise ValueError("marks are truncated")
     except ValueError as error:
         raise FormatError("an adapter needs a readable fingerprint; this one has none. Save it again.") from error
     if n_marked != len(found):
@@ -55,26 +92,117 @@ def need_same_base(model: nn.Module, without: Iterable[str], wanted: str) -> Non
     layout = [name for name, a, b in pairs if a[:_LAYOUT] != b[:_LAYOUT]]
     values = [name for name, a, b in pairs if a[:_LAYOUT] == b[:_LAYOUT] and a != b]
     kinds = (("of another name, shape or type", layout), ("of other values", values))
-    told = "; ".join(f"{len(names)} {what} ({_few(names)})" for what, names in kinds if names)
+    differences = "; ".join(f"{len(names)} {what} ({few(names)})" for what, names in kinds if names)
     raise ConversionError(
         f"the adapter needs the base model it was trained on; of {len(pairs)} tensors of this one "
-        f"{told or 'some are others'}. Load the original weights first, or disable other adapters."
+        f"{differences or 'some are others'}. Load the original weights first, or disable other adapters."
     )
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def few(names: Iterable[str]) -> str:
+    """The first names of many, for a message."""
+    listed = list(names)
+    return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
 
 
-def _marks(tensors: dict[str, Tensor]) -> bytes:
+def is_plain(value: Any) -> bool:
+    """Whether this is a dense tensor with values of its own: neither quantized nor a wrapper around other tensors."""
+    return (
+        isinstance(value, Tensor)
+        and not _is_wrapper(value)
+        and not value.is_quantized
+        and value.layout == torch.strided
+        and not value.is_meta
+    )
+
+
+def ties(state: Mapping[str, Any]) -> list[list[str]]:
+    """Groups of names that stand for one and the same tensor."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        if is_plain(value) and value.numel():
+            place = value.untyped_storage().data_ptr(), value.storage_offset()
+            groups.setdefault((*place, value.shape, value.stride(), value.dtype), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _marks(found: Digests) -> bytes:
     """The hash of everything, then the marks of each tensor."""
-    hashes = [_hashes(name, t) for name, t in tensors.items()]
+    hashes = [found[name] for name in sorted(found)]
     whole = hashlib.blake2b(b"".join(layout + values for layout, values in hashes), digest_size=_WHOLE).digest()
     return whole + b"".join(layout[:_LAYOUT] + values[:_VALUES] for layout, values in hashes)
 
 
-def _hashes(name: str, tensor: Tensor) -> tuple[bytes, bytes]:
-    layout = f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()
-    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    first, second = (hashlib.blake2b(data, digest_size=_WHOLE).digest() for data in (layout, memoryview(values)))
-    return first, second
+def _describe(name: str, value: Any) -> tuple[str, Iterator[memoryview]]:
+    """(layout, the bytes piece by piece) of an entry of a state dict."""
+    if is_plain(value):
+        return f"{tuple(value.shape)} {value.dtype}", _bytes(value)
+    parts = list(_flatten(name, value))
+    return "; ".join(layout for layout, _ in parts), (piece for _, pieces in parts for piece in pieces)
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Iterator[memoryview]]]:
+    """(layout, bytes) of everything inside a value that is not a dense tensor."""
+    if is_plain(value):
+        yield f"{tuple(value.shape)} {value.dtype}", _bytes(value)
+        return
+    if isinstance(value, _PLAIN):
+        yield f"{type(value).__name__} {value!r}", iter(())
+        return
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield f"{value.shape} {value.dtype}", iter([memoryview(np.ascontiguousarray(value)).cast("B")])
+        return
+    inner = _inside(name, value)
+    yield f"{type(value).__name__} of {len(inner)}", iter(())
+    for item in inner:
+        yield from _flatten(name, item)
+
+
+def _inside(name: str, value: Any) -> list[Any]:
+    """The parts of a container, a quantized, sparse or wrapped tensor, or an object of torch's C++ code."""
+    if isinstance(value, Mapping):
+        return [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, io.BytesIO):
+        return [value.getvalue()]
+    try:
+        if isinstance(value, Tensor) and _is_wrapper(value):
+            if hasattr(value, "full_tensor"):
+                raise TypeError("it is sharded over processes; gather the model first")
+            names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            return [tuple(value.shape), value.dtype, repr(context), *(getattr(value, key) for key in names)]
+        if isinstance(value, Tensor) and value.is_meta:
+            raise TypeError("it is on the meta device and has no values")
+        if isinstance(value, Tensor) and value.is_quantized:
+            return [tuple(value.shape), value.dtype, *_quantized(value.detach())]
+        if isinstance(value, Tensor):
+            return [tuple(value.shape), value.dtype, str(value.layout), value.detach().to_dense()]
+        if isinstance(value, torch.ScriptObject):
+            return [value.__getstate__()]
+        raise TypeError(f"it is a {type(value).__name__}")
+    except Exception as error:  # whatever a foreign class raises
+        raise ConversionError(
+            f"a fingerprint needs values that can be read; {name!r} ({type(value).__name__}) cannot be: {error}. Take "
+            "an adapter of the model before it is quantized or sharded."
+        ) from error
+
+
+def _quantized(value: Tensor) -> list[Any]:
+    """What a quantized tensor is made of."""
+    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [value.int_repr(), value.q_scale(), value.q_zero_point()]
+    return [
+        value.int_repr(), value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
+    ]  # fmt: skip
+
+
+def _is_wrapper(value: Tensor) -> bool:
+    """Whether the tensor's class computes by itself, so that it has no values in memory of its own."""
+    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _bytes(value: Tensor) -> Iterator[memoryview]:
+    with torch._C.DisableTorchFunctionSubclass():
+        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        yield memoryview(dense.view(torch.uint8).numpy())

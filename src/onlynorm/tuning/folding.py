@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.modules import as_tensor
 from onlynorm.reconstruction import Affine
 from onlynorm.reconstruction.calls import Inputs, cast, copy_network, need_batch, need_evaluation
 from onlynorm.reconstruction.folding import (
@@ -38,7 +39,7 @@ from onlynorm.reconstruction.norms import fold as fold_norm
 from onlynorm.reconstruction.norms import unfold as unfold_norm
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
-from onlynorm.tuning.norms import norm_kind
+from onlynorm.tuning.norms import need_module, norm_kind
 
 KEPT, TUNING = "onlynorm_folded", "onlynorm_tuning"
 """Where a folded model keeps its original numbers, and where `only_norms` keeps its choice."""
@@ -102,23 +103,25 @@ def fold(model: nn.Module, inputs: Tensor | tuple[Tensor, ...] | None = None) ->
 
     Theory: giannou2023:prop-1
     """
+    model = need_module("folding", model)
     if isinstance(model, BatchNorm):
         return fold_norm(model)
     need_evaluation("folding", model)
-    if KEPT in model.__dict__:
+    if model.__dict__.get(KEPT, {}).get("originals"):
         raise ConversionError(
             "folding needs a model that is not folded; this one is already. Call unfold(model) first."
         )
+    if inputs is not None:
+        inputs = tuple(as_tensor("inputs", x) for x in (inputs if isinstance(inputs, tuple) else (inputs,)))
     pairs, reasons = _trace(model) if inputs is None else _observe(model, inputs)
     obstacles = {norm: _obstacle(model, layer, norm) for layer, norm in pairs}
     pairs = [pair for pair in pairs if not obstacles[pair[1]]]
     network = copy_network(model)
-    if pairs:
-        places = places_of(network)
-        originals = [_original(network, layer, norm, places) for layer, norm in pairs]
-        # The choice of norms to train names tensors that are gone: it comes back with them.
-        network.__dict__[KEPT] = {"originals": originals, TUNING: network.__dict__.pop(TUNING, None)}
-        fold_pairs(network, pairs)
+    places = places_of(network)
+    originals = [_original(network, layer, norm, places) for layer, norm in pairs]
+    # The choice of norms to train names tensors that are gone: it comes back with them.
+    network.__dict__[KEPT] = {"originals": originals, TUNING: network.__dict__.pop(TUNING, None) if pairs else None}
+    fold_pairs(network, pairs)
     folded = {norm for _, norm in pairs}
     kept = [
         KeptNorm(name, type(norm).__name__, _own_reason(norm) or obstacles.get(name) or reasons.get(name, NOT_BEHIND))
@@ -155,7 +158,7 @@ def unfold(
         if mean is None or variance is None:
             raise ShapeError("unfold needs a mean and a variance to make a batch norm of a map; got none. Pass both.")
         return unfold_norm(model, mean=mean, variance=variance, axes=axes)
-    network = copy_network(model.network if isinstance(model, FoldedModel) else model)
+    network = copy_network(need_module("unfold", model.network if isinstance(model, FoldedModel) else model))
     kept = network.__dict__.pop(KEPT, None)
     if kept is None:
         raise ConversionError(

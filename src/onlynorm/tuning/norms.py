@@ -7,11 +7,16 @@ one-dimensional tensors. What looks like a norm but has nothing to tune is liste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from onlynorm.errors import ConversionError
+from onlynorm.modules import need_instance, need_model, unwrap
 from onlynorm.reconstruction.folding import FoldedNorm
 
 SCALES = ("weight", "gamma", "scale", "g", "a_2")
@@ -29,6 +34,22 @@ _WORDS = (("batch", "batch"), ("instance", "instance"), ("rms", "rms"), ("group"
 _ENDINGS = (("GRN", "other"), ("BN", "batch"), ("LN", "layer"))
 """Short forms with which class names end: global response norm, batch norm, layer norm."""
 _PLACES = ("norm", "bn", "ln")
+_STATISTICS = ("running_", "moving_", "num_batches")
+"""How the buffers begin that hold running statistics."""
+_WRAPPER = "_orig_mod"
+"""What torch.compile puts into the names of what is inside a compiled module."""
+_CAN_GET_AFFINE = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+_MULTIPLY = (
+    nn.modules.batchnorm._BatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward, nn.SyncBatchNorm.forward,
+    nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward,
+)  # fmt: skip
+"""The forward passes of torch's norms: their weight is the scale."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +111,45 @@ class Norms:
         return "\n".join(lines)
 
 
+def need_module(what: str, model: Any) -> nn.Module:
+    """The model inside DDP, DataParallel, torch.compile and Fabric wrappers; raises unless it is one with weights."""
+    return unwrap(need_model(what, model))
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor without what torch.compile added to it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER) if _WRAPPER in name else name
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a buffer of this name holds running statistics."""
+    return name.rpartition(".")[2].startswith(_STATISTICS)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether the module itself, and not only its children, holds running statistics."""
+    return any(is_statistic(name) for name, _ in module.named_buffers(recurse=False))
+
+
+def may_track(module: nn.Module) -> bool:
+    """Whether training may move buffers of the module: running statistics, or other buffers of a norm."""
+    if has_statistics(module):
+        return True
+    buffers = [name for name, b in module.named_buffers(recurse=False) if b.is_floating_point()]
+    return any(name not in SCALES + SHIFTS for name in buffers) and norm_kind(module) is not None
+
+
 def find_norms(model: nn.Module) -> Norms:
     """Every normalization layer of the model, each once, in the order of its modules."""
+    model = unwrap(need_instance("find_norms", model, nn.Module, cure="Pass the model itself."))
     places: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(name)
+        places.setdefault(id(module), []).append(plain_name(name))
     norms: list[NormLayer] = []
     skipped: list[SkippedNorm] = []
     weight_norms: list[str] = []
-    for name, module in model.named_modules():
+    for place, module in model.named_modules():
+        name = plain_name(place)
         weight_norms += [f"{name}.{weight}".lstrip(".") for weight in _normalised_weights(module)]
         if type(module) is nn.Identity and any(word in name.rpartition(".")[2].lower() for word in _PLACES):
             skipped.append(SkippedNorm(name, "Identity", "an Identity stands where a norm would"))
@@ -142,8 +193,10 @@ def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer
     if scale is None and shift is None:
         if isinstance(module, FoldedNorm):
             reason = "part of the layer before it (folded); unfold(model) brings it back"
-        elif not own:
+        elif not own and can_get_affine(module):
             reason = "no scale and no shift (affine=False); add_affine=True gives it both"
+        elif not own:
+            reason = f"no scale and no shift, and {class_name} has no option for them; put torch's norm in its place"
         else:
             reason = f"its tensors ({', '.join(own)}) are not called like a scale or a shift"
         return SkippedNorm(names[0], class_name, reason)
@@ -152,7 +205,7 @@ def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer
     held = [name for name in (scale, shift) if name is not None]
     return NormLayer(
         names, kind, class_name, max(sizes), scale, shift,
-        has_statistics=isinstance(getattr(module, "running_mean", None), Tensor),
+        has_statistics=has_statistics(module),
         is_frozen=not any(name in parameters for name in held),
     )  # fmt: skip
 
@@ -162,7 +215,113 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     tensors: Iterator[tuple[str, Tensor]] = iter(
         [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     )
-    return {name: t for name, t in tensors if not name.startswith(("running_", "num_batches"))}
+    return {name: t for name, t in tensors if not is_statistic(name)}
+
+
+def can_get_affine(module: nn.Module) -> bool:
+    """Whether `add_affine` can give this norm, which has neither, a scale and a shift."""
+    is_bare = isinstance(module, _CAN_GET_AFFINE) and getattr(module, "weight", None) is None
+    return is_bare and (type(module).forward in _MULTIPLY or _uses_scale(module))
+
+
+@torch.no_grad()
+def _uses_scale(norm: nn.Module) -> bool:
+    """Whether a subclass of a norm of torch with a forward pass of its own would use a scale; True if none can tell."""
+    probe = copy.deepcopy(norm).float().eval()
+    add_affine(probe, torch.empty(0))
+    scale = probe.weight
+    assert isinstance(scale, Tensor)
+    for x in _probe_inputs(tuple(scale.shape), scale.numel(), scale.device):
+        try:
+            scale.fill_(1.0)
+            at_one = probe.forward(x)
+            scale.fill_(2.0)
+            at_two = probe.forward(x)
+        except Exception:  # a forward pass may raise anything at a shape it does not take
+            continue
+        if isinstance(at_one, Tensor) and isinstance(at_two, Tensor) and bool(at_one.any()):
+            return not torch.equal(at_one, at_two)
+    return True
+
+
+def _probe_inputs(shape: tuple[int, ...], n_channels: int, device: torch.device) -> Iterator[Tensor]:
+    """Two samples of each shape that a norm of so many channels may take."""
+    generator, n = torch.Generator().manual_seed(0), n_channels
+    for one in (shape, (n,), (3, n), (n, 3), (3, 3, n), (n, 3, 3), (n, 3, 3, 3)):
+        yield torch.randn(2, *one, generator=generator).to(device)
+
+
+def affine_shape(norm: nn.Module) -> tuple[int, ...]:
+    """The shape of the scale that `add_affine` gives a norm of torch."""
+    shape: Any = getattr(norm, "normalized_shape", None)
+    if shape is None:
+        shape = (norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features,)
+    return tuple(shape)
+
+
+def add_affine(norm: nn.Module, like: Tensor) -> Callable[[], None]:
+    """Gives the norm a scale of one and a shift of zero, which leave its function as it is; returns the inverse."""
+    flag = "affine" if hasattr(norm, "affine") else "elementwise_affine"
+    own = next((b for b in norm.buffers(recurse=False) if b.is_floating_point()), like)
+    shape = affine_shape(norm)
+    norm.weight = nn.Parameter(torch.ones(shape, dtype=own.dtype, device=own.device))
+    if not isinstance(norm, nn.RMSNorm):
+        norm.bias = nn.Parameter(torch.zeros(shape, dtype=own.dtype, device=own.device))
+    setattr(norm, flag, True)
+
+    def remove() -> None:
+        remove_affine(norm)
+
+    return remove
+
+
+def remove_affine(norm: nn.Module) -> None:
+    """Takes scale and shift from a norm of torch."""
+    norm.register_parameter("weight", None)
+    if not isinstance(norm, nn.RMSNorm):
+        norm.register_parameter("bias", None)
+    setattr(norm, "affine" if hasattr(norm, "affine") else "elementwise_affine", False)
+
+
+def number_like(model: nn.Module) -> Tensor:
+    """A tensor in the precision and on the device of the model."""
+    numbers = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and not t.is_meta)
+    return next(numbers, torch.empty(0))
+
+
+@torch.no_grad()
+def scale_at_zero(module: nn.Module, norm: NormLayer) -> float:
+    """What the norm multiplies by where its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
+
+    Measured on a copy of the norm, unless it runs the forward pass of a norm of torch.
+    """
+    if norm.scale is None or type(module).forward in _MULTIPLY:
+        return 0.0
+    probe = copy.deepcopy(module).float().eval()
+    scale = getattr(probe, norm.scale)
+    for name in norm.tensors:
+        getattr(probe, name).zero_()
+    for x in _probe_inputs(tuple(scale.shape), norm.n_channels, scale.device):
+        try:
+            scale.zero_()
+            at_zero = probe.forward(x)
+            scale.fill_(1.0)
+            at_one = probe.forward(x)
+        except Exception:  # a forward pass may raise anything at a shape it does not take
+            continue
+        if not isinstance(at_zero, Tensor) or not isinstance(at_one, Tensor) or not bool(at_one.any()):
+            continue
+        at_zero, at_one = at_zero.float(), at_one.float()  # some norms return a fixed lower precision
+        if not bool(at_zero.any()):
+            return 0.0
+        if at_zero.shape == x.shape and bool(torch.allclose(at_zero, x, rtol=1e-3, atol=1e-4)):
+            return 1.0  # global response norm: what it adds to its input vanishes
+        if bool(torch.allclose(at_one, 2.0 * at_zero, rtol=1e-2, atol=1e-3)):
+            return 1.0
+    raise ConversionError(
+        f"the scale of {norm.name} ({norm.class_name}) needs to be measured; got no output from which to tell weight "
+        "from 1 + weight. Set its weight by hand, and leave it out by which=."
+    )
 
 
 def _normalised_weights(module: nn.Module) -> list[str]:
