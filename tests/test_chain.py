@@ -11,14 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, FormatError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    ConversionError,
+    FormatError,
+    MemoryLimitError,
+    OnlynormError,
+    ShapeError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.rank import Chain, ChainAverages, rank_ratio, regularity, second_moments, simulate, soft_rank, walk
 from onlynorm.rank.chain import ACTIVATIONS
 from onlynorm.rank.chain_averages import ROOM, BatchMeans
-from onlynorm.rank.chain_quantities import PLAIN, USUAL, observe
+from onlynorm.rank.chain_quantities import PLAIN, ROWWISE, USUAL, observe
 from onlynorm.rank.chain_weights import LAWS, ChainWeights
 from onlynorm.rank.drift import drift_of_eigenvalues, frobenius_drift
-from onlynorm.rank.simulation import ChainState
+from onlynorm.rank.simulation import FORMAT, KIND, ChainState
+from onlynorm.storage import read_tensors, write_tensors
 
 EPS = torch.finfo(torch.float64).eps
 Z = 5.0  # standard errors that a fixed seed may be off by: chance exceeds it once in two million
@@ -176,13 +185,59 @@ def test_averages_are_those_of_a_loop_over_all_layers() -> None:
     assert "40 steps, 11 observations" in str(made)
 
 
+@pytest.mark.parametrize("norm", ["batch", "centred", "none"])
+@pytest.mark.parametrize("activation", ["linear", "tanh"])
+def test_alpha_is_the_regularity_of_all_layers_with_and_without_norms(norm: str, activation: str) -> None:
+    chain = Chain(6, 0.8, n_samples=9, norm=norm, activation=activation, n_chains=3, dtype="float64")
+    made = simulate(chain, 60)
+    stacked = torch.cat([H for _, H in walk(chain, range(1, 61))])
+    assert made["alpha"].value == pytest.approx(float(regularity(stacked)), rel=1e-9)
+    assert made["alpha"].value <= 1.0 + 1e-9
+    assert set(made.estimates) == {*USUAL, "alpha"}  # the parts of alpha stay inside
+
+
+def test_zero_rows_add_nothing_to_alpha() -> None:
+    H = Chain(4, n_samples=6, n_chains=1, dtype="float64").draw_inputs()
+    dead = torch.cat([H, torch.zeros_like(H[:, :2])], 1)
+    for one, other in zip(
+        observe(H, tuple(ROWWISE.values()))[0], observe(dead, tuple(ROWWISE.values()))[0], strict=True
+    ):
+        assert float(one) == pytest.approx(float(other), rel=1e-12)
+
+
+def test_without_a_number_of_chains_there_are_enough_to_fill_a_processor() -> None:
+    numbers = {width: Chain(width).chains for width in (8, 16, 32, 64, 128, 256)}
+    assert numbers == {8: 128, 16: 128, 32: 32, 64: 8, 128: 2, 256: 1}
+    assert Chain(32, n_samples=512).chains == 2
+    assert Chain(32, n_chains=1).shape == (1, 32, 32)
+    assert Chain(32).settings() == Chain(32, n_chains=32).settings()
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 300, (7, 100, 193), (300,)])
+def test_sums_do_not_depend_on_how_many_observations_come_at_once(cuts: tuple[int, ...]) -> None:
+    values = torch.rand(300, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    means = BatchMeans(3, 2)
+    for part in values.split(cuts):
+        means.add(part)
+    plain = [torch.zeros(3, 2, dtype=torch.float64) for _ in range(ROOM)]
+    for place, value in enumerate(values):
+        plain[place // 8] += value  # 300 observations fill batches of 8
+    assert means.length == 8
+    # Merged batches were summed in another order than this loop: a few roundings of a sum of eight.
+    torch.testing.assert_close(means.sums, torch.stack(plain), rtol=16 * EPS, atol=0.0)
+    whole = BatchMeans(3, 2)
+    whole.add(values)
+    assert torch.equal(means.sums, whole.sums)
+    assert torch.equal(means.squares, whole.squares)
+
+
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 1000, 4096])
 @pytest.mark.parametrize("n_chains", [1, 5, 40])
 def test_batches_hold_every_observation_in_bounded_room(n: int, n_chains: int) -> None:
     numbers = torch.rand(n, n_chains, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
     means = BatchMeans(n_chains, 2)
     for values in numbers:
-        means.add(values)
+        means.add(values[None])
     assert means.sums.shape[0] == ROOM
     torch.testing.assert_close(means.means(), numbers.mean(0))
     groups, n_groups = means.group_means()
@@ -201,7 +256,7 @@ def test_error_bars_are_right_for_correlated_observations(n_chains: int) -> None
     means, x = BatchMeans(n_chains, 1), torch.zeros(n_chains, 1, dtype=torch.float64)
     for e in noise:
         x = memory * x + math.sqrt(1 - memory**2) * e
-        means.add(x)
+        means.add(x[None])
     expected = math.sqrt((1 + memory) / (1 - memory) / (n * n_chains))
     # The spread of 32 means is known to within one part in sqrt(2 * 31); five of those.
     assert means.estimate(0).error == pytest.approx(expected, rel=Z / math.sqrt(62))
@@ -212,7 +267,7 @@ def test_error_bars_are_right_for_correlated_observations(n_chains: int) -> None
 def test_the_error_of_a_quotient_knows_that_its_parts_move_together() -> None:
     means = BatchMeans(40, 2)
     below = 1.0 + torch.rand(40, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    means.add(torch.cat([2.0 * below, below], 1))
+    means.add(torch.cat([2.0 * below, below], 1)[None])
     quotient = means.estimate_quotient(0, 1)
     assert quotient.value == pytest.approx(2.0, rel=1e-14)
     assert quotient.error < 1e-14
@@ -315,6 +370,38 @@ def test_damaged_states_and_shorter_runs_are_refused(tmp_path: Path) -> None:
         run(chain, 8, keep=path)
 
 
+@pytest.mark.parametrize(
+    "counts",
+    [
+        None, [], {"step": 8}, {"step": "8", "length": 1, "n_observed": 8}, {"step": 7, "length": 1, "n_observed": 8},
+        {"step": 8, "length": 2, "n_observed": 8}, {"step": -1, "length": 1, "n_observed": -1},
+    ],
+)  # fmt: skip
+def test_forged_states_are_refused(tmp_path: Path, counts: object) -> None:
+    chain, path = Chain(5, 0.4), tmp_path / "state"
+    run(chain, 8, keep=path)
+    document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure="")
+    settings = {"settings": document["settings"]}
+    write_tensors(path, tensors, kind=KIND, format=FORMAT, document={**settings, "counts": counts})
+    with pytest.raises(FormatError, match="counts and sums of this chain"):
+        run(chain, 8, keep=path)
+    for name, value in (
+        ("H", torch.ones(3)),
+        ("sums", tensors["sums"].float()),
+        ("squares", tensors["squares"].flatten()),
+    ):
+        forged = {**tensors, name: value}
+        write_tensors(path, forged, kind=KIND, format=FORMAT, document={**settings, "counts": document["counts"]})
+        with pytest.raises(FormatError, match=f"counts and sums of this chain; state: {name} of"):
+            run(chain, 8, keep=path)
+
+
+def test_averages_beyond_the_root_of_the_largest_number_are_estimated() -> None:
+    means = BatchMeans(1, 1)
+    means.add(torch.full((2, 1, 1), 1e200, dtype=torch.float64))
+    assert means.estimate(0).value == 1e200
+
+
 # ------------------------------------------------------------------------------- drift
 
 
@@ -337,17 +424,29 @@ def test_the_drift_is_its_formula_in_loops() -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"width": 0}, ValueRangeError, "width as a whole number, at least 1; got 0"),
+        ({"width": 0}, ValueRangeError, "width of a chain needs to be a whole number from 1; got 0"),
         ({"width": 2.5}, ValueRangeError, "got 2.5"),
-        ({"width": 4, "n_samples": 1}, ValueRangeError, "n_samples as a whole number, at least 2; got 1"),
+        (
+            {"width": 4, "n_samples": 1},
+            ValueRangeError,
+            "n_samples of a chain needs to be a whole number from 2",
+        ),
         ({"width": 4, "n_chains": 0}, ValueRangeError, "n_chains"),
-        ({"width": 4, "gamma": -1.0}, ValueRangeError, r"gamma in \[0, inf\]; got -1.0. math.inf drops"),
+        (
+            {"width": 4, "gamma": -1.0},
+            ValueRangeError,
+            r"gamma of a chain needs .* in \[0, inf\); got -1.0",
+        ),
         ({"width": 4, "gamma": math.nan}, ValueRangeError, "got nan"),
         ({"width": 4, "norm": "layer"}, UnknownNameError, "norm needs a known name; got 'layer'"),
         ({"width": 4, "weights": "unifrom"}, UnknownNameError, "Did you mean 'uniform'"),
         ({"width": 4, "activation": "tan"}, UnknownNameError, "Did you mean 'tanh'"),
         ({"width": 4, "dtype": "float16"}, UnknownNameError, "Did you mean"),
         ({"width": 4, "seed": -1}, ValueRangeError, "seed needs"),
+        ({"width": "4"}, ValueRangeError, "width of a chain needs to be a whole number from 1; got '4'"),
+        ({"width": 4, "gamma": "1"}, ValueRangeError, "gamma of a chain needs to be a number"),
+        ({"width": 4, "activation": 3}, UnknownNameError, "activation needs a known name; got 3"),
+        ({"width": 4, "device": "gpuu"}, ValueRangeError, "device of a chain needs a device"),
     ],
 )
 def test_impossible_chains_are_refused(settings: dict[str, Any], error: type[Exception], match: str) -> None:
@@ -355,13 +454,14 @@ def test_impossible_chains_are_refused(settings: dict[str, Any], error: type[Exc
         Chain(**settings)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_impossible_runs_are_refused() -> None:
-    chain = Chain(4)
+    chain = Chain(4, n_chains=1)
     with pytest.raises(ShapeError, match=r"inputs \(4, 4\) or \(1, 4, 4\).*got \(3, 4\)"):
         simulate(chain, 2, inputs=torch.ones(3, 4))
     with pytest.raises(ValueRangeError, match="finite inputs"):
         simulate(chain, 2, inputs=torch.full((4, 4), math.nan))
-    with pytest.raises(ValueRangeError, match="every >= 1 and burn_in >= 0"):
+    with pytest.raises(ValueRangeError, match="every needs to be a whole number from 1; got 0"):
         simulate(chain, 2, every=0)
     with pytest.raises(ValueRangeError, match="an observation; got none in 2 steps"):
         simulate(chain, 2, every=3)
@@ -371,11 +471,25 @@ def test_impossible_runs_are_refused() -> None:
         simulate(chain, 2, quantities=("soft_rank x",))
     with pytest.raises(ValueRangeError, match="each once; got r, r"):
         simulate(chain, 2, quantities=("r", "r"))
-    with pytest.raises(ValueRangeError, match=r"walk needs depths >= 0"):
-        next(walk(chain, [-1]))
+    for depths in ([-1], [], [0.5], ["1"], 3):
+        with pytest.raises(OnlynormError, match=r"walk needs depths >= 0"):
+            next(walk(chain, depths))  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match="simulate needs a Chain; got 32"):
+        simulate(32, 10)  # type: ignore[arg-type]
+    with pytest.raises(ValueRangeError, match="n_steps needs to be a whole number from 1 to 10000000000; got 0"):
+        simulate(chain, 0)
+    with pytest.raises(UnknownNameError, match="quantity needs a known name; got 'R'"):
+        simulate(chain, 2)["R"]
 
 
 def test_a_signal_that_leaves_its_range_is_said() -> None:
     chain = Chain(4, math.inf, activation=lambda x: x * x, norm="none")
-    with pytest.raises(ValueRangeError, match="range of float32; they left it before step 60"):
+    with pytest.raises(ValueRangeError, match="range of float32; got NaN or infinity before step 60"):
         simulate(chain, 60, burn_in=59)
+
+
+@pytest.mark.parametrize("sizes", [{"width": 2**40}, {"width": 8, "n_samples": 2**50}, {"width": 8, "n_chains": 2**50}])
+def test_a_chain_beyond_the_memory_is_refused(sizes: dict[str, int]) -> None:
+    chain = Chain(**sizes)
+    with pytest.raises(MemoryLimitError, match="a chain of width"):
+        simulate(chain, 3)

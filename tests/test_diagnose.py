@@ -16,6 +16,7 @@ from onlynorm.data import find_data, seeded
 from onlynorm.errors import ConversionError, MissingDataError, ShapeError, UnknownNameError
 from onlynorm.models import load_model, own_randomness, resnet
 from onlynorm.rank import diagnose
+from onlynorm.report.diagnosis import render_diagnosis
 
 # ------------------------------------------------------------------------------- no trace
 
@@ -65,7 +66,9 @@ def test_a_diagnosis_leaves_no_trace_even_if_the_model_fails(fails: bool, unchec
     model.fails = fails
     kept, buffer = state_of(model), model.count
     if fails:
-        with pytest.raises(RuntimeError, match="half-way"):
+        with pytest.raises(
+            ConversionError, match=r"got \(96, 64\) float32, on which Moody failed with RuntimeError: half-way"
+        ):
             diagnose(model, INPUTS, CLASSES)
     else:
         diagnose(model, INPUTS, CLASSES)
@@ -109,20 +112,22 @@ def test_misuse_is_told_with_a_cure() -> None:
         diagnose(network, INPUTS, mode="trian")
     with pytest.raises(ShapeError, match=r"one class for each sample .* got output \(96, 10\) and targets \(95,\)"):
         diagnose(network, INPUTS, CLASSES[:-1])
-    with pytest.raises(ShapeError, match="targets like the output"):
+    with pytest.raises(ShapeError, match="targets of the shape of the output"):
         diagnose(network, INPUTS, CLASSES.float())
-    with pytest.raises(ShapeError, match=r"a loss of one number; got \(96,\)"):
+    with pytest.raises(ShapeError, match=r"a loss that is one real number as a tensor; got shape \(96,\)"):
         diagnose(network, INPUTS, CLASSES, loss=lambda o, t: functional.cross_entropy(o, t, reduction="none"))
-    with pytest.raises(ConversionError, match="the usual losses need tensors"):
+    with pytest.raises(ConversionError, match="targets needs a tensor; got"):
+        diagnose(network, INPUTS, {"labels": CLASSES})
+    with pytest.raises(ShapeError, match=r"got output \(96, 10\) and targets \(2,\)"):
         diagnose(network, INPUTS, [1, 2])
     with pytest.raises(ConversionError, match="calls none"):
         diagnose(nn.Flatten(), INPUTS)
-    with pytest.raises(ConversionError, match="has lazy ones"):
+    with pytest.raises(ConversionError, match="got a lazy layer in LazyLinear"):
         diagnose(nn.LazyLinear(3), INPUTS)
 
 
 def test_something_that_is_no_module_is_refused(unchecked: None) -> None:
-    with pytest.raises(ConversionError, match="needs a torch Module; got builtin_function_or_method"):
+    with pytest.raises(ConversionError, match=r"needs a model, a torch\.nn\.Module; got the function"):
         diagnose(torch.relu, INPUTS)  # type: ignore[arg-type]
 
 
@@ -143,13 +148,18 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
 # ------------------------------------------------------------------------------- verdicts
 
 
-def test_a_deep_plain_network_is_untrainable_and_with_batch_norms_it_is_not() -> None:
+def test_a_deep_plain_network_is_unhealthy_and_with_batch_norms_it_is_not() -> None:
     ill, well = diagnose(deep(), INPUTS, CLASSES), diagnose(deep("batch"), INPUTS, CLASSES)
-    assert (ill.verdict.word, well.verdict.word) == ("untrainable", "healthy")
+    assert (ill.verdict.word, well.verdict.word) == ("unhealthy", "healthy")
     assert ill.score < 1e-3 < 0.9 < well.score
-    for words in ("collapses to rank 1.00", "of 32", "along one line (cosine 1.0000)", "on random inputs"):
+    for words in (
+        "collapses to rank 1.00",
+        "of 32",
+        "in the last layer are parallel (mean |cosine| 1.0000)",
+        "for random inputs",
+    ):
         assert words in str(ill.verdict)
-    assert ill.verdict.advice == "This network will not train at any learning rate. Add batch norms, or run repair."
+    assert ill.verdict.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair."
     assert ill.alignment == pytest.approx(1.0, abs=1e-6)
     # the deltas of different classes point away from each other, so the whole gradients do not align
     assert ill.sample_cosine is not None
@@ -190,8 +200,8 @@ def test_dead_units_are_the_first_thing_told() -> None:
     with torch.no_grad():
         network[2].bias.fill_(-50.0)
     found = diagnose(network, INPUTS, CLASSES)
-    assert found.verdict.word == "untrainable"
-    assert found.verdict.findings[0] == "100% of the units of 3 are dead: zero for every sample"
+    assert found.verdict.word == "unhealthy"
+    assert found.verdict.findings[0] == "100% of the units of 3 are dead (zero for every sample)"
     assert "leaky activation" in found.verdict.advice
 
 
@@ -208,8 +218,8 @@ def test_a_growing_signal_is_told() -> None:
         for parameter in network.parameters():
             parameter *= 8
     found = diagnose(network, INPUTS, CLASSES)
-    assert found.verdict.word == "untrainable"
-    assert "times as large at" in found.verdict.findings[0]
+    assert found.verdict.word == "unhealthy"
+    assert "the signal grows by a factor of" in found.verdict.findings[0]
     assert "Draw smaller weights" in found.verdict.advice
 
 
@@ -219,7 +229,7 @@ def test_exploding_gradients_are_told() -> None:
         for parameter in network.parameters():
             parameter *= 8
     found = diagnose(network, INPUTS, CLASSES)
-    assert found.verdict.word == "untrainable"
+    assert found.verdict.word == "unhealthy"
     assert min(found.verdict.parts, key=lambda name: found.verdict.parts[name]) == "exploding"
     assert min(layer.r for layer in found.layers) > 1.5  # chaos, no collapse
 
@@ -232,7 +242,7 @@ def test_where_nan_begins_is_told() -> None:
     network = nn.Sequential(*deep(depth=2)[:2], Root(), *deep(depth=3)[2:])
     found = diagnose(network, INPUTS, CLASSES)
     assert found.score == 0.0
-    assert found.verdict.findings == ("numbers that are none (NaN or infinite) begin at 2 (Root), layer 1 of 3",)
+    assert found.verdict.findings == ("first NaN or infinity at 2 (Root), layer 1 of 3",)
     assert [layer.is_finite for layer in found.layers] == [True, True, True, False, False, False, False]
     assert found.skipped == ("everything about gradients, because the loss is nan",)
 
@@ -259,3 +269,54 @@ def test_zero_branches_of_residual_networks_are_no_illness() -> None:
                 parameter.zero_()
     images = torch.randn(16, 3, 64, 64, generator=seeded(0))
     assert diagnose(network, images, torch.arange(16)).is_trainable
+
+
+# ------------------------------------------------------------------------------- what is advised
+
+
+class Recurrent(nn.Module):
+    """Deep in an LSTM, which no repair can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with own_randomness(0):
+            self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+            self.lstm = nn.LSTM(16, 16, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.lstm(self.first(x)[:, None])[0][:, 0])
+        return logits
+
+
+def test_repair_is_not_advised_where_it_cannot_change_the_layers() -> None:
+    found = diagnose(Recurrent(), INPUTS, CLASSES)
+    assert not found.is_trainable
+    assert found.verdict.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms."
+    assert "run repair" in diagnose(deep(), INPUTS, CLASSES).verdict.advice
+
+
+def test_repair_is_not_advised_for_frozen_layers_or_where_it_would_refuse() -> None:
+    frozen = deep()
+    for layer in list(frozen)[4:-2]:
+        layer.requires_grad_(False)
+    assert "repair" not in diagnose(frozen, INPUTS, CLASSES).verdict.advice
+    trained = deep()
+    with torch.no_grad():
+        trained[0].weight += 0.2 * torch.outer(torch.arange(128) / 128.0, INPUTS.mean(0))  # of one sample, as it were
+    assert "repair" not in diagnose(trained, INPUTS, CLASSES).verdict.advice
+
+
+def test_nothing_claims_that_a_network_cannot_be_trained() -> None:
+    """The words of all verdicts, pages and texts: plain SGD and likelihood."""
+    for network in (deep(), deep("batch", depth=16, init="asymmetric"), Recurrent()):
+        found = diagnose(network, INPUTS, CLASSES)
+        for text in (str(found), render_diagnosis(found), str(found.as_dict())):
+            assert "will not train" not in text
+            assert "untrainable" not in text
+            assert "any learning rate" not in text
+            assert "Plain SGD is unlikely to train this network; Adam may." in text
+
+
+def test_targets_of_wide_unsigned_integers_are_class_labels() -> None:
+    model, inputs, labels = nn.Linear(6, 3), torch.randn(32, 6), torch.arange(32) % 3
+    assert diagnose(model, inputs, labels.to(torch.uint32)).loss == diagnose(model, inputs, labels).loss

@@ -52,7 +52,7 @@ def test_what_all_samples_share_wins_where_the_signal_has_collapsed() -> None:
     assert found[24].contrast is not None
     assert found[24].contrast < 1e-6 < 1e-3 < found[2].contrast
     assert found[2].verdict.word == "healthy"
-    assert any("tells samples apart" in words for words in found[24].verdict.findings)
+    assert any("differences between samples are learned" in words for words in found[24].verdict.findings)
 
 
 def test_gradients_of_signals_are_those_of_the_first_backward_pass() -> None:
@@ -228,5 +228,5 @@ def test_targets_that_do_not_allow_it_are_told(targets: Any) -> None:
 def test_too_few_samples_are_told_and_rank_is_judged_instead() -> None:
     found = diagnose(mlp((64, 16, 10), norm="layer"), INPUTS[:10], CLASSES[:10])
     assert (found.directions, found.told) == (None, None)
-    assert found.skipped == ("what samples tell in the last layer, because there are too few of them for such targets",)
+    assert found.skipped == ("what the targets explain in the last layer, because there are too few samples",)
     assert "rank" in found.verdict.parts

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.data import seeded
+from onlynorm.errors import ConversionError, ValueRangeError
 from onlynorm.models import cifar_resnet, own_randomness, vit
-from onlynorm.rank import diagnose
+from onlynorm.rank import diagnose, repair
 
 
 def test_in_place_activations_are_read_after_and_layers_before_them() -> None:
@@ -187,3 +188,188 @@ def test_half_precision_is_read() -> None:
     found = diagnose(deep("layer", depth=3).bfloat16(), INPUTS.bfloat16(), CLASSES)
     assert found.is_trainable
     assert found.alignment is not None
+
+
+# ------------------------------------------------------------------------------- wrappers, graphs, other kinds of input
+
+
+@pytest.mark.parametrize(
+    "make", [torch.jit.trace, lambda model, inputs: torch.jit.script(model)], ids=["trace", "script"]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traced_and_scripted_models_are_refused_whole_and_as_parts(make: Callable[..., nn.Module]) -> None:
+    hidden = make(deep(depth=3), INPUTS)
+    for model, where in ((hidden, "as the model"), (nn.Sequential(hidden, nn.Linear(10, 10)), "at '0'")):
+        with pytest.raises(ConversionError, match=f"diagnose needs layers that Python calls; got .* {where}"):
+            diagnose(model, INPUTS, CLASSES)
+        with pytest.raises(ConversionError, match=f"repair needs layers that Python calls; got .* {where}"):
+            repair(model, INPUTS)
+
+
+def test_exported_models_are_refused() -> None:
+    exported = torch.export.export(deep(depth=3), (INPUTS,)).module()
+    with pytest.raises(ConversionError, match="diagnose needs layers that Python calls; got an exported graph"):
+        diagnose(exported, INPUTS, CLASSES)
+    with pytest.raises(ConversionError, match="repair needs layers that Python calls; got an exported graph"):
+        repair(exported, INPUTS)
+
+
+def test_graphs_of_fx_call_their_layers_and_are_read() -> None:
+    plain, graph = deep(depth=4, width=16), torch.fx.symbolic_trace(deep(depth=4, width=16))
+    assert diagnose(graph, INPUTS, CLASSES).layers == diagnose(plain, INPUTS, CLASSES).layers
+    assert repair(graph, INPUTS, method="lsuv").after == repair(plain, INPUTS, method="lsuv").after
+
+
+def test_models_without_layers_of_weights_are_refused() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ReLU()
+            self.weight = nn.Parameter(torch.ones(10, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(functional.linear(x, self.weight))
+
+    for model in (nn.ReLU(), nn.Sequential(nn.BatchNorm1d(64), nn.Tanh()), Functional()):
+        with pytest.raises(ConversionError, match=r"calls layers with weights as modules.*which calls none"):
+            diagnose(model, INPUTS)
+
+
+def test_parameters_outside_of_layers_are_reported() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 10, bias=False)
+            self.weight = nn.Parameter(torch.ones(96, 10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.layer(x), self.weight)
+
+    assert diagnose(Half(), INPUTS).skipped[0] == "60% of the parameters, which belong to no layer that was called"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_wrappers_are_looked_through() -> None:
+    plain = deep(depth=4, width=16)
+    found = diagnose(plain, INPUTS, CLASSES)
+    compiled = torch.compile(plain)
+    assert isinstance(compiled, nn.Module)
+    for wrapped in (nn.DataParallel(plain), compiled, nn.DataParallel(nn.DataParallel(plain))):
+        again = diagnose(wrapped, INPUTS, CLASSES)
+        assert again.layers == found.layers
+        assert again.last_layer == "6"
+
+
+def test_arrays_are_taken_as_inputs_and_targets() -> None:
+    network, found = deep(depth=3), diagnose(deep(depth=3), INPUTS, CLASSES)
+    assert diagnose(network, INPUTS.numpy(), CLASSES.numpy().astype("uint16")).layers == found.layers
+    assert diagnose(network, (INPUTS.numpy(),), CLASSES.tolist()).loss == found.loss
+
+
+def test_labels_beyond_the_outputs_are_refused() -> None:
+    for odd in (10, -1):
+        with pytest.raises(ValueRangeError, match=f"class labels need to be whole numbers from 0 to 9.*got {odd}"):
+            diagnose(deep(depth=2), INPUTS, torch.where(CLASSES == 3, odd, CLASSES))
+
+
+def test_inputs_that_the_model_does_not_take_are_named() -> None:
+    with pytest.raises(ConversionError, match=r"got \(96, 32\) float32, on which Sequential failed with RuntimeError"):
+        diagnose(deep(depth=2), INPUTS[:, :32], CLASSES)
+    with pytest.raises(ConversionError, match=r"got \(96, 64\) float64, on which Sequential failed with RuntimeError"):
+        diagnose(deep(depth=2), INPUTS.double(), CLASSES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_give_nearly_the_same_diagnosis(dtype: torch.dtype) -> None:
+    found = diagnose(deep("layer", depth=3), INPUTS, CLASSES)
+    again = diagnose(deep("layer", depth=3).to(dtype), INPUTS.to(dtype), CLASSES)
+    digits = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    for one, other in zip(found.layers, again.layers, strict=True):
+        assert one.r == pytest.approx(other.r, rel=256 * digits)
+
+
+def test_large_numbers_of_double_precision_are_finite() -> None:
+    network = deep(depth=3).double()
+    with torch.no_grad():
+        network[0].weight *= 1e60
+    assert all(layer.is_finite for layer in diagnose(network, INPUTS.double()).layers)
+
+
+def test_autocast_reaches_the_model_and_not_the_measures() -> None:
+    network = deep(depth=8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = diagnose(network, INPUTS, CLASSES)
+        assert torch.is_autocast_enabled("cpu")
+    plain = diagnose(network, INPUTS, CLASSES)
+    assert found.loss != plain.loss  # the passes are those of training
+    assert found.alignment == pytest.approx(plain.alignment, abs=1e-3)
+    # products of bfloat16 numbers would leave nothing of what is beyond one
+    assert found.alignment is not None
+    assert plain.alignment is not None
+    assert (1.0 - found.alignment) == pytest.approx(1.0 - plain.alignment, rel=0.2)
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+def test_a_caller_without_gradients_gets_the_same_diagnosis(guard: Callable[[], Any]) -> None:
+    network = deep(depth=3)
+    with guard():
+        found = diagnose(network, INPUTS * 1.0, CLASSES)
+        made = repair(network, INPUTS * 1.0, method="lsuv")
+    assert found.layers == diagnose(network, INPUTS, CLASSES).layers
+    assert made.after == repair(network, INPUTS, method="lsuv").after
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
+)
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
+def test_normalised_weights_are_left_as_they_were(norm: Callable[[nn.Module], nn.Module]) -> None:
+    with own_randomness(0):
+        network = deep(depth=3, width=16)
+        norm(network[2])
+    kept = {name: value.clone() for name, value in network.state_dict().items()}
+    held = {name: value for name, value in vars(network[2]).items() if isinstance(value, Tensor)}
+    assert diagnose(network, INPUTS, CLASSES).is_trainable
+    assert all(torch.equal(kept[name], value) for name, value in network.state_dict().items())
+    assert all(vars(network[2])[name] is value for name, value in held.items())
+
+
+def test_hooks_of_the_caller_stay_and_run() -> None:
+    network, calls = deep(depth=3), []
+
+    def double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        calls.append("forward")
+        return 2.0 * output
+
+    def halve(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return (0.5 * given[0],)
+
+    network[2].register_forward_hook(double)
+    network[2].register_forward_pre_hook(halve)
+    kept = [[dict(getattr(m, name)) for m in network.modules()] for name in ("_forward_hooks", "_forward_pre_hooks")]
+    scales = named(diagnose(network, INPUTS, CLASSES))
+    with torch.no_grad():
+        assert scales["4"].scale == pytest.approx(float(network(INPUTS).square().mean().sqrt()), rel=1e-4)
+    made = repair(network, INPUTS, method="lsuv")
+    # the hooks cancel each other in the first product, so unit outputs are doubled halves
+    assert made.after[-1].scale == pytest.approx(1.0, rel=1e-4)
+    assert calls
+    assert kept == [
+        [dict(getattr(m, name)) for m in network.modules()] for name in ("_forward_hooks", "_forward_pre_hooks")
+    ]
+
+
+def test_buffers_that_the_forward_pass_makes_are_taken_away() -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(10))
+            return self.layer(x) * self.mask
+
+    model = Cached()
+    diagnose(model, INPUTS, CLASSES)
+    assert not dict(model.named_buffers())

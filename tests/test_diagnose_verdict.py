@@ -38,7 +38,7 @@ def verdict(layers: list[Layer], alignment: float | None = 0.3, input_cosine: fl
 def test_a_sound_network_is_healthy_and_that_is_said() -> None:
     found = verdict(network())
     assert (found.word, found.is_trainable, found.advice) == ("healthy", True, "")
-    assert found.findings == ("the signal survives all 5 layers, the rank r is 4 or more",)
+    assert found.findings == ("the signal survives all 5 layers, and its rank r is at least 4",)
     assert set(found.parts) == {
         "alive", "growing", "shrinking", "rank", "alignment", "input", "vanishing", "exploding",
     }  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_loss_far_above_that_of_no_outputs_is_told() -> None:
 
     assert parts(1.0 + T.start).parts["start"] == pytest.approx(0.5)
     assert parts(0.1).parts["start"] == parts(1.0).parts["start"] == 1.0
-    assert parts(100.0).findings == ("the loss at the start is 100.0 times that of outputs of zero",)
+    assert parts(100.0).findings == ("the initial loss is 100.0 times that of zero outputs",)
     assert "Draw smaller weights" in parts(100.0).advice
 
 
@@ -101,22 +101,22 @@ def test_rank_alignment_and_vanishing_explain_lost_differences_and_are_not_judge
     assert well.word == "healthy"
     assert set(well.parts) == {"alive", "growing", "shrinking", "contrast", "directions", "input", "exploding"}
     ill = differences(layers, contrast=T.contrast)
-    assert [words.split(" ")[1] for words in ill.findings] == ["signal", "follow", "of", "gradient"]
-    assert ill.advice == "This network will not train at any learning rate. Add batch norms, or run repair."
+    assert [words.split(" ")[1] for words in ill.findings] == ["signal", "gradient", "of", "gradient"]
+    assert ill.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair."
     grown = [*layers[:3], layer(4, scale=10 * T.growing)]
     assert len(differences(grown).findings) == 1  # a sign that stands for itself needs no reasons
 
 
 def test_a_sign_beyond_its_threshold_is_fatal_and_one_before_it_is_suspect() -> None:
-    assert verdict(network(r=1.0 + T.rank / 2)).word == "untrainable"
+    assert verdict(network(r=1.0 + T.rank / 2)).word == "unhealthy"
     assert verdict(network(r=1.0 + 3 * T.rank)).word == "suspect"
     assert verdict(network(r=1.0 + 10 * T.rank)).word == "healthy"
-    assert "will not train" not in verdict(network(r=1.0 + 3 * T.rank)).advice
+    assert "Plain SGD" not in verdict(network(r=1.0 + 3 * T.rank)).advice
 
 
 def test_norms_bear_larger_gradients() -> None:
     layers = [layer(1, gradient=10 * T.exploding), layer(2), layer(3)]
-    assert verdict(layers).word == "untrainable"
+    assert verdict(layers).word == "unhealthy"
     normed = [layers[0], layer(1, kind="batch norm", has_weights=False), *layers[1:]]
     assert verdict(normed).word == "healthy"
 
@@ -151,7 +151,8 @@ def test_what_was_not_measured_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gradients", "words"), [((1.0, 0.0), "no gradient reaches"), ((math.inf, 1.0), "infinite or NaN")]
+    ("gradients", "words"),
+    [((1.0, 0.0), "last layer is zero"), ((math.inf, 1.0), "are NaN or infinite")],
 )
 def test_gradients_that_are_none_are_fatal(gradients: tuple[float, float], words: str) -> None:
     found = verdict([layer(1, gradient=gradients[0]), layer(2, gradient=gradients[1])])
@@ -163,14 +164,12 @@ def test_numbers_that_are_none_are_all_that_is_told() -> None:
     odd = layer(3, is_finite=False, r=math.nan, scale=math.nan, dead=math.nan, call=2)
     found = verdict([layer(1), layer(2), odd, layer(4)])
     assert found.score == 0.0
-    assert found.findings == (
-        "numbers that are none (NaN or infinite) begin at layer3 (call 2) (Linear), layer 3 of 4",
-    )
+    assert found.findings == ("first NaN or infinity at layer3 (call 2) (Linear), layer 3 of 4",)
 
 
 def test_thresholds_can_be_chosen() -> None:
     strict = judge(network(r=1.5), alignment=None, input_cosine=None, thresholds=Thresholds(rank=2.0))
-    assert strict.word == "untrainable"
+    assert strict.word == "unhealthy"
     assert strict.as_dict()["thresholds"]["rank"] == 2.0
 
 
@@ -189,12 +188,12 @@ def diagnosis(layers: list[Layer], **changes: Any) -> Diagnosis:
 def test_a_diagnosis_reads_as_a_verdict_and_a_table() -> None:
     text = str(diagnosis(network(r=1.0), skipped=("the comparison with random inputs, because ...",)))
     lines = text.splitlines()
-    assert lines[0].startswith("untrainable (score 0.00): the signal collapses to rank 1.000 at layer 3 of 5 (layer3).")
+    assert lines[0].startswith("unhealthy (score 0.00): the signal collapses to rank 1.000 at layer 3 of 5 (layer3).")
     assert lines[2].split() == ["depth", "signal", "kind", "units", "r", "soft", "rank", "spread", "scale", "dead",
                                 "gradient", "of", "signal"]  # fmt: skip
     assert lines[5].split() == ["3", "layer3", "Linear", "8", "1", "5", "0.7", "1", "0%", "1", "1"]
     assert lines[-1] == "not measured: the comparison with random inputs, because ..."
-    assert "gradients of one neuron of layer5, two samples: mean |cosine| 0.300000" in lines
+    assert "mean |cosine| of two samples' gradients, one neuron of layer5 0.300000" in lines
 
 
 def test_long_tables_are_thinned_and_say_so() -> None:

@@ -86,7 +86,7 @@ def test_a_healthy_network_is_left_as_it_is_by_auto() -> None:
     healthy = repair(deep(), batch()).model
     result = repair(healthy, batch())
     assert result.method == NOTHING
-    assert str(result).startswith("left as it is (it needs no repair: harm 0.")
+    assert str(result).startswith("left as it is (it needs no repair: badness 0.")
     assert is_same(result.model, state(healthy))
 
 
@@ -95,7 +95,7 @@ def test_a_network_that_no_repair_makes_better_is_left_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(repairing, "METHODS", dict.fromkeys(METHODS, idle))
     result = repair(deep(), batch())
     assert result.method == NOTHING
-    assert result.remark.startswith("no repair does better than its harm, ")
+    assert result.remark.startswith("no repair does better than its badness, ")
 
 
 def test_the_result_reads_well_and_is_plain_data() -> None:
@@ -228,8 +228,8 @@ def test_several_inputs_and_a_loss_of_ones_own() -> None:
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, str]:
             return self.body(x + y), "more"
 
-    def loss(returned: Any, targets: Tensor) -> Tensor:
-        return functional.mse_loss(returned[0], targets)
+    def loss(returned: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(returned, targets)
 
     result = repair(Two(), (batch(), batch(seed=1)), targets=torch.zeros(32, 5), loss=loss)
     assert result.ratio_after == pytest.approx(1.0, abs=0.5)
@@ -246,17 +246,17 @@ def test_bad_input_is_refused() -> None:
         repair(model, batch(1))
     with pytest.raises(ValueRangeError, match="repair needs a batch of finite inputs"):
         repair(model, batch() * math.nan)
-    with pytest.raises(ValueRangeError, match=r"target_rank needs a number from one on; got 0\.5"):
+    with pytest.raises(ValueRangeError, match=r"target_rank needs to be a number in \[1, inf\); got 0\.5"):
         repair(model, batch(), target_rank=0.5)
-    with pytest.raises(ValueRangeError, match="max_ratio needs a positive number; got nan"):
+    with pytest.raises(ValueRangeError, match=r"max_ratio needs to be a number in \(0, inf\); got nan"):
         repair(model, batch(), max_ratio=math.nan)
-    with pytest.raises(ValueRangeError, match="n_steps needs a whole number from zero on; got -1"):
+    with pytest.raises(ValueRangeError, match="n_steps needs to be a whole number from 0; got -1"):
         repair(model, batch(), n_steps=-1)
-    with pytest.raises(ConversionError, match=r"a repair needs Linear or convolutional layers.*ReLU calls none"):
+    with pytest.raises(ConversionError, match=r"a repair needs Linear or convolutional layers.*ReLU, which calls none"):
         repair(nn.ReLU(), batch())
-    with pytest.raises(ShapeError, match=r"cross entropy needs a class for every sample.*got targets \(7,\)"):
+    with pytest.raises(ShapeError, match=r"cross entropy needs one class for each sample.*and targets \(7,\)"):
         repair(model, batch(), targets=torch.zeros(7, dtype=torch.long))
-    with pytest.raises(ConversionError, match=r"the network needs to take the inputs, \(32, 7\)"):
+    with pytest.raises(ConversionError, match=r"repair needs inputs that the model takes; got \(32, 7\)"):
         repair(model, batch(32, 7))
 
 
@@ -295,3 +295,269 @@ def test_a_single_hidden_layer_has_no_ratio_of_gradients_to_tell() -> None:
     assert math.isnan(result.ratio_after)
     assert "nan" not in str(result)
     assert "gradient" not in str(result)
+
+
+# ---------------------------------------------------------------------------------------------- what is not seen
+
+
+class Recurrent(nn.Module):
+    """A linear layer, an LSTM that no repair can change, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.head = nn.Linear(20, 16), nn.LSTM(16, 16, 3, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.first(x)[:, None])[0][:, 0])
+        return logits
+
+
+class Tied(nn.Module):
+    """A language model whose head has the weight of its token embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(30, 16), mlp((16, *[16] * DEPTH, 16), seed=1)
+        self.head = nn.Linear(16, 30, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(self.tokens(tokens)))
+        return logits
+
+
+TOKENS = torch.randint(30, (16, 4), generator=seeded(0))
+
+
+def test_modules_that_no_repair_can_change_are_reported_with_their_part_of_the_parameters() -> None:
+    model = Recurrent()
+    result = repair(model, batch())
+    (unseen,) = result.unseen
+    assert (unseen.name, unseen.kind, unseen.reason) == ("lstm", "LSTM", "no repair for this kind of module")
+    assert unseen.n_parameters == sum(p.numel() for p in model.lstm.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    assert result.unseen_fraction == pytest.approx(unseen.n_parameters / total)
+    assert "needs no repair" not in str(result)
+    assert f"not seen, with {unseen.n_parameters / total:.1%} of the parameters: 'lstm' (LSTM" in str(result)
+    plain = json.loads(json.dumps(result.as_dict()))
+    assert plain["unseen"] == [unseen.as_dict()]
+    assert plain["unseen_fraction"] == result.unseen_fraction
+    assert plain["n_parameters"] == total
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.utils.parametrizations.weight_norm(nn.Linear(20, 20)), "its weight is computed from other parameters"),
+        (nn.Linear(20, 20).requires_grad_(False), "frozen"),
+        (nn.GRU(20, 20), "no repair for this kind of module"),
+    ],
+    ids=["parametrized", "frozen", "gru"],
+)
+def test_every_reason_is_given(module: nn.Module, reason: str) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd, self.body = module, deep()
+            self.unused = nn.Linear(7, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.odd(x)
+            logits: Tensor = self.body(made[0] if isinstance(made, tuple) else made)
+            return logits
+
+    kept = state(module)
+    result = repair(Wrapped(), batch(), method="lsuv")
+    assert {one.name: one.reason for one in result.unseen} == {
+        "odd": reason, "unused": "not called as a module on these inputs",
+    }  # fmt: skip
+    assert is_same(result.model.get_submodule("odd"), kept)
+
+
+def test_attention_is_one_module_that_is_not_seen() -> None:
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    result = repair(encoder, torch.randn(8, 5, 16, generator=seeded(0)), method="lsuv")
+    assert [(one.name, one.kind) for one in result.unseen] == [("self_attn", "MultiheadAttention")]
+    assert result.unseen[0].n_parameters == 4 * 16 * 16 + 4 * 16
+    assert [layer.name for layer in result.after] == ["linear1", "linear2"]
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "batch_norm"])
+def test_a_tied_embedding_is_measured_and_not_changed_unless_forced(method: str) -> None:
+    model = Tied()
+    result = repair(model, TOKENS, targets=TOKENS, method=method, n_steps=2)
+    made = result.model
+    assert isinstance(made, Tied)
+    assert torch.equal(made.tokens.weight, model.tokens.weight)
+    assert made.head.weight is made.tokens.weight
+    assert result.after[-1].name == "head"
+    assert [one.name for one in result.unseen] == ["tokens", "head"]
+    assert "its weight is tied to that of 'tokens'" in str(result)
+    assert result.unseen_fraction == pytest.approx(30 * 16 / sum(p.numel() for p in model.parameters()))
+    if method not in ("residual",):
+        forced = repair(model, TOKENS, targets=TOKENS, method=method, n_steps=2, force=True)
+        assert [one.name for one in forced.unseen] == ["tokens"]
+        assert torch.equal(forced.model.get_parameter("tokens.weight"), model.tokens.weight) == (method == "paper")
+
+
+def test_without_any_layer_to_change_the_modules_are_named() -> None:
+    model = nn.Sequential(nn.Linear(20, 5)).requires_grad_(False)
+    with pytest.raises(ConversionError, match=r"that can be trained; got '0' \(Linear: frozen\)"):
+        repair(model, batch())
+
+
+# ---------------------------------------------------------------------------------------------- other kinds of layers
+
+
+class Transposed(nn.Module):
+    """A linear layer whose weight is (in, out), under the name of that of Hugging Face."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(layer.weight.detach().T.clone())
+        self.bias = nn.Parameter(layer.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+Conv1D = type("Conv1D", (Transposed,), {"__module__": "transformers.pytorch_utils"})
+
+
+@pytest.mark.parametrize("method", ["auto", *(name for name in METHODS if name != "batch_norm")])
+def test_conv1d_is_repaired_exactly_like_a_linear_layer(method: str) -> None:
+    plain = deep()
+    other = nn.Sequential(*(Conv1D(m) if isinstance(m, nn.Linear) else m for m in plain))
+    wanted, found = (repair(model, batch(), method=method, n_steps=3) for model in (plain, other))
+    assert found.unseen == ()
+    for one, two in zip(wanted.after, found.after, strict=True):
+        assert one.r == pytest.approx(two.r, rel=1e-3)
+        assert one.scale == pytest.approx(two.scale, rel=1e-3)
+    if method in ("auto", "lsuv", "near_identity"):
+        weights = [p for p in wanted.model.parameters() if p.ndim == 2]
+        others = [p for p in found.model.parameters() if p.ndim == 2]
+        for weight, transposed in zip(weights, others, strict=True):
+            torch.testing.assert_close(weight, transposed.T, rtol=1e-3, atol=1e-5)
+
+
+def upsampling(groups: int = 1) -> nn.Sequential:
+    """Transposed convolutions, alone and with strides and overlapping windows."""
+    return nn.Sequential(
+        nn.ConvTranspose2d(4, 8, 4), nn.ReLU(), nn.ConvTranspose2d(8, 8, 3, 1, 1), nn.ReLU(),
+        nn.ConvTranspose2d(8, 8, 4, 2, 1, groups=groups), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2, 2), nn.ReLU(),
+        nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3, 1, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "residual"])
+def test_transposed_convolutions_are_repaired(method: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = upsampling()
+    inputs = batch(16, 4, 1, 1)
+    result = repair(model, inputs, method=method, n_steps=3)
+    assert result.unseen == ()
+    assert len(result.after) == 6
+    assert isinstance(result.model, nn.Sequential)
+    signal = inputs
+    for layer in result.model if method in ("mirrored", "lsuv") else ():
+        with torch.no_grad():
+            signal = layer(signal)
+        if isinstance(layer, nn.ConvTranspose2d):
+            assert float(signal.square().mean().sqrt()) == pytest.approx(1.0, rel=1e-3)
+    if method == "mirrored":
+        # linear at the start: f(x) + f(-x) = 0
+        made = result.model
+        with torch.no_grad():
+            size = made(inputs).abs().max()
+            assert float((made(inputs) + made(-inputs)).abs().max()) < 1e-4 * float(size)
+            # and no position of the output is empty
+            assert bool((made(inputs).abs().amax((0, 1)) > 0).all())
+
+
+def test_transposed_convolutions_with_groups_are_reported() -> None:
+    result = repair(upsampling(groups=2), batch(16, 4, 1, 1), method="lsuv")
+    assert [(one.name, one.reason) for one in result.unseen] == [("4", "transposed and with groups")]
+
+
+# ---------------------------------------------------------------------------------------------- losses, modes, wrappers
+
+
+def test_targets_follow_the_one_rule_of_all_verbs() -> None:
+    model, inputs = deep(), batch()
+    real = torch.randn(32, 5, generator=seeded(1))
+    states = look(find_route(model, (inputs,)), Lesson(real))
+    outputs = model(inputs)
+    (expected,) = torch.autograd.grad(functional.mse_loss(outputs, real), outputs)
+    assert states[-1].gradient == pytest.approx(float(expected.norm()), rel=FLOAT)
+    tokens = repair(Tied(), TOKENS, targets=TOKENS)  # classes on the last axis, as in language models
+    assert tokens.after
+    assert repair(model, inputs.numpy(), targets=(torch.arange(32) % 5).numpy()).method == "mirrored"
+    with pytest.raises(ValueRangeError, match=r"class labels need to be whole numbers from 0 to 4.*got 5"):
+        repair(model, inputs, targets=torch.arange(32) % 6)
+
+
+def test_a_loss_without_targets_and_an_output_of_ones_own_are_used() -> None:
+    seen: list[Any] = []
+
+    def loss(output: Any, targets: Any) -> Tensor:
+        seen.append((tuple(output), targets))
+        return output["a"].square().mean()
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = deep()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"a": self.body(x)}
+
+    repair(Named(), batch(), loss=loss, output=lambda returned: returned)
+    assert set(seen) == {(("a",), None)}
+    for bad, got in (
+        (lambda o, t: o, r"shape \(32, 5\)"),
+        (lambda o, t: 3.0, "float"),
+        (lambda o, t: o.detach().sum(), "shape"),
+    ):
+        with pytest.raises(ShapeError, match=f"a loss that is one real number and depends on the weights; got {got}"):
+            repair(deep(), batch(), loss=bad)
+
+
+def test_autocast_does_not_hide_what_was_changed() -> None:
+    model = deep()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = repair(model, batch(), method="lsuv")
+    assert result.after == repair(model, batch(), method="lsuv").after
+
+
+def test_wrapped_models_are_repaired_inside() -> None:
+    model = deep()
+    wrapped = nn.DataParallel(model)
+    made = repair(wrapped, batch())
+    assert is_same(made.model, state(repair(model, batch()).model))
+    result = repair(wrapped, batch(), in_place=True)
+    assert result.model is wrapped
+    assert is_same(model, state(made.model))
+
+
+def test_in_place_touches_no_parameter_that_is_not_repaired() -> None:
+    model = deep(norm="layer")
+    versions = {name: p._version for name, p in model.named_parameters()}
+    repair(model, batch(), method="lsuv", in_place=True)
+    norms = [name for name, p in model.named_parameters() if p._version == versions[name]]
+    assert norms == [
+        n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm) for n in (f"{n}.weight", f"{n}.bias")
+    ]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_dict_of_inputs_is_refused_with_a_cure() -> None:
+    with pytest.raises(ConversionError, match=r"got a dict. Pass tuple\(inputs.values\(\)\)"):
+        repair(deep(), {"x": batch()})
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(ConversionError, match="inference_mode"):
+        repair(model, torch.randn(8, 4))

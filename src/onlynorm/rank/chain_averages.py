@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,14 +42,21 @@ class BatchMeans:
         self.n_observed = 0
 
     def add(self, values: Tensor) -> None:
-        """Count one more observation of every chain."""
-        if self.n_observed == ROOM * self.length:
-            pairs = self.sums.view(ROOM // 2, 2, *self.sums.shape[1:]).sum(1)
-            self.sums.zero_()[: ROOM // 2] = pairs
-            self.length *= 2
-        self.sums[self.n_observed // self.length] += values
-        self.squares += values.square()
-        self.n_observed += 1
+        """Count more observations (observations, chains, quantities), in the order of time.
+
+        Sums are taken one observation after the other, so that they do not depend on how many come at once.
+        """
+        squares = values.square()
+        self.squares = _add_in_order(self.squares, squares)
+        while len(values):
+            if self.n_observed == ROOM * self.length:
+                pairs = self.sums.view(ROOM // 2, 2, *self.sums.shape[1:]).sum(1)
+                self.sums.zero_()[: ROOM // 2] = pairs
+                self.length *= 2
+            batch, filled = divmod(self.n_observed, self.length)
+            fitting, values = values[: self.length - filled], values[self.length - filled :]
+            self.sums[batch] = _add_in_order(self.sums[batch], fitting)
+            self.n_observed += len(fitting)
 
     def group_means(self) -> tuple[Tensor, float]:
         """(groups, quantities): means over stretches of chains; and how many such stretches all data would make."""
@@ -67,7 +75,7 @@ class BatchMeans:
     def estimate(self, place: int) -> Estimate:
         """The average of one quantity."""
         value = float(self.means()[:, place].mean())
-        spread = float(self.squares[:, place].mean()) / self.n_observed - value**2
+        spread = float(self.squares[:, place].mean()) / self.n_observed - value * value
         groups, n_groups = self.group_means()
         error = _standard_error(groups[:, place], n_groups)
         return Estimate(value, error, math.sqrt(max(spread, 0.0)))
@@ -80,6 +88,12 @@ class BatchMeans:
         groups, n_groups = self.group_means()
         deviations = (groups[:, above] - top / bottom * groups[:, below]) / bottom
         return Estimate(top / bottom, _standard_error(deviations, n_groups))
+
+
+def _add_in_order(start: Tensor, values: Tensor) -> Tensor:
+    """start + values[0] + values[1] + ..., from left to right; torch.sum and torch.cumsum may take another order."""
+    rows = np.concatenate([start.numpy()[None], values.numpy()])
+    return torch.from_numpy(np.add.accumulate(rows, axis=0)[-1])
 
 
 def _standard_error(means: Tensor, n: float) -> float:

@@ -5,31 +5,40 @@ H is first scaled so that Tr M = d, which batch norms do by themselves:
     r             Tr(M)^2 / |M|_F^2, the lower bound of the rank
     frobenius     |M|_F^2
     cube          Tr(M^3)
-    squares       Tr(diag(M^2)^2); squares over cube, averaged each, is the regularity constant alpha
+    squares       Tr(diag(M^2)^2)
     offdiagonal   the mean of M_ij over i different from j
     soft_rank t   how many eigenvalues of M are at least t, as in "soft_rank 0.5"
+
+The regularity constant alpha is the average of squares over that of cube, both for M of unit diagonal. Norms make the
+diagonal so. Without norms, rows are scaled to norm sqrt(N) first: `ROWWISE` holds the names of the two quantities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.modules import need_items
 from onlynorm.rank.measures import count_at_least
 
 PLAIN = ("r", "frobenius", "cube", "squares", "offdiagonal")
 _TINY = 1e-30  # a trace below it is zero
 USUAL = ("r", "frobenius", "cube", "squares", "soft_rank 0.5")
+ROWWISE = {"squares": "squares of unit rows", "cube": "cube of unit rows"}
+"""The parts of alpha where rows do not have equal norms."""
 
 
 def check_quantities(names: Sequence[str]) -> tuple[str, ...]:
     """The names, once each is known and none comes twice."""
+    if isinstance(names, str):
+        names = (names,)
+    names = tuple(need_items("quantities", names, cure="Pass names such as ('r', 'frobenius')."))
     for name in names:
-        if name not in PLAIN and not _tau(name) > 0.0:
+        if not isinstance(name, str) or (name not in PLAIN and not _tau(name) > 0.0):
             raise UnknownNameError("quantity", name, (*PLAIN, "soft_rank 0.5"))
     if not names or len(set(names)) < len(names):
         raise ValueRangeError(f"a chain needs quantities, each once; got {', '.join(names) or 'none'}. Drop one.")
@@ -42,8 +51,20 @@ def observe(H: Tensor, names: Sequence[str]) -> Tensor:
     M = H @ H.mT
     trace = M.diagonal(dim1=-2, dim2=-1).sum(-1)
     M = M.mul_((d / trace.clamp(min=_TINY))[:, None, None])
+    found: dict[str, Tensor] = {}
+    plain = [name for name in names if name not in ROWWISE.values()]
+    if len(plain) < len(names):
+        scales = M.diagonal(dim1=-2, dim2=-1).clamp(min=_TINY).rsqrt()
+        unit = M * scales[..., None, :] * scales[..., :, None]
+        found = _quantities({row: name for name, row in ROWWISE.items()}, unit)
+    found |= _quantities({name: name for name in plain}, M)
+    return torch.stack([found[name] for name in names], -1)
+
+
+def _quantities(named: Mapping[str, str], M: Tensor) -> dict[str, Tensor]:
+    """Quantities of M by the names under which they are kept."""
     squares = M.square().sum(-1)
-    return torch.stack([_quantity(name, M, squares).to("cpu", torch.float64) for name in names], -1)
+    return {key: _quantity(name, M, squares).to("cpu", torch.float64) for key, name in named.items()}
 
 
 def _quantity(name: str, M: Tensor, squares: Tensor) -> Tensor:

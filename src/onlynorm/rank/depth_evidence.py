@@ -7,22 +7,19 @@ a random projection of the outputs: it says as well how gradients grow or shrink
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.modules import Loss, Output, default_loss, find_output
 from onlynorm.rank.measures import rank_ratio
 from onlynorm.rank.visits import LayerModule, Route, as_trained, signal
 from onlynorm.reconstruction.calls import outputs_of
-from onlynorm.tuning.train import logits_of
-
-Loss: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,34 +34,36 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What outputs are judged by: targets and their loss, or, if there are none, a projection drawn by the seed."""
+    """The loss of a model's outputs: `default_loss` or a given one; without both, a projection drawn by the seed."""
 
-    targets: Tensor | None = None
+    targets: Any = None
     loss: Loss | None = None
     seed: int = 0
+    output: Output = find_output
 
     def value(self, returned: Any) -> Tensor:
         """The loss of what a model returned."""
-        if self.targets is None:
-            outputs = [output for output in outputs_of(returned) if output.requires_grad]
-            if not outputs:
-                raise ConversionError(
-                    f"a repair needs a model that returns tensors; got {type(returned).__name__} without one that "
-                    "depends on its weights. Return them in a tuple or a dict."
-                )
-            dice = seeded(self.seed)
-            parts = [(x * torch.randn(x.shape, generator=dice).to(x)).sum() / len(x) for x in outputs]
-            return torch.stack(parts).sum()
-        if self.loss is not None:
-            return self.loss(returned, self.targets)
-        logits = logits_of(returned)
-        try:
-            return functional.cross_entropy(logits, self.targets)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise ShapeError(
-                f"cross entropy needs a class for every sample of the logits {tuple(logits.shape)}; got targets "
-                f"{tuple(self.targets.shape)} of {self.targets.dtype} ({error}). Pass loss=, or no targets."
-            ) from error
+        if self.targets is not None or self.loss is not None:
+            return _need_scalar((self.loss or default_loss)(self.output(returned), self.targets))
+        outputs = [output for output in outputs_of(returned) if output.requires_grad]
+        if not outputs:
+            raise ConversionError(
+                f"a repair needs a model that returns tensors; got {type(returned).__name__} without one that "
+                "depends on its weights. Return them in a tuple or a dict."
+            )
+        dice = seeded(self.seed)
+        parts = [(x * torch.randn(x.shape, generator=dice).to(x)).sum() / max(1, *x.shape[:1]) for x in outputs]
+        return torch.stack(parts).sum()
+
+
+def _need_scalar(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad and value.is_floating_point():
+        return value
+    got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    raise ShapeError(
+        f"a repair needs a loss that is one real number and depends on the weights; got {got}. Take its mean, and "
+        "do not detach it."
+    )
 
 
 def look(route: Route, lesson: Lesson) -> tuple[LayerState, ...]:
@@ -115,7 +114,7 @@ def harm(states: Sequence[LayerState], route: Route) -> float:
         return 0.0
     if ratio in (0.0, math.inf) or any(math.isnan(state.r) for state, _ in hidden):
         return math.inf
-    lost = [math.log(min(hidden[0][0].r, place.layer.weight.shape[0] ** 0.5) / state.r) for state, place in hidden]
+    lost = [math.log(min(hidden[0][0].r, place.weight.shape[0] ** 0.5) / state.r) for state, place in hidden]
     return abs(math.log(ratio)) + max(0.0, *lost)
 
 

@@ -1,4 +1,4 @@
-"""`diagnose`: one batch forward and backward through a model, every signal read, and what that means in plain words.
+"""`diagnose`: one batch forward and backward through a model, every signal measured, and a verdict in plain words.
 
 A second backward pass through the same graph, with what the loss asks of all samples alike, shows how much of the
 gradient tells samples apart. A second forward pass on random inputs, backward no further than the last linear layer,
@@ -11,24 +11,41 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from onlynorm.data import seeded
-from onlynorm.errors import ConversionError, ShapeError, UnknownNameError
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError
+from onlynorm.modules import (
+    Loss,
+    Output,
+    as_tensor,
+    default_loss,
+    find_output,
+    need_callable,
+    need_choice,
+    need_flag,
+    need_instance,
+    need_integer,
+    need_seed,
+)
 from onlynorm.rank.contrast import contrast
+from onlynorm.rank.coverage import can_repair
 from onlynorm.rank.diagnosis import Diagnosis
 from onlynorm.rank.last_signal import read_last
-from onlynorm.rank.losses import Loss, Output, find_output, usual_loss
 from onlynorm.rank.probes import LastLayer, Probes, Reading
 from onlynorm.rank.sample_gradients import cosine_between, layer_gradient, meaningless, neuron_alignment, sample_cosine
 from onlynorm.rank.signals import MAX_COLUMNS
-from onlynorm.rank.untouched import reseed, untouched
+from onlynorm.rank.untouched import autocasts, failed_on, full_precision, need_layers, reseed, untouched
 from onlynorm.rank.verdict import Thresholds, judge
 
 MODES = ("train", "eval")
+WORTH_A_NOTE = 0.01
+"""Fraction of the parameters in layers that were not observed from which on it is reported."""
 
 
 def diagnose(
@@ -44,63 +61,52 @@ def diagnose(
     thresholds: Thresholds | None = None,
     seed: int = 0,
 ) -> Diagnosis:
-    """What happens to signals and gradients of a batch in the model, and whether it can learn; it stays as it is.
+    """Signals and gradients of a batch in every layer, and whether plain SGD is likely to train the model.
 
-    `inputs` is a batch, a tuple of arguments or a dict of named ones, samples first. `targets` are classes (cross
-    entropy) or numbers (mean square), unless `loss(output, targets)` is given; without both, gradients are left out.
-    `output` picks from what the model returns what the loss gets; the logits, or the first tensor, by default. "train"
-    is the mode in which batch norms use the batch, as they will in training. `random_inputs` compares with inputs that
-    mean nothing. Convolutional signals are channels x (samples * positions), of which at most `max_columns` columns are
-    looked at. Theory: daneshmand2020:prop-8, daneshmand2020:lemma-1
+    The model is left exactly as it was.
+
+    `inputs` is a batch (tensor or NumPy array), a tuple of arguments or a dict of named ones, samples first. `targets`
+    are class labels (integers: cross entropy) or real values (mean squared error), unless `loss(output, targets)` is
+    given; without both, gradients are left out. `output` picks the argument of the loss from what the model returns; by
+    default the logits, or the first tensor. `mode="train"` makes batch norms use the batch, as they do in training.
+    `random_inputs` compares gradients with those on noise. Convolutional signals are channels x (samples * positions),
+    of which at most `max_columns` columns are used. The model inside DistributedDataParallel, DataParallel and
+    torch.compile is diagnosed; traced, scripted and exported models are refused. An active autocast applies to the
+    passes through the model, not to the measures. Theory: daneshmand2020:prop-8, daneshmand2020:lemma-1
     """
     started = time.perf_counter()
-    given = _checked(model, inputs, mode)
-    run = _Run(model, targets, loss=loss, output=output or find_output, seed=seed, max_columns=max_columns)
-    with untouched(model, is_training=mode == "train", tensors=given):
-        run.read(inputs)
-        if random_inputs and run.last is not None:
-            run.compare(meaningless(inputs, seed=seed))
-    layers = tuple(reading.layer() for reading in run.readings)
-    if not layers:
-        raise ConversionError(
-            f"diagnose needs a model that calls layers with floating-point signals; {type(model).__name__} calls none. "
-            "Scripted and compiled models hide theirs: pass the model they were made from."
-        )
-    last_signal = None if run.last is None else read_last(run.last, targets)
-    if run.last is not None and last_signal is None:
-        run.skipped.append("what samples tell in the last layer, because there are too few of them for such targets")
-    directions, told = last_signal or (None, None)
-    facts: dict[str, float | None] = {
-        "alignment": None if run.last is None else neuron_alignment(run.last),
-        "input_cosine": run.input_cosine,
-        "contrast": run.contrast,
-        "directions": directions,
-        "told": told,
-        "start": run.start,
-    }
-    return Diagnosis(
-        layers=layers,
-        verdict=judge(layers, thresholds=thresholds or Thresholds(), **facts),
-        loss=run.loss,
-        sample_cosine=None if run.last is None else sample_cosine(run.last),
-        last_layer=None if run.last is None else run.last.name,
-        skipped=tuple(run.skipped),
-        n_samples=len(given[0]),
-        mode=mode,
-        seconds=time.perf_counter() - started,
-        **facts,
-    )
+    network, arguments = need_layers("diagnose", model), _ready(inputs)
+    given = _checked(inputs, arguments)
+    wanted = as_tensor("targets", targets) if loss is None and targets is not None else _ready(targets)
+    run = _Run(network, wanted, loss=loss, output=output, seed=need_seed(seed), max_columns=max_columns)
+    need_flag("random_inputs", random_inputs)
+    limits = Thresholds() if thresholds is None else thresholds
+    need_instance("thresholds", limits, Thresholds, cure="Pass onlynorm.rank.Thresholds(rank=0.01).")
+    is_training = need_choice("mode", mode, MODES) == "train"
+    with full_precision():
+        with untouched(network, is_training=is_training, tensors=given):
+            run.read(arguments)
+            if random_inputs and run.last is not None:
+                run.compare(meaningless(arguments, seed=seed))
+        return run.result(limits, mode=mode, n_samples=len(given[0]), started=started)
 
 
 class _Run:
-    """The passes over one batch, and what they leave: readings, the last layer's gradients, and what was skipped."""
+    """The passes over one batch, and their results: readings, the last layer's gradients, and what was skipped."""
 
     def __init__(
-        self, model: nn.Module, targets: Any, *, loss: Loss | None, output: Output, seed: int, max_columns: int | None
-    ) -> None:
-        self._model, self._targets, self._output = model, targets, output
-        self._loss = usual_loss if loss is None and targets is not None else loss
+        self, model: nn.Module, targets: Any, *, loss: Loss | None, output: Output | None, seed: int,
+        max_columns: int | None,
+    ) -> None:  # fmt: skip
+        for name, function in (("loss", loss), ("output", output)):
+            if function is not None:
+                need_callable(name, function, cure="Leave it out for the default.")
+        if max_columns is not None:
+            max_columns = need_integer("max_columns", max_columns, low=2, cure="None takes all columns.")
+        self._model, self._targets, self._output = model, targets, output or find_output
+        self._loss = default_loss if loss is None and targets is not None else loss
         self._seed, self._max_columns = seed, max_columns
+        self._autocasts = autocasts()
         self.readings: list[Reading] = []
         self.last: LastLayer | None = None
         self.loss: float | None = None
@@ -109,12 +115,52 @@ class _Run:
         self.start: float | None = None
         self.skipped: list[str] = []
 
+    def result(self, thresholds: Thresholds, *, mode: str, n_samples: int, started: float) -> Diagnosis:
+        """The diagnosis, once all passes are done."""
+        layers = tuple(reading.layer() for reading in self.readings)
+        if not any(layer.has_weights for layer in layers):
+            raise ConversionError(
+                f"diagnose needs a model that calls layers with weights as modules, on floating-point signals; got "
+                f"{type(self._model).__name__}, which calls none. Make layers of what it computes by functions."
+            )
+        last_signal = None if self.last is None else read_last(self.last, self._targets)
+        if self.last is not None and last_signal is None:
+            self.skipped.append("what the targets explain in the last layer, because there are too few samples")
+        directions, told = last_signal or (None, None)
+        facts: dict[str, float | None] = {
+            "alignment": None if self.last is None else neuron_alignment(self.last),
+            "input_cosine": self.input_cosine,
+            "contrast": self.contrast,
+            "directions": directions,
+            "told": told,
+            "start": self.start,
+        }
+        return Diagnosis(
+            layers=layers,
+            verdict=judge(layers, thresholds=thresholds, can_repair=self._can_repair, **facts),
+            loss=self.loss,
+            sample_cosine=None if self.last is None else sample_cosine(self.last),
+            last_layer=None if self.last is None else self.last.name,
+            skipped=tuple(self.skipped),
+            n_samples=n_samples,
+            mode=mode,
+            seconds=time.perf_counter() - started,
+            **facts,
+        )
+
+    def _can_repair(self) -> bool:
+        called = {reading.module for reading in self.readings if reading.module is not None}
+        return can_repair(self._model, called)
+
     def read(self, inputs: Any) -> None:
-        """Forward with every signal read, and backward if there is something to go back from."""
+        """Forward with every signal read, and backward if there is a loss."""
         probes = Probes(self._model, tuple(_tensors(inputs)), self._max_columns, seeded(self._seed))
         with probes:
             value, output = self._forward(inputs, probes)
             self.readings = probes.readings
+            hidden = probes.unobserved()
+            if hidden >= WORTH_A_NOTE:
+                self.skipped.append(f"{hidden:.0%} of the parameters, which belong to no layer that was called")
             trained = [p for p in self._model.parameters() if p.requires_grad]
             obstacle = self._obstacle(value, trained)
             if obstacle or value is None:
@@ -149,9 +195,9 @@ class _Run:
 
     def _over_zeros(self, output: Any, loss: float) -> float | None:
         """The loss over that of outputs of zero; what these would cost by a loss of one's own, nobody knows."""
-        if self._loss is not usual_loss:
+        if self._loss is not default_loss:
             return None
-        nothing = float(usual_loss(torch.zeros_like(output), self._targets))
+        nothing = float(default_loss(torch.zeros_like(output), self._targets))
         return loss / nothing if nothing > 0.0 else None
 
     def compare(self, inputs: Any) -> None:
@@ -173,22 +219,30 @@ class _Run:
     def _forward(self, inputs: Any, probes: Probes) -> tuple[Tensor | None, Any]:
         """(loss, what it is taken of), if there is one."""
         reseed(self._model, self._seed)
-        if isinstance(inputs, Mapping):
-            returned = self._model(**inputs)
-        else:
-            returned = self._model(*inputs) if isinstance(inputs, tuple | list) else self._model(inputs)
-        probes.end_forward()
-        if self._loss is None:
-            return None, None
-        output = self._output(returned)
-        return self._loss(output, self._targets), output
+        named = inputs if isinstance(inputs, Mapping) else {}
+        placed = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else (inputs,)
+        with ExitStack() as stack:
+            for device, dtype in self._autocasts:  # as in the caller's training
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            try:
+                returned = self._model(*placed, **named)
+            except (OnlynormError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise failed_on("diagnose", self._model, list(_tensors(inputs)), error) from error
+            probes.end_forward()
+            if self._loss is None:
+                return None, None
+            output = self._output(returned)
+            return self._loss(output, self._targets), output
 
     def _obstacle(self, value: Tensor | None, trained: Sequence[nn.Parameter]) -> str:
         """Why there is no backward pass, or nothing."""
         if value is None:
             return "no targets were given"
-        if value.numel() != 1:
-            raise ShapeError(f"diagnose needs a loss of one number; got {tuple(value.shape)}. Take its mean.")
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+            got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            raise ShapeError(f"diagnose needs a loss that is one real number as a tensor; got {got}. Take its mean.")
         self.loss = float(value.detach())
         if not math.isfinite(self.loss):
             return f"the loss is {self.loss}"
@@ -197,18 +251,9 @@ class _Run:
         return ""
 
 
-def _checked(model: nn.Module, inputs: Any, mode: str) -> list[Tensor]:
-    """The tensors of the inputs, once it is known that the model can be diagnosed by them."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(f"diagnose needs a torch Module; got {type(model).__name__}. Pass the model itself.")
-    if mode not in MODES:
-        raise UnknownNameError("mode", mode, MODES)
-    if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
-        raise ConversionError(
-            f"diagnose needs a model whose layers have their shapes; {type(model).__name__} has lazy ones. Call it "
-            "on a batch first."
-        )
-    given = list(_tensors(inputs))
+def _checked(inputs: Any, arguments: Any) -> list[Tensor]:
+    """The tensors of the arguments, if the first is a batch of two samples or more."""
+    given = list(_tensors(arguments))
     if not given or not given[0].ndim or len(given[0]) < 2:
         got = f"a batch of shape {tuple(given[0].shape)}" if given else f"{type(inputs).__name__} without a tensor"
         raise ShapeError(
@@ -218,8 +263,21 @@ def _checked(model: nn.Module, inputs: Any, mode: str) -> list[Tensor]:
     return given
 
 
+def _ready(value: Any) -> Any:
+    """Nested lists, tuples and dicts with all arrays as dense tensors that gradients can be taken of."""
+    if isinstance(value, Mapping):
+        return {name: _ready(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_ready(item) for item in value)
+    if not isinstance(value, Tensor | np.ndarray):
+        return value
+    made = as_tensor("diagnose", value)
+    with torch.inference_mode(False):
+        return made.clone() if made.is_inference() else made
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts, whatever their numbers."""
+    """All tensors in nested lists, tuples and dicts, of any dtype."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):

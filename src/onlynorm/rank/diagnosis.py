@@ -1,4 +1,4 @@
-"""What a diagnosis says: every signal in the order of depth, the numbers of the gradients, and the verdict."""
+"""The result of a diagnosis: every signal in the order of depth, measures of the gradients, and the verdict."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Diagnosis:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether nothing was found that keeps the network from learning."""
+        """Whether the score is one half or more: nothing was found that makes it unlikely that plain SGD trains it."""
         return self.verdict.is_trainable
 
     @property
@@ -84,18 +84,18 @@ class Diagnosis:
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """What the gradients of the last layer say, and what was left out."""
-        told = [
+        """Measures of the gradients of the last layer, and what was left out."""
+        measured = [
             ("loss", self.loss, ".4g"),
-            ("loss over that of outputs of zero", self.start, ".3g"),
-            (f"gradients of one neuron of {self.last_layer}, two samples: mean |cosine|", self.alignment, ".6f"),
-            (f"gradients of all of {self.last_layer}, two samples: mean cosine", self.sample_cosine, ".4f"),
+            ("loss relative to that of zero outputs", self.start, ".3g"),
+            (f"mean |cosine| of two samples' gradients, one neuron of {self.last_layer}", self.alignment, ".6f"),
+            (f"mean cosine of two samples' gradients, all of {self.last_layer}", self.sample_cosine, ".4f"),
             (f"gradient of {self.last_layer} on these and on random inputs: cosine", self.input_cosine, ".6f"),
-            ("speed of what the loss asks of each sample, over what it asks of all alike", self.contrast, ".2e"),
+            ("how fast differences between samples are learned, relative to their mean", self.contrast, ".2e"),
             (f"directions in which samples differ before {self.last_layer}", self.directions, ".3f"),
-            ("share of them that goes with the targets, beyond chance", self.told, ".1%"),
+            ("variance in them that the targets explain, beyond chance", self.told, ".1%"),
         ]
-        lines = [f"{name} {value:{pattern}}" for name, value, pattern in told if value is not None]
+        lines = [f"{name} {value:{pattern}}" for name, value, pattern in measured if value is not None]
         return [*lines, *(f"not measured: {reason}" for reason in self.skipped)]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
 from onlynorm.rank.rescale import replace_module
-from onlynorm.rank.visits import LayerModule, Route, run_hooked
+from onlynorm.rank.visits import LayerModule, Route, channel_axis, run_hooked
 
 _NORMS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 """By the number of axes of what a layer gives."""
@@ -22,13 +22,13 @@ def insert_batch_norms(route: Route) -> int:
     normalised = _normalised(route)
     hidden = [place for place in route.hidden if place.name not in normalised]
     for place in hidden:
-        if isinstance(place.layer, nn.Linear) and len(place.output_shape) != 2:
+        if channel_axis(place.layer) == -1 and len(place.output_shape) != 2:
             raise ConversionError(
                 f"a batch norm behind a Linear needs outputs (samples, channels); {place.name!r} gives "
                 f"{place.output_shape}. Tokens have layer norms: try method='mirrored'."
             )
     for place in hidden:
-        n_channels = place.layer.weight.shape[0]
+        n_channels = place.weight.shape[0]
         norm = _NORMS[len(place.output_shape)](n_channels)
         norm.to(place.layer.weight.device, place.layer.weight.dtype)
         replace_module(route.model, place.layer, new=nn.Sequential(place.layer, norm))

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.modules import as_tensor, need_choice, need_integer, need_number
 
 POSITIONS = ("pool", "samples")
 METHODS = ("inertia", "eigenvalues")
@@ -28,8 +29,9 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
     position of every sample a column of its own: channels x (samples * positions), what a batch norm sees. "samples"
     keeps one column per sample: (channels * positions) x samples. Transformers have their channels last: channels=-1.
     """
-    if positions not in POSITIONS:
-        raise UnknownNameError("positions", positions, POSITIONS)
+    need_choice("positions", positions, POSITIONS)
+    activations = as_tensor("as_matrix", activations)
+    channels = need_integer("channels", channels, cure="Pass an axis, -1 for the last.")
     shape = tuple(activations.shape)
     axis = channels % max(activations.ndim, 1)
     if activations.ndim < 2 or axis == 0 or not -activations.ndim <= channels < activations.ndim:
@@ -88,11 +90,10 @@ def soft_rank(H: Float[Tensor, "*batch d n"], tau: float, *, method: str | None 
     it is the default on CPUs. Both may differ where an eigenvalue equals tau up to rounding.
     Theory: daneshmand2020:lemma-2
     """
-    if not tau >= 0.0:
-        raise ValueRangeError(f"soft_rank needs tau >= 0; got {tau!r}. Try tau=0.5 on unit_rows(H).")
-    if method is not None and method not in METHODS:
-        raise UnknownNameError("method", method, METHODS)
-    H = _ready(H.detach(), "soft_rank")
+    tau = need_number("tau of soft_rank", tau, low=0.0, cure="Try tau=0.5 on unit_rows(H).")
+    if method is not None:
+        need_choice("method", method, METHODS)
+    H = _ready(H, "soft_rank").detach()
     if tau == 0.0:
         return torch.full(H.shape[:-2], H.shape[-2], dtype=torch.int64, device=H.device)
     return count_at_least(_smaller_gram(H) / H.shape[-1], tau, method=method)
@@ -112,7 +113,9 @@ def count_at_least(M: Float[Tensor, "*batch d d"], tau: float, *, method: str | 
 
 def exact_rank(H: Float[Tensor, "*batch d n"], *, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
     """The number of singular values above `tolerance` times the largest, by default max(d, N) times eps."""
-    return torch.linalg.matrix_rank(_ready(H.detach(), "exact_rank"), rtol=tolerance)
+    if tolerance is not None:
+        tolerance = need_number("tolerance of exact_rank", tolerance, low=0.0, cure="Leave it out for max(d, N) eps.")
+    return torch.linalg.matrix_rank(_ready(H, "exact_rank").detach(), rtol=tolerance)
 
 
 def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
@@ -128,10 +131,7 @@ def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor
     """The k largest eigenvalues of M(H), largest first; through singular values, so that small ones keep digits."""
     H = _ready(H, "top_eigenvalues")
     limit = min(H.shape[-2:])
-    if not 1 <= k <= limit:
-        raise ValueRangeError(
-            f"top_eigenvalues needs 1 <= k <= {limit}, the smaller side of H {tuple(H.shape[-2:])}; got {k}. Lower k."
-        )
+    k = need_integer("k of top_eigenvalues", k, low=1, high=limit, cure=f"The smaller side of H is {limit}.")
     return torch.linalg.svdvals(H)[..., :k].square() / H.shape[-1]
 
 
@@ -166,8 +166,7 @@ class Cosines:
 
 def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosines:
     """Statistics of the cosines between all pairs of columns ("samples") or rows ("features")."""
-    if between not in BETWEEN:
-        raise UnknownNameError("between", between, BETWEEN)
+    need_choice("between", between, BETWEEN)
     H = _ready(H, "cosines")
     vectors = H.mT if between == "samples" else H
     norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
@@ -189,6 +188,7 @@ def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosi
 
 def _ready(H: Tensor, name: str) -> Tensor:
     """H in at least float32, once it is known to be features x samples with finite numbers and two samples."""
+    H = as_tensor(name, H)
     if H.ndim < 2 or H.shape[-2] < 1:
         raise ShapeError(
             f"{name} needs H (features, samples), perhaps behind batch axes; got {tuple(H.shape)}. "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from onlynorm.modules import tensors_in
 from onlynorm.rank.signals import Layer, Signal, read_signal
+from onlynorm.rank.untouched import full_precision
 from onlynorm.tuning.norms import norm_kind
 
 SHAPES_ONLY = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
@@ -116,6 +118,14 @@ class Probes:
                 found = [gradients[p] for p in reading.module.parameters() if p in gradients]
                 reading.gradient = math.hypot(*map(norm_of, found)) if found else None
 
+    def unobserved(self) -> float:
+        """The fraction of the model's parameters that belong to no layer that was read."""
+        seen = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
+                for p in reading.module.parameters()}  # fmt: skip
+        sizes = {p: p.numel() for p in self.model.parameters()}
+        total = sum(sizes.values())
+        return sum(size for p, size in sizes.items() if p not in seen) / total if total else 0.0
+
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
             if not self._is_forward:
@@ -123,7 +133,8 @@ class Probes:
             if isinstance(module, nn.Linear):
                 self._watch(name, next(tensors_in((args, kwargs)), None), output)
             if self.is_reading:
-                self._layer(name, module, (args, kwargs), output)
+                with full_precision():
+                    self._layer(name, module, (args, kwargs), output)
 
         return hook
 
@@ -190,19 +201,6 @@ def is_weighty(module: nn.Module) -> bool:
     if next(module.children(), None) is not None or isinstance(module, nn.Embedding) or norm_kind(module) is not None:
         return False
     return any(p.ndim > 1 for p in module.parameters(recurse=False))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the floating-point tensors in nested lists, tuples, dicts and the like, in their order."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def norm_of(values: Tensor) -> float:

@@ -16,12 +16,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from onlynorm.data import seeded
 from onlynorm.rank.measures import rank_ratio
 from onlynorm.rank.rescale import clear_bias, scale_layers, set_scale
-from onlynorm.rank.visits import LayerModule, Place, Route, as_trained, signal
+from onlynorm.rank.visits import LayerModule, Place, Route, as_trained, output_with, signal
 
 PAPER_STEP, STEP = 0.02, 0.005
 """Shares of its norm by which a weight moves in one step."""
@@ -61,12 +60,12 @@ def rank_ascent(
     If the gradient then grows more than `max_ratio` from the last hidden layer to the first, everything is done again
     with half the rank beyond one.
     """
-    start = [place.layer.weight.detach().clone() for place in route.places]
+    start = [place.layer.weight.detach().clone() for place in route.free]
     share, reached = 1.0, math.nan
     for turn in range(N_TARGETS):
         share = 0.5**turn if turn < N_TARGETS - 1 else 0.0
         with torch.no_grad():
-            for place, weight in zip(route.places, start, strict=True):
+            for place, weight in zip(route.free, start, strict=True):
                 place.layer.weight.copy_(weight)
         change = functools.partial(_ascend, target=target, share=share, n_steps=n_steps)
         route.visit(change)
@@ -90,7 +89,7 @@ def whole_ascent(
     gradient ratio beyond `max_ratio` is taken back and ends it.
     """
     with torch.no_grad():
-        for place in route.places:
+        for place in route.free:
             clear_bias(place.layer)
     scale_layers(route)
     reached = ratio()
@@ -98,16 +97,16 @@ def whole_ascent(
         slopes = _whole_slopes(route, target)
         if not slopes:
             return step, reached
-        before = [place.layer.weight.detach().clone() for place in route.places]
+        before = [place.layer.weight.detach().clone() for place in route.free]
         with torch.no_grad():
-            for place in route.places:
+            for place in route.free:
                 if place.name in slopes:
                     _move(place.layer.weight, slopes[place.name], STEP)
         scale_layers(route)
         now = ratio()
         if now > max_ratio:
             with torch.no_grad():
-                for place, weight in zip(route.places, before, strict=True):
+                for place, weight in zip(route.free, before, strict=True):
                     place.layer.weight.copy_(weight)
             return step, reached
         reached = now
@@ -125,14 +124,14 @@ def _ascend(place: Place, received: Tensor, *, target: float | None, share: floa
 
 
 def _aim(place: Place, target: float | None, share: float) -> float:
-    return 1.0 + share * ((place.layer.weight.shape[0] ** 0.5 if target is None else target) - 1.0)
+    return 1.0 + share * ((place.weight.shape[0] ** 0.5 if target is None else target) - 1.0)
 
 
 def _rank_and_slope(layer: LayerModule, received: Tensor) -> tuple[float, Tensor]:
     """r of what the layer gives, and its gradient with respect to the weight."""
     weight = layer.weight.detach().requires_grad_(True)
     with torch.enable_grad():
-        r = rank_ratio(signal(layer, functional_call(layer, {"weight": weight}, received)))
+        r = rank_ratio(signal(layer, output_with(layer, weight, received)))
         (slope,) = torch.autograd.grad(r, weight)
     return r.item(), slope
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.data import seeded
+from onlynorm.rank.coverage import TRANSPOSED, is_conv1d, weight_of
 from onlynorm.rank.rescale import clear_bias, draw_orthogonal, set_scale
 from onlynorm.rank.visits import LayerModule, Place, Route, channel_axis
 
@@ -33,14 +34,14 @@ def orthogonal(route: Route, *, seed: int) -> None:
     gains: list[float] = []
 
     def change(place: Place, received: Tensor) -> None:
-        draw_orthogonal(place.layer.weight, dice)
+        draw_orthogonal(place.weight, dice)
         clear_bias(place.layer)
-        if place.number < 2:
-            before = float(torch.linalg.vector_norm(place.layer.weight))
+        if len(gains) < 2:
+            before = float(torch.linalg.vector_norm(place.weight))
             set_scale(place, received)
-            gains.append(float(torch.linalg.vector_norm(place.layer.weight)) / before)
+            gains.append(float(torch.linalg.vector_norm(place.weight)) / before)
         else:
-            place.layer.weight.mul_(gains[1])
+            place.weight.mul_(gains[1])
 
     route.visit(change)
 
@@ -54,9 +55,10 @@ def near_identity(route: Route, *, seed: int) -> None:
     dice = seeded(seed)
 
     def change(place: Place, received: Tensor) -> None:
-        weight = place.layer.weight
+        weight = place.weight
         clear_bias(place.layer)
-        if place.is_first or place.is_last or weight.shape[0] != weight.shape[1] or _groups(place.layer) > 1:
+        is_square = weight.shape[0] == weight.shape[1] and _groups(place.layer) == 1 and not _spreads(place.layer)
+        if place.is_first or place.is_last or not is_square:
             draw_orthogonal(weight, dice)
             set_scale(place, received)
             return
@@ -99,7 +101,7 @@ def draw_mirrored(route: Route, *, seed: int, scale: float) -> None:
 
 def _fill_mirrored(layer: LayerModule, dice: torch.Generator, *, is_mirrored: bool, is_last: bool) -> None:
     """Draws the weight; `is_mirrored` says whether the input comes in halves. Odd and grouped sides are not halved."""
-    weight = layer.weight
+    weight = weight_of(layer)
     n_out, n_in = weight.shape[0], weight.shape[1]
     rows = n_out // 2 if not is_last and n_out % 2 == 0 and _groups(layer) == 1 else n_out
     columns = n_in // 2 if is_mirrored and n_in % 2 == 0 and _groups(layer) == 1 else n_in
@@ -126,9 +128,15 @@ def _differs(received: Tensor, layer: LayerModule) -> bool:
 
 def _overlaps(layer: LayerModule) -> bool:
     """Whether the windows of a convolution overlap, so that the middle of each is enough to see everything."""
-    return isinstance(layer, nn.Linear) or all(
-        size == 1 or size > step for size, step in zip(layer.kernel_size, layer.stride, strict=True)
-    )
+    if isinstance(layer, nn.Linear) or is_conv1d(layer):
+        return True
+    pairs = zip(layer.kernel_size, layer.stride, strict=True)
+    return not _spreads(layer) and all(size == 1 or size > step for size, step in pairs)
+
+
+def _spreads(layer: LayerModule) -> bool:
+    """Whether a transposed convolution makes more positions than it gets, of which one kernel entry fills few."""
+    return isinstance(layer, TRANSPOSED) and max(layer.stride) > 1
 
 
 def _centre(weight: Tensor) -> Tensor:
@@ -139,7 +147,7 @@ def _centre(weight: Tensor) -> Tensor:
 
 
 def _groups(layer: LayerModule) -> int:
-    return 1 if isinstance(layer, nn.Linear) else layer.groups
+    return 1 if isinstance(layer, nn.Linear) or is_conv1d(layer) else layer.groups
 
 
 def _log(ratio: float) -> float:

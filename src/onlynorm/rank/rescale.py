@@ -45,7 +45,7 @@ def lsuv(route: Route, *, seed: int) -> None:
     dice = seeded(seed)
 
     def change(place: Place, received: Tensor) -> None:
-        draw_orthogonal(place.layer.weight, dice)
+        draw_orthogonal(place.weight, dice)
         clear_bias(place.layer)
         set_scale(place, received)
 
@@ -82,10 +82,12 @@ def rescale_residuals(route: Route) -> int:
     """
     branches = find_branches(route.model, route.inputs)
     if branches:
+        fixed = {id(parameter) for place in route.places if place.is_fixed for parameter in place.layer.parameters()}
         with torch.no_grad():
             for end in branches:
-                for parameter in (end.weight, end.bias):
-                    if isinstance(parameter, Tensor):
+                for parameter in (end.weight, getattr(end, "bias", None)):
+                    is_free = isinstance(parameter, Tensor) and parameter.requires_grad and id(parameter) not in fixed
+                    if isinstance(parameter, Tensor) and is_free:
                         parameter.div_(math.sqrt(len(branches)))
         return len(branches)
     inner = [place for place in route.hidden[1:] if place.input_shape == place.output_shape]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onlynorm.errors import ValueRangeError
+from onlynorm.errors import ShapeError
+from onlynorm.modules import as_real, need_integer
 from onlynorm.rank.measures import count_at_least
 
 MAX_COLUMNS = 1024
@@ -74,11 +75,18 @@ def read_signal(
 
     Which positions are looked at is drawn from the generator, the first ones without. `max_columns=None` takes all.
     """
-    if max_columns is not None and max_columns < 2:
-        raise ValueRangeError(f"a rank needs max_columns of two or more; got {max_columns}. None takes all columns.")
-    seen = activation.detach().movedim(channels, 1)[..., None].flatten(2)  # (samples, units, positions)
+    if max_columns is not None:
+        max_columns = need_integer("max_columns", max_columns, low=2, cure="None takes all columns.")
+    activation = as_real("an activation", activation).detach()
+    channels = need_integer("channels", channels, low=-activation.ndim, high=activation.ndim - 1, cure="Pass an axis.")
+    if activation.ndim < 2 or channels % activation.ndim == 0 or not activation.numel():
+        raise ShapeError(
+            f"a signal needs activations (samples, channels, ...) and an axis of channels behind the first; got "
+            f"{tuple(activation.shape)} and channels={channels}. Pass a whole batch."
+        )
+    seen = activation.movedim(channels, 1)[..., None].flatten(2)  # (samples, units, positions)
     n_samples, n_units, n_positions = seen.shape
-    peaks = torch.maximum(seen.amax((0, 2)), -seen.amin((0, 2))).float()  # NaN goes through both
+    peaks = torch.maximum(seen.amax((0, 2)), -seen.amin((0, 2))).double()  # NaN goes through both
     peak = float(peaks.max())
     most = n_positions if max_columns is None else min(n_positions, max(1, max_columns // n_samples))
     n_columns = n_samples * most
@@ -89,7 +97,7 @@ def read_signal(
     if most < n_positions:
         order = torch.arange(n_positions) if generator is None else torch.randperm(n_positions, generator=generator)
         seen = seen.index_select(2, order[:most].to(seen.device))
-    seen = seen.float() / peak  # fourth powers stay in range
+    seen = (seen / peak if seen.dtype == torch.float64 else seen.float() / peak).float()  # fourth powers stay in range
     H = seen.movedim(1, 0).reshape(n_units, n_columns)
     G = H @ H.mT if n_units <= n_columns else H.mT @ H
     trace = float(G.diagonal().sum())

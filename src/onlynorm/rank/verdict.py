@@ -2,7 +2,8 @@
 
 Every sign of illness is one number v that is good when large, with a threshold t: its part of the score is v / (v + t),
 one half at the threshold and 0.9 at nine times it. The score is the smallest part: one illness is enough. Below a half
-the network is called untrainable, below 0.9 suspect.
+the network is called unhealthy, below 0.9 suspect. The thresholds come from training by plain SGD for some hundred
+steps: an unhealthy network is unlikely to learn that way, and says nothing about Adam, which trained half of them.
 
 Where it was measured what becomes of the samples' differences (`contrast`, and `directions` with what they tell), that
 is judged; rank, alignment and vanishing gradients, which are signs of the same, then only explain it. Alone they would
@@ -12,20 +13,24 @@ be too strict: a signal of rank one may tell classes apart, and the last layers 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from onlynorm.errors import ShapeError
+from onlynorm.modules import need_instance, need_items, need_number
 from onlynorm.rank.signals import Layer
 
 HALF = 0.5
-"""Scores below are untrainable."""
+"""Scores below it are unhealthy."""
 CLEAR = 0.9
-"""Scores from here on are healthy."""
+"""Scores from it on are healthy."""
 DIFFERENCES = frozenset({"contrast", "directions"})
 """Signs of what becomes of the samples' differences."""
 EXPLAINED = frozenset({"rank", "alignment", "vanishing"})
 """Signs that stand in for them where they were not measured, and explain them where they were."""
+UNLIKELY = "Plain SGD is unlikely to train this network; Adam may."
+"""What a score below one half means."""
 HOPE = 0.1
 """The share that the targets are granted of differences in which they do not show: earlier layers may learn to."""
 
@@ -58,7 +63,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a network can learn: a word, a score from 0 to 1, its parts by name, and what to do."""
+    """How likely plain SGD can train a network: a word, a score from 0 to 1, its parts by name, and what to do."""
 
     score: float
     parts: Mapping[str, float]
@@ -68,13 +73,13 @@ class Verdict:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether nothing was found that keeps the network from learning."""
+        """Whether the score is one half or more: nothing was found that makes it unlikely that plain SGD trains it."""
         return self.score >= HALF
 
     @property
     def word(self) -> str:
-        """healthy, suspect or untrainable."""
-        return "healthy" if self.score >= CLEAR else ("suspect" if self.is_trainable else "untrainable")
+        """healthy, suspect or unhealthy."""
+        return "healthy" if self.score >= CLEAR else ("suspect" if self.is_trainable else "unhealthy")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -98,12 +103,27 @@ def judge(
     told: float | None = None,
     start: float | None = None,
     thresholds: Thresholds,
+    can_repair: Callable[[], bool] | None = None,
 ) -> Verdict:
-    """The verdict on these signals and cosines; what was not measured is not judged. Theory: daneshmand2020:prop-8"""
+    """The verdict on these signals and cosines; what was not measured is not judged.
+
+    `can_repair` is asked before a repair is recommended. Theory: daneshmand2020:prop-8
+    """
+    layers = need_items("layers", layers, cure="Pass those of a Diagnosis.")
+    for layer in layers:
+        need_instance("layers", layer, Layer, cure="Pass those of a Diagnosis.")
+    if not layers:
+        raise ShapeError("judge needs a layer or more; got none. Pass those of a Diagnosis.")
+    need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
+    values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
+              "told": told, "start": start}  # fmt: skip
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
+            need_number(name, value, cure="Pass None where it was not measured.")
     odd = next((layer for layer in layers if not layer.is_finite), None)
     if odd is not None:
         where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
-        return Verdict(0.0, {"finite": 0.0}, (f"numbers that are none (NaN or infinite) begin at {where}",),
+        return Verdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
                        _advice_on_numbers(odd), thresholds)  # fmt: skip
     differences = [*_contrast(contrast, told, thresholds), *_directions(directions, told, thresholds)]
     signs = [  # causes before what follows from them
@@ -115,12 +135,13 @@ def judge(
     judged = [sign for sign in signs if sign.name not in reasons]
     parts = {sign.name: sign.part for sign in judged}
     ill = [sign for sign in judged if sign.part < CLEAR]
-    complaints = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not told beside the fatal
+    complaints = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not reported beside it
     if DIFFERENCES & {sign.name for sign in complaints}:
         complaints += [sign for sign in signs if sign.name in reasons and sign.part < HALF]
     complaints.sort(key=signs.index)
     score = min(parts.values(), default=1.0)
-    advice = _advice([sign.name for sign in complaints], has_norms=_has_norms(layers), is_fatal=score < HALF)
+    names = [sign.name for sign in complaints]
+    advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < HALF, can_repair=can_repair)
     words = tuple(sign.words for sign in complaints)
     return Verdict(score, parts, words or _all_well(layers), advice, thresholds)
 
@@ -153,31 +174,33 @@ def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
 
 def _start(start: float | None, t: Thresholds) -> Iterable[_Sign]:
     if start is not None:
-        words = f"the loss at the start is {start:.1f} times that of outputs of zero"
+        words = f"the initial loss is {start:.1f} times that of zero outputs"
         yield _Sign("start", 1.0 / (start - 1.0) if start > 1.0 else math.inf, 1.0 / t.start, words)
 
 
 def _contrast(contrast: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
     if contrast is not None:
-        words = f"outputs follow what tells samples apart {contrast:.1e} times as fast as what all share"
+        slower = f"are learned {1.0 / contrast:.1e} times slower" if contrast > 0.0 else "are not learned"
+        words = f"the gradient moves all outputs together; differences between samples {slower}"
         yield _Sign("contrast", contrast * (HOPE + (told or 0.0)), t.contrast, words)
 
 
 def _directions(directions: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
     if directions is not None and told is not None:
         words = (
-            f"the last layer gets {directions:.2f} directions that differ between samples, of which the targets "
-            f"explain {told:.0%}"
+            f"the inputs of the last layer vary in {directions:.2f} directions, and the targets explain {told:.0%} of "
+            "the variance"
         )
-        yield _Sign("directions", (directions - 1.0 + told) ** 2, t.directions, words)
+        beyond = directions - 1.0 + told
+        yield _Sign("directions", beyond * beyond, t.directions, words)
 
 
 def _cosines(alignment: float | None, input_cosine: float | None, t: Thresholds) -> Iterable[_Sign]:
     if alignment is not None and not math.isnan(alignment):
-        words = f"gradients of different samples pull the last layer along one line (cosine {alignment:.4f})"
+        words = f"gradients of different samples in the last layer are parallel (mean |cosine| {alignment:.4f})"
         yield _Sign("alignment", 1.0 - alignment, t.alignment, words)
     if input_cosine is not None and not math.isnan(input_cosine):
-        words = f"the last layer's gradient is the same on random inputs (cosine {input_cosine:.4f})"
+        words = f"the last layer's gradient is the same for random inputs (cosine {input_cosine:.4f})"
         yield _Sign("input", 1.0 - input_cosine, t.input, words)
 
 
@@ -187,16 +210,16 @@ def _gradients(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
         return
     first, last = norms[0], norms[-1]
     if not all(map(math.isfinite, norms)):
-        yield _Sign("gradient", 0.0, 1.0, "gradients are infinite or NaN although the loss is not")
+        yield _Sign("gradient", 0.0, 1.0, "some gradients are NaN or infinite, but the loss is finite")
     elif last == 0.0:
-        yield _Sign("gradient", 0.0, 1.0, "no gradient reaches the last layer")
+        yield _Sign("gradient", 0.0, 1.0, "the gradient of the last layer is zero")
     elif layers[-1].scale > 0.0:  # a last layer of zeros holds back all gradients in the first step only
         ratio = first / last
         yield _Sign(
-            "vanishing", ratio, t.vanishing, f"the gradient of the first layer is {ratio:.1e} of the last layer's"
+            "vanishing", ratio, t.vanishing, f"the gradient of the first layer is {ratio:.1e} times that of the last"
         )
         most = t.exploding_normed if _has_norms(layers) else t.exploding
-        words = f"the gradient of the first layer is {ratio:.1e} times the last layer's"
+        words = f"the gradient of the first layer is {ratio:.1e} times that of the last"
         yield _Sign("exploding", 1.0 / ratio if ratio else math.inf, 1.0 / most, words)
 
 
@@ -208,9 +231,9 @@ def _scales(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
     largest = max([*hidden, *_last(layers)], key=lambda layer: layer.scale)
     smallest = min(hidden, key=lambda layer: layer.scale)  # a small last layer is a choice
     grown, shrunk = largest.scale / start, smallest.scale / start
-    words = f"the signal is {grown:.1e} times as large at {largest.place} as behind the first layer"
+    words = f"the signal grows by a factor of {grown:.1e} from the first layer to {largest.place}"
     yield _Sign("growing", 1.0 / grown, 1.0 / t.growing, words)
-    words = f"the signal at {smallest.place} is {shrunk:.1e} of what it is behind the first layer"
+    words = f"the signal shrinks by a factor of {shrunk:.1e} from the first layer to {smallest.place}"
     yield _Sign("shrinking", shrunk, t.shrinking, words)
 
 
@@ -218,7 +241,7 @@ def _dead(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
     taken = _taken_in(layers)
     if taken:
         worst = max(taken, key=lambda layer: layer.dead)
-        words = f"{worst.dead:.0%} of the units of {worst.place} are dead: zero for every sample"
+        words = f"{worst.dead:.0%} of the units of {worst.place} are dead (zero for every sample)"
         yield _Sign("alive", 1.0 - worst.dead, t.alive, words)
 
 
@@ -242,27 +265,30 @@ def _has_norms(layers: Sequence[Layer]) -> bool:
 
 def _all_well(layers: Sequence[Layer]) -> tuple[str, ...]:
     hidden = _hidden(layers)
-    least = f", the rank r is {min(layer.r for layer in hidden):.3g} or more" if hidden else ""
+    least = f", and its rank r is at least {min(layer.r for layer in hidden):.3g}" if hidden else ""
     return (f"the signal survives all {layers[-1].depth} layers{least}",)
 
 
-def _advice(told: Sequence[str], *, has_norms: bool, is_fatal: bool) -> str:
+def _advice(
+    complaints: Sequence[str], *, has_norms: bool, is_fatal: bool, can_repair: Callable[[], bool] | None
+) -> str:
     """What to do about the first complaint, which causes the others."""
-    if not told:
+    if not complaints:
         return ""
-    no = "This network will not train at any learning rate. " if is_fatal else ""
-    if told[0] == "alive":
-        return no + "Raise the biases of that layer, or take a leaky activation."
-    if told[0] in ("growing", "exploding", "start"):
-        return "Draw smaller weights (orthogonal, or He's), add norms, or scale residual branches down."
-    if told[0] in ("shrinking", "gradient"):
-        return no + "Draw larger weights (He's), or add norms."
-    if has_norms:
-        return no + "It has norms: draw its weights symmetric around zero, use batch norms, or run repair."
-    return no + "Add batch norms, or run repair."
+    outlook = f"{UNLIKELY} " if is_fatal else ""
+    if complaints[0] == "alive":
+        return outlook + "Raise the biases of that layer, or use a leaky activation."
+    if complaints[0] in ("growing", "exploding", "start"):
+        return outlook + "Draw smaller weights (orthogonal, or He's), add norms, or scale residual branches down."
+    if complaints[0] in ("shrinking", "gradient"):
+        return outlook + "Draw larger weights (He's), or add norms."
+    steps = ["draw the weights symmetric around zero", "use batch norms"] if has_norms else ["add batch norms"]
+    steps += ["run repair"] if can_repair is None or can_repair() else []
+    advice = " or ".join(filter(None, [", ".join(steps[:-1]), steps[-1]]))
+    return f"{outlook}{advice[0].upper()}{advice[1:]}."
 
 
 def _advice_on_numbers(odd: Layer) -> str:
     if odd.kind == "input":
-        return "They come in with the inputs: clean the data first."
-    return "Look at the weights of that layer and at the scale of what comes into it."
+        return "The inputs contain them: clean the data first."
+    return "Check the weights of that layer and the scale of its inputs."

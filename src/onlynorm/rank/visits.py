@@ -1,8 +1,8 @@
 """`Route.visit`: one forward pass in which every layer is changed when the signal reaches it for the first time.
 
-A layer is a Linear or a convolution that the model calls as a module, wherever it sits; skips, pooling and functional
-calls between layers do not matter. The pass goes on with the output of the changed layer, so later layers see what
-they will see after the repair, and a layer that is called twice is changed once.
+A layer is a Linear or a convolution (transposed ones and Hugging Face's Conv1D too) that the model calls as a module;
+skips, pooling, hooks and functional calls between layers do not matter. A layer is changed just before it runs, so
+later layers receive what they will receive after the repair, and a layer that is called twice is changed once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onlynorm.errors import ConversionError
+from onlynorm.errors import ConversionError, OnlynormError
+from onlynorm.rank.coverage import Unseen, find_unseen, is_conv1d, is_layer, weight_of
 from onlynorm.rank.measures import as_matrix
-from onlynorm.rank.untouched import untouched
-from onlynorm.reconstruction.calls import run
+from onlynorm.rank.untouched import failed_on, untouched
 
-LayerModule: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LayerModule: TypeAlias = Any
+"""What `coverage.is_layer` accepts: a Module with a weight and a bias, perhaps None."""
 MAX_COLUMNS = 4096
 """Of the positions of images, at most so many columns in all are looked at for a rank."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer that the model calls: its first name, its place in the order of calls, and the shapes it maps between."""
+    """A layer that the model calls: its first name, its place in the order of calls, and the shapes it maps between.
+
+    The weight of a fixed layer is tied to that of another module: it is measured and not changed.
+    """
 
     name: str
     layer: LayerModule
@@ -37,6 +40,12 @@ class Place:
     n_layers: int
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
+    is_fixed: bool = False
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as (out, in, kernel...); changing it in place changes the layer."""
+        return weight_of(self.layer)
 
     @property
     def is_first(self) -> bool:
@@ -55,67 +64,80 @@ Change = Callable[[Place, Tensor], None]
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a batch through a model: its layers in the order of their first calls."""
+    """The way of a batch through a model: its layers in the order of their first calls, and modules left out."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
     places: tuple[Place, ...]
+    unseen: tuple[Unseen, ...] = ()
 
     @property
     def hidden(self) -> tuple[Place, ...]:
         """All layers but the last."""
         return self.places[:-1]
 
+    @property
+    def free(self) -> tuple[Place, ...]:
+        """The layers that may be changed."""
+        return tuple(place for place in self.places if not place.is_fixed)
+
     def visit(self, change: Change) -> None:
-        """Runs the model once and applies `change`, without gradients, to every layer when the signal reaches it."""
-        done: set[str] = set()
+        """Runs the model once and applies `change`, without gradients, to every free layer before its first call."""
+        done: set[int] = set()
         hooks = []
-        for place in self.places:
+        for place in self.free:
 
-            def act(
-                layer: LayerModule, given: tuple[Tensor, ...], named: dict[str, Any], output: Tensor,
-                place: Place = place,
-            ) -> Tensor:  # fmt: skip
-                if place.name in done:
-                    return output
-                done.add(place.name)
-                received = _received(given, named)
-                change(place, received)
-                changed: Tensor = layer.forward(received)
-                return changed
+            def act(layer: LayerModule, given: tuple[Any, ...], named: dict[str, Any], place: Place = place) -> None:
+                if id(layer.weight) not in done:
+                    done.add(id(layer.weight))
+                    change(place, _received(given, named))
 
-            hooks.append(place.layer.register_forward_hook(act, with_kwargs=True))
+            hooks.append(place.layer.register_forward_pre_hook(act, with_kwargs=True))
         run_hooked(self.model, self.inputs, hooks)
 
 
-def find_route(model: nn.Module, inputs: tuple[Tensor, ...]) -> Route:
-    """The layers with weights of their own, not frozen, that the model calls on these inputs."""
+def find_route(model: nn.Module, inputs: tuple[Tensor, ...], *, force: bool = False) -> Route:
+    """The layers that the model calls on these inputs and that a repair can see; `force` frees tied weights."""
     shapes: dict[str, tuple[LayerModule, tuple[int, ...], tuple[int, ...]]] = {}
+    called: set[nn.Module] = set()
     hooks = []
-    for name, layer in _layers(model):
+    for name, module in model.named_modules():
+        is_seen = is_layer(module) and isinstance(module._parameters.get("weight"), Tensor)
 
         def note(
-            layer: LayerModule, given: tuple[Tensor, ...], named: dict[str, Any], output: Tensor, name: str = name
-        ) -> None:
-            if name not in shapes:
+            layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any, name: str = name,
+            is_seen: bool = is_seen,
+        ) -> None:  # fmt: skip
+            called.add(layer)
+            if is_seen and layer.weight.requires_grad and name not in shapes:
                 shapes[name] = (layer, tuple(_received(given, named).shape), tuple(output.shape))
 
-        hooks.append(layer.register_forward_hook(note, with_kwargs=True))
+        hooks.append(module.register_forward_hook(note, with_kwargs=True))
     run_hooked(model, inputs, hooks)
-    if not shapes:
+    unseen = find_unseen(model, called, force=force)
+    fixed = {one.name for one in unseen}
+    places = tuple(
+        Place(name, layer, k, len(shapes), shape_in, shape_out, is_fixed=name in fixed)
+        for k, (name, (layer, shape_in, shape_out)) in enumerate(shapes.items())
+    )
+    if all(place.is_fixed for place in places):
+        got = ", ".join(map(str, unseen[:4])) or f"{type(model).__name__}, which calls none"
         raise ConversionError(
-            f"a repair needs Linear or convolutional layers that can be trained; {type(model).__name__} calls none on "
-            "these inputs. Pass a model with layers as modules, and unfreeze what should change."
+            f"a repair needs Linear or convolutional layers that the model calls as modules and that can be trained; "
+            f"got {got}. Pass a model with layers as modules, and unfreeze what should change."
         )
-    places = (Place(name, layer, k, len(shapes), *ends) for k, (name, (layer, *ends)) in enumerate(shapes.items()))
-    return Route(model, inputs, tuple(places))
+    return Route(model, inputs, places, unseen)
 
 
 def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[RemovableHandle]) -> None:
     """Runs the model once without gradients, as in training, and removes the hooks whatever happens."""
     try:
         with as_trained(model, inputs), torch.no_grad():
-            run(model, inputs)
+            model(*inputs)
+    except (OnlynormError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise failed_on("repair", model, inputs, error) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -126,8 +148,8 @@ def as_trained(model: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[None]:
     """Inside, the model runs as in training, but without dropout; afterwards modes and statistics are as before."""
     with untouched(model, is_training=True, tensors=inputs):
         for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.training = False  # noise has full rank: it would hide a collapse
+            if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
+                module.training = False  # without dropout: noise has full rank and would hide a collapse
         yield
 
 
@@ -138,17 +160,20 @@ def signal(layer: LayerModule, output: Tensor) -> Tensor:
 
 
 def channel_axis(layer: LayerModule) -> int:
-    """Where the output of a layer has its channels: last for Linear, second for convolutions."""
-    return -1 if isinstance(layer, nn.Linear) else 1
+    """The axis of the channels of a layer's output: last for Linear, second for convolutions."""
+    return -1 if isinstance(layer, nn.Linear) or is_conv1d(layer) else 1
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, LayerModule]]:
-    for name, module in model.named_modules():
-        weight = module._parameters.get("weight") if isinstance(module, LAYERS) else None
-        if isinstance(module, LAYERS) and weight is not None and weight.requires_grad:  # not parametrized, not frozen
-            yield name, module
+def output_with(layer: LayerModule, weight: Tensor, received: Tensor) -> Tensor:
+    """What the layer itself, without hooks, makes of its input with another weight (in its own layout)."""
+    own = layer._parameters["weight"]
+    layer._parameters["weight"] = weight
+    try:
+        return layer.forward(received)
+    finally:
+        layer._parameters["weight"] = own
 
 
-def _received(given: tuple[Tensor, ...], named: dict[str, Any]) -> Tensor:
-    received: Tensor = given[0] if given else named["input"]
+def _received(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    received = next(value for value in (*given, *named.values()) if isinstance(value, Tensor))
     return received.detach()

@@ -1,0 +1,173 @@
+"""`find_training`: does a network look as if it had been trained? What repairs ask before they draw weights anew.
+
+Initialisations leave marks that training removes, in weights, biases and norms:
+
+- Entries of a weight are drawn independently from one law, so that shuffling them changes nothing. Training makes rows
+  and columns differ in size and lets rows resemble each other. Both are compared with shuffled entries.
+- Orthogonal weights are orthogonal to rounding. Training leaves them nearly so.
+- Biases are constant, or uniform as torch draws them, or drawn like the weights of their layer.
+- Shifts of norms are constant, or their scales are.
+
+Zero rows and columns and exact copies are left out first: mirrored and centred weights have them by construction.
+Running statistics say nothing: one forward pass in training mode changes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from onlynorm.data import seeded
+from onlynorm.tuning.norms import norm_kind
+
+MIN_Z = 8.0
+"""Standard deviations of shuffled weights beyond which a weight is no draw of independent entries."""
+N_SHUFFLES = 32
+MAX_ROWS, MAX_COLUMNS = 128, 512
+"""Of a larger weight, as many rows and columns, drawn at random, are looked at."""
+MIN_SIDE = 8
+"""Smaller weights have too few entries to say anything."""
+MIN_P = 1e-6
+"""Biases for which a test of Kolmogorov and Smirnov gives less than this are no draw from a law."""
+NEGLIGIBLE = 1e-5
+"""Biases below it count as zero: some initialisations add such noise."""
+NEARLY = 0.5
+"""Rows are nearly orthogonal if their cosines are below this fraction of those of independent entries."""
+
+
+def find_training(layers: Iterable[tuple[str, nn.Module, Tensor, bool]], norms: Iterable[tuple[str, nn.Module]]) -> str:
+    """The first sign of training in (name, layer, weight (out, ...), is last) or in (name, norm); "" if there is none.
+
+    A last layer's bias may hold what is known of the targets, so it is not judged.
+    """
+    for name, norm in norms:
+        if _is_norm_trained(norm):
+            return f"scales and shifts of the norm {name!r} differ between channels"
+    biased: list[tuple[Tensor, Tensor]] = []
+    for name, layer, weight, is_last in layers:
+        bias, own = getattr(layer, "bias", None), getattr(layer, "weight", None)
+        if isinstance(bias, Tensor) and isinstance(own, Tensor) and not is_last and not _is_constant(bias):
+            biased.append((bias.detach(), own.detach()))
+        found = _weight_sign(weight.detach())
+        if found:
+            return f"{found} of {name!r}"
+    if biased and not _are_uniform(biased) and not _are_like_weights(biased):
+        return "biases are neither constant nor drawn from a usual law"
+    return ""
+
+
+def find_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The norms of a model that can be trained."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if norm_kind(module) is not None and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+
+
+def _is_norm_trained(norm: nn.Module) -> bool:
+    scale, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if not isinstance(scale, Tensor) or not isinstance(shift, Tensor) or _is_constant(scale) or _is_constant(shift):
+        return False
+    # where all parameters of a network are drawn from one law, scales are around zero
+    values = scale.detach().double()
+    return float(values.mean().abs()) * math.sqrt(values.numel()) > MIN_Z * float(values.std())
+
+
+def _is_constant(values: Tensor) -> bool:
+    values = values.detach().double()
+    return float(values.max() - values.min()) <= 2.0 * NEGLIGIBLE
+
+
+def _are_uniform(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether biases are uniform in +-1 / sqrt(fan in), as torch draws them; those of all layers together."""
+    scaled = torch.cat([_plain(bias) * math.sqrt(weight.shape[1:].numel()) for bias, weight in biased])
+    slack = 1.0 + max(2.0 * torch.finfo(bias.dtype).eps for bias, _ in biased)
+    return float(scaled.abs().max()) <= slack and _is_uniform((scaled + 1.0) / 2.0)
+
+
+def _are_like_weights(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether biases may come from the laws of their layers' weights: their ranks among these are then uniform."""
+    ranks = []
+    for bias, weight in biased:
+        values, entries = _plain(bias), _plain(weight).sort().values
+        is_flat = float(entries.pow(4).mean()) < 2.1 * float(entries.square().mean()) ** 2  # 1.8 for a uniform law
+        if is_flat and float(values.abs().max()) > (1.0 + 10.0 / len(entries)) * float(entries.abs().max()):
+            return False
+        ranks.append(torch.searchsorted(entries, values).double() / len(entries))
+    return _is_uniform(torch.cat(ranks))
+
+
+def _is_uniform(values: Tensor) -> bool:
+    return bool(stats.kstest(values.numpy(), "uniform").pvalue >= MIN_P)
+
+
+def _plain(values: Tensor) -> Tensor:
+    return values.double().cpu().flatten()
+
+
+def _weight_sign(weight: Tensor) -> str:
+    generator = seeded(0)
+    A = _without_copies(weight.cpu().flatten(1))
+    if min(A.shape) < MIN_SIDE or not bool(torch.isfinite(A).all()):
+        return ""
+    rows, columns = (
+        torch.randperm(n, generator=generator)[:most].sort().values
+        for n, most in zip(A.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
+    )
+    if _is_nearly_orthogonal(A.double(), eps=torch.finfo(weight.dtype).eps):
+        return "rows that are nearly orthogonal, and not exactly, are in the weight"
+    A = A[rows][:, columns].double()
+    A = A - A.mean()
+    if float(A.abs().max()) == 0.0:
+        return ""
+    flat = A.flatten()
+    shuffled = [flat[torch.randperm(len(flat), generator=generator)].view_as(A) for _ in range(N_SHUFFLES)]
+    null = torch.stack([_unevenness(B) for B in shuffled])
+    z = (_unevenness(A) - null.mean(0)) / null.std(0).clamp(min=1e-9)
+    words = ("rows of different size", "columns of different size", "correlated rows")
+    worst = int(z.argmax())
+    if float(z[worst]) < MIN_Z:
+        return ""
+    return f"{words[worst]} ({float(z[worst]):.0f} standard deviations from independent entries) are in the weight"
+
+
+def _unevenness(A: Tensor) -> Tensor:
+    """Logarithms of the sums of squares of: squared norms of rows, those of columns, products of different rows."""
+    squares = A.square()
+    rows, columns = squares.sum(1).square().sum(), squares.sum(0).square().sum()
+    products = (A @ A.mT).square().sum() - rows
+    return torch.stack([rows, columns, products.clamp(min=torch.finfo(A.dtype).tiny)]).log()
+
+
+def _is_nearly_orthogonal(A: Tensor, *, eps: float) -> bool:
+    """Whether rows, or columns if there are fewer, have cosines far below chance and far above rounding."""
+    A = A if A.shape[0] <= A.shape[1] else A.mT
+    A = A[:MAX_ROWS]
+    squares = A.square()
+    if float(squares.square().mean()) > 10.0 * float(squares.mean()) ** 2:
+        return False  # few entries hold all: the identity with noise is an initialisation
+    A = A / torch.linalg.vector_norm(A, dim=1, keepdim=True)
+    products = (A @ A.mT).fill_diagonal_(0.0)
+    size = math.sqrt(float(products.square().sum()) / (len(A) * (len(A) - 1)))
+    return 64.0 * eps < size * math.sqrt(A.shape[1]) < NEARLY
+
+
+def _without_copies(A: Tensor) -> Tensor:
+    """Rows and columns that are not zero, and of those that are equal up to sign the first."""
+    return _distinct_rows(_distinct_rows(A).mT).mT
+
+
+def _distinct_rows(A: Tensor) -> Tensor:
+    A = A[A.any(1)].contiguous()
+    if not A.numel():
+        return A
+    first = A.gather(1, (A != 0).int().argmax(1, keepdim=True))
+    _, group = torch.unique(A * first.sign() + 0.0, dim=0, return_inverse=True)
+    order = torch.arange(len(A))
+    places = torch.full((int(group.max()) + 1,), len(A)).scatter_reduce(0, group, order, "amin")
+    return A[places.sort().values]
