@@ -10,7 +10,7 @@ from square_matrices import positive, symmetric
 
 from onlynorm.errors import FormatError, StorageError
 from onlynorm.identity import factorize, load_factors, save_factors
-from onlynorm.storage import write_tensors
+from onlynorm.storage import read_tensors, write_tensors
 
 
 def test_factors_come_back_from_a_file_the_same(tmp_path: Path) -> None:
@@ -43,8 +43,38 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("has_core", "change"),
-    [(False, {}), (True, {"runs": [0]}), (True, {"dim": 7}), (True, {"options": [{"max_norm": 1.0}]})],
-    ids=["no core", "no layers", "another size", "an option without a name"],
+    [
+        (False, {}),
+        (True, {"runs": [0]}),
+        (True, {"dim": 7}),
+        (True, {"options": [{"max_norm": 1.0}]}),
+        (True, {"runs": [2.0**70]}),
+        (True, {"runs": []}),
+        (True, {"runs": ["5"]}),
+        (True, {"n_extra": -1}),
+        (True, {"max_norm": 1e-9}),
+        (True, {"max_norm": "0.1"}),
+        (True, {"depth": 7}),
+        (True, {"seconds": 10**400}),
+        (True, {"reason": 3}),
+        (True, {"more": 1}),
+    ],
+    ids=[
+        "no core",
+        "no layers",
+        "another size",
+        "an option without a name",
+        "a fraction of layers",
+        "no runs",
+        "a word",
+        "fewer dimensions",
+        "another norm",
+        "a norm in words",
+        "another depth",
+        "a number beyond float64",
+        "a reason without words",
+        "a field too many",
+    ],
 )
 def test_a_sealed_file_that_does_not_fit_together_is_refused(
     tmp_path: Path, has_core: bool, change: dict[str, object]
@@ -54,4 +84,24 @@ def test_a_sealed_file_that_does_not_fit_together_is_refused(
     kept = {"core.0": found.runs[0].core.contiguous()} if has_core else {"other": torch.ones(1)}
     write_tensors(path, kept, kind="factorization", format=1, document={"factorization": found.as_dict() | change})
     with pytest.raises(FormatError, match=r"factors need the tensors and facts of their runs; factors\.safetensors"):
+        load_factors(path)
+
+
+@pytest.mark.parametrize("name", ["core.0", "basis.0", "angles.0"])
+@pytest.mark.parametrize("change", ["nan", "float32", "shape", "scaled"])
+def test_forged_tensors_are_refused(tmp_path: Path, name: str, change: str) -> None:
+    matrix = positive(4)
+    matrix[0] = -matrix[0]
+    found = factorize(matrix, 20, method="spiral")
+    path = tmp_path / "factors.safetensors"
+    save_factors(found, path)
+    document, tensors = read_tensors(path, kind="factorization", format=1, cure="")
+    assert name in tensors
+    value = tensors[name]
+    changes = {"nan": value * torch.nan, "float32": value.float(), "shape": value[:-1], "scaled": 2 * value}
+    if (name, change) == ("angles.0", "scaled") or (name, change) == ("angles.0", "shape"):
+        return  # other angles are other factors, and nothing in the file says which were meant
+    facts = {"factorization": document["factorization"]}
+    write_tensors(path, {**tensors, name: changes[change]}, kind="factorization", format=1, document=facts)
+    with pytest.raises(FormatError, match=r"factors need the tensors and facts of their runs"):
         load_factors(path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from square_matrices import positive
 from torch import Tensor
 
-from onlynorm.errors import ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.errors import ConversionError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
 from onlynorm.identity import NearIdentity, factorize
 
 
@@ -19,9 +20,10 @@ from onlynorm.identity import NearIdentity, factorize
         (torch.ones(0, 0), 4, ShapeError, r"got shape \(0, 0\)"),
         (torch.eye(2) * float("nan"), 4, ValueRangeError, "factorize needs finite numbers; got 4 that are not"),
         (torch.eye(2) * 1j, 4, ValueRangeError, "factorize needs real numbers; got torch.complex64"),
-        (torch.eye(2), 0, ValueRangeError, "factorize needs a depth of one layer or more; got 0"),
-        (torch.eye(2), 2.5, ValueRangeError, "factorize needs a depth of one layer or more; got 2.5"),
-        (torch.eye(2), True, ValueRangeError, "factorize needs a depth of one layer or more; got True"),
+        (torch.eye(2), 0, ValueRangeError, "depth of factorize needs to be a whole number from 1 to 1000000; got 0"),
+        (torch.eye(2), 2.5, ValueRangeError, "depth of factorize .* got 2.5"),
+        (torch.eye(2), True, ValueRangeError, "depth of factorize .* got True"),
+        (torch.eye(2), 10**30, ValueRangeError, "depth of factorize needs to be a whole number from 1 to 1000000"),
         (torch.zeros(2, 2), 4, ValueRangeError, r"got rank 0 of 2.*nearest_invertible\(matrix\) is 1e-06 away"),
         (torch.ones(3, 3), 4, ValueRangeError, r"got rank 1 of 3.*3e-06 away in spectral norm"),
     ],
@@ -43,6 +45,15 @@ def test_misuse_is_refused_with_the_cure(matrix: Tensor, depth: int, error: type
 def test_a_method_that_does_not_serve_says_why(matrix: Tensor, depth: int, method: str, message: str) -> None:
     with pytest.raises(ValueRangeError, match=message):
         factorize(matrix, depth, method=method)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_method_is_a_name() -> None:
+    for method in (None, 3, ["spiral"], np.array(["spiral", "log"])):
+        with pytest.raises(UnknownNameError, match="method needs a known name"):
+            factorize(positive(2), 3, method=method)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match="factorize needs a tensor; got None"):
+        factorize(None, 3)  # type: ignore[arg-type]
 
 
 def test_an_unknown_method_suggests_the_nearest() -> None:

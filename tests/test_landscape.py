@@ -150,6 +150,32 @@ def test_a_search_for_critical_points_finds_bad_ones_outside_the_ball() -> None:
     assert float(torch.linalg.matrix_norm(found, 2).max()) > 1.0 - 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_layers_of_any_precision_count_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+    landscape = Landscape(random_matrix(3).to(dtype), noise=0.5)
+    layers = layers_within(0.3, depth=3, dim=3, seed=0).to(dtype)
+    assert torch.equal(landscape.gradient(layers), landscape.gradient(layers.double()))
+    assert torch.equal(landscape.risk(layers), landscape.risk(layers.double()))
+    assert landscape.dominance(layers).ratio == landscape.dominance(layers.double()).ratio
+    assert landscape.descend(layers, n_steps=3).risks == landscape.descend(layers.double(), n_steps=3).risks
+    assert torch.equal(landscape.gradient(layers.double().numpy()), landscape.gradient(layers))
+    places, risks = landscape.on_plane(layers, layers, n_places=3)
+    assert (places.dtype, risks.dtype) == (torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "dim"), [(3, 8), (40, 8), (50_000, 5)])
+def test_a_measured_covariance_is_taken_as_it_is_rounded(n: int, dim: int, dtype: torch.dtype) -> None:
+    x = 3.0 * torch.randn(n, dim, generator=torch.Generator().manual_seed(0)).to(dtype) + 1.0
+    for measured in (x.mT @ x / len(x), (x - x.mean(0)).mT @ (x - x.mean(0)) / len(x)):
+        landscape = Landscape(random_matrix(dim), measured)
+        assert torch.equal(landscape.sigma, landscape.sigma.mT)
+        assert landscape.least_variance >= 0.0
+        assert float((landscape.sigma - measured.double()).abs().max()) <= 4 * float(
+            torch.finfo(dtype).eps
+        ) ** 0.5 * float(measured.abs().max())
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 
@@ -162,13 +188,19 @@ def test_misuse_is_refused_with_the_cure() -> None:
         Landscape(eye(2), eye(3))
     with pytest.raises(ValueRangeError, match=r"symmetric without negative eigenvalues; got a smallest one of -1"):
         Landscape(eye(2), -eye(2))
-    with pytest.raises(ValueRangeError, match="a landscape needs noise >= 0"):
+    with pytest.raises(ValueRangeError, match=r"noise of a landscape.* got -1"):
         Landscape(eye(2), noise=-1.0)
     with pytest.raises(ShapeError, match=r"needs layers \(depth, 2, 2\), one at least; got \(0, 2, 2\)"):
         landscape.risk(torch.zeros(0, 2, 2))
-    with pytest.raises(ValueRangeError, match="a descent needs one step or more; got 0"):
+    with pytest.raises(ValueRangeError, match=r"n_steps of a descent.* got 0"):
         landscape.descend(torch.zeros(1, 2, 2), n_steps=0)
-    with pytest.raises(ValueRangeError, match="a descent needs a positive rate; got 0"):
+    with pytest.raises(ValueRangeError, match=r"rate of a descent.* got 0"):
         landscape.descend(torch.zeros(1, 2, 2), rate=0.0)
-    with pytest.raises(ValueRangeError, match="a plane needs a positive reach and two places or more"):
+    with pytest.raises(ValueRangeError, match=r"n_places of a plane.* got 1"):
         landscape.on_plane(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2), n_places=1)
+    with pytest.raises(ValueRangeError, match=r"difference of 0\.1 from its transpose"):
+        Landscape(eye(2), torch.tensor([[1.0, 0.1], [0.0, 1.0]]))
+    with pytest.raises(ShapeError, match=r"two directions of one shape; got \(1, 2, 2\) and \(2, 2, 2\)"):
+        landscape.on_plane(torch.zeros(1, 2, 2), torch.zeros(2, 2, 2))
+    with pytest.raises(ShapeError, match=r"needs layers \(depth, 2, 2\)"):
+        landscape.gradient(torch.zeros(3, 1, 2, 2))

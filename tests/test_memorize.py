@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from onlynorm.data import digits
-from onlynorm.errors import FormatError, ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError
 from onlynorm.identity.memorize import FACTOR, memorize
 from onlynorm.identity.memorizer import SILENT, Block, Memorizer
 from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
-from onlynorm.identity.off_sample import margins, measure_off_sample
+from onlynorm.identity.off_sample import activation_distances, class_radii, measure_off_sample
 from onlynorm.identity.thresholds import by_length
 
 
@@ -155,6 +155,84 @@ def test_inputs_of_any_dtype_count_as_the_numbers_they_are(dtype: torch.dtype) -
     assert torch.equal(network.classify(x.double()), labels)
 
 
+@pytest.mark.parametrize("projection", ["random", "principal"])
+@pytest.mark.parametrize("far", [1e5, 1e9, 1e15, 1e150, 1e300])
+@pytest.mark.parametrize("n_far", [1, 2])
+def test_points_far_out_cost_neither_themselves_nor_the_others_a_digit(projection: str, far: float, n_far: int) -> None:
+    x = normals(502, 4)
+    x[500], x[501] = far, (-far if n_far == 2 else 0.5)
+    targets, labels = normals(502, 2, seed=1), some_labels(502, 5)
+    network = memorize(x, targets, projection=projection)
+    assert network.facts is not None
+    error = float((network(x) - targets).abs().max().detach())
+    assert error <= network.facts.rounding <= 1e-7
+    assert torch.equal(memorize(x, labels, projection=projection).classify(x), labels)
+
+
+def test_samples_with_heavy_tails_and_of_many_scales_are_memorized() -> None:
+    cauchy = normals(800, 5) / normals(800, 5, seed=1)
+    scales = normals(300, 4) * torch.logspace(-4, 5, 300).double()[:, None]
+    crowd = normals(300, 4)
+    crowd[:20] += 1e5  # a cluster far out, a hundred thousand times narrower than its distance
+    for x in (cauchy, scales, crowd):
+        targets = normals(len(x), 1, seed=2)
+        network = memorize(x, targets)
+        assert float((network(x) - targets).abs().max().detach()) <= 1e-6 * float(targets.abs().max())
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-200, 1e200, 1e300])
+def test_the_scale_of_the_inputs_does_not_matter(size: float) -> None:
+    x, targets, labels = normals(80, 4) * size, normals(80, 2, seed=1), some_labels(80, 3)
+    assert torch.equal(memorize(x, labels).classify(x), labels)
+    assert float((memorize(x, targets)(x) - targets).abs().max().detach()) <= 1e-9
+    assert torch.equal(memorize(x, labels, projection="principal").classify(x), labels)
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-300, 1e200, 1e307])
+def test_the_scale_of_the_targets_does_not_matter(size: float) -> None:
+    x, targets = normals(80, 4), normals(80, 2, seed=1) * size
+    found = memorize(x, targets)(x).detach()
+    assert float((found - targets).abs().max()) <= 1e-9 * float(targets.abs().max()) + 1e-323
+
+
+def test_every_output_keeps_its_own_digits() -> None:
+    x, targets = normals(60, 4), normals(60, 4, seed=1)
+    targets *= torch.tensor([1e-150, 1.0, 0.0, 1e150], dtype=torch.float64)
+    found = memorize(x, targets)(x).detach()
+    assert bool(((found - targets).abs().amax(0) <= 1e-9 * targets.abs().amax(0)).all())
+
+
+def test_numpy_arrays_count_as_the_tensors_they_hold() -> None:
+    x, labels = normals(30, 4), some_labels(30, 3)
+    network = memorize(x.numpy(), labels.numpy().astype("uint32"))
+    assert torch.equal(network.classify(x.numpy()), labels)
+    assert torch.equal(network(x.numpy()), memorize(x, labels)(x))
+
+
+def test_real_targets_have_no_classes(network: Memorizer) -> None:
+    x, labels = normals(30, 4), some_labels(30, 3)
+    regression = memorize(x, labels.float())
+    assert regression.is_real
+    assert not network.is_real
+    with pytest.raises(ConversionError, match=r"this one has 1 real outputs.*labels\.long\(\)"):
+        regression.classify(x)
+
+
+def test_autocast_takes_no_digits(network: Memorizer, images: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    x, labels = images[0][:600], images[1][:600]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(network.classify(x), labels)
+        assert network(x).dtype == torch.float64
+
+
+def test_a_network_in_another_precision_claims_nothing() -> None:
+    x, labels = normals(30, 4), some_labels(30, 3)
+    network = memorize(x, labels)
+    assert network.double().facts is not None
+    assert network.float().facts is None
+    assert network.double().facts is None  # the digits are gone
+
+
 def test_images_keep_their_shape_at_the_door(images: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     x, labels = images[0][:50].reshape(50, 1, 8, 8), images[1][:50]
     network = memorize(x, labels)
@@ -236,12 +314,13 @@ def test_gradients_reach_the_input_and_all_weights_that_fire() -> None:
 @pytest.mark.parametrize("shape", [(3, 5), (4,), (0, 6)])
 def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     network = memorize(normals(4, 6), torch.arange(4))
-    with pytest.raises(ShapeError, match="needs samples of 6 numbers"):
+    with pytest.raises(ShapeError, match="needs samples of 6 real numbers"):
         network(torch.zeros(shape))
 
 
 def test_at_a_class_vector_its_own_cue_speaks_alone(network: Memorizer) -> None:
-    vectors = network.cues.weight.detach()  # the cues are the class vectors themselves
+    vectors = network.cues.weight.detach().clone()  # but for the flag, the cues are the class vectors
+    vectors[:, -1] = -1.0
     fires = network.cues(vectors).detach() > 0.0
     assert torch.equal(fires, torch.eye(10, dtype=torch.bool))
     torch.testing.assert_close(network.read(vectors).detach(), torch.eye(10).double(), rtol=0, atol=1e-12)
@@ -250,11 +329,11 @@ def test_at_a_class_vector_its_own_cue_speaks_alone(network: Memorizer) -> None:
 # ------------------------------------------------------------------------------------- off the sample
 
 
-def test_inside_its_margin_a_point_meets_the_same_neurons(
+def test_inside_its_activation_distance_a_point_meets_the_same_neurons(
     images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
 ) -> None:
     x = images[0][:40].double()
-    safe = margins(network, x)
+    safe = activation_distances(network, x)
     assert bool((safe > 0.0).all())
     step = normals(40, 64, seed=9)
     step = step / torch.linalg.vector_norm(step, dim=1, keepdim=True)
@@ -273,7 +352,7 @@ def test_inside_its_margin_a_point_meets_the_same_neurons(
     assert all(torch.equal(a, b) for a, b in zip(first_firing(x), inside, strict=True))
 
 
-def test_the_margin_is_the_distance_to_the_threshold_itself(
+def test_the_activation_distance_is_that_to_the_boundary_itself(
     images: tuple[Tensor, Tensor, Tensor, Tensor], network: Memorizer
 ) -> None:
     x = images[0][:600].double()
@@ -283,7 +362,49 @@ def test_the_margin_is_the_distance_to_the_threshold_itself(
     said, steep = block.inner(at).detach(), block.inner.weight.detach() @ network.lift.weight.detach()
     first = int(by_length(at[:, :-1])[0])  # the longest point has its neuron in the first block
     expected = (said[first].abs() / torch.linalg.vector_norm(steep, dim=1)).min()
-    torch.testing.assert_close(margins(network, x)[first], expected)
+    torch.testing.assert_close(activation_distances(network, x)[first], expected)
+
+
+@pytest.mark.parametrize("projection", ["random", "principal"])
+def test_no_attack_inside_its_class_radius_changes_a_class(
+    images: tuple[Tensor, Tensor, Tensor, Tensor], projection: str
+) -> None:
+    x, labels = images[0][:300].double(), images[1][:300]
+    network = memorize(x, labels, projection=projection)
+    # Held-out samples, mostly silent, and points between two of the sample are certified as well.
+    inputs = torch.cat([x, images[2][:100].double(), (x[:50] + x[50:100]) / 2.0])
+    radii, answers = class_radii(network, inputs), network.classify(inputs)
+    assert torch.equal(answers[:300], labels)
+    assert bool((radii > 0.0).all())
+    steps = [normals(len(inputs), 64, seed=seed) for seed in range(20)]
+    inputs.requires_grad_()
+    for direction in (1.0, -1.0):
+        for output in network(inputs).mT:
+            steps.append(direction * torch.autograd.grad(output.sum(), inputs, retain_graph=True)[0])
+    inputs = inputs.detach()
+    lost = torch.zeros(len(inputs), dtype=torch.bool)
+    for step in steps:
+        length = torch.linalg.vector_norm(step, dim=1, keepdim=True)
+        step = step / torch.where(length > 0.0, length, 1.0)
+        assert torch.equal(network.classify(inputs + 0.999 * radii[:, None] * step), answers)
+        lost |= network.classify(inputs + 1.01 * radii[:, None] * step) != answers
+    assert float(lost[:300].double().mean()) >= 0.8  # the radius is not far below what can be had
+    ratio = radii[:300] / activation_distances(network, x)
+    assert float(ratio.median()) < 0.2  # the firing pattern is far from telling the class
+
+
+def test_a_class_radius_follows_the_units_of_the_inputs() -> None:
+    x, labels = normals(60, 5), some_labels(60, 3)
+    radii = class_radii(memorize(x, labels), x)
+    torch.testing.assert_close(class_radii(memorize(1e6 * x, labels), 1e6 * x), 1e6 * radii, rtol=1e-6, atol=0)
+
+
+def test_real_targets_have_no_class_radius() -> None:
+    x = normals(6, 3)
+    network = memorize(x, normals(6, 2))
+    with pytest.raises(ConversionError, match="this one has 2 real outputs"):
+        class_radii(network, x)
+    assert bool((activation_distances(network, x) > 0.0).all())
 
 
 def test_off_the_sample_everything_is_counted(
@@ -298,8 +419,10 @@ def test_off_the_sample_everything_is_counted(
     )  # fmt: skip
     assert [size for size, _ in found.noise] == [0.0, 1e-4, 0.1, 1.0]
     assert found.noise[0][1].right == 1.0
-    assert found.noise[1][1].right == 1.0  # far below the smallest margin
-    assert found.margins[0] > 1e-4
+    assert found.noise[1][1].right == 1.0  # far below the smallest activation distance
+    assert found.activation_distance[0] > 1e-4
+    assert 0.0 < found.class_radius[0] < found.class_radius[1] < found.activation_distance[1]
+    assert "radius of a certain class: at least" in str(found)
     assert found.noise[3][1].right < 0.5
     assert found.noise[2][1].wrong < found.noise[2][1].silent  # a cue speaks for its class alone
     for answers in (found.held_out, *(answers for _, answers in found.noise)):
@@ -320,5 +443,7 @@ def test_off_sample_measures_refuse_what_they_cannot_judge(network: Memorizer) -
     x = normals(6, 64)
     with pytest.raises(ShapeError, match="real targets have none"):
         measure_off_sample(network, x, labels=torch.zeros(6))
-    with pytest.raises(ValueRangeError, match="zero or more"):
+    with pytest.raises(ValueRangeError, match="a size of noise needs to be a number"):
         measure_off_sample(network, x, labels=torch.arange(6), sizes=(-1.0,))
+    with pytest.raises(ValueRangeError, match="most needs to be a whole number from 1; got 0"):
+        measure_off_sample(network, x, labels=torch.arange(6), most=0)

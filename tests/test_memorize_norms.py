@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from onlynorm.data import digits
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    ConversionError,
+    InsufficientFeaturesError,
+    ShapeError,
+    ToleranceError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.identity.memorize import memorize
 from onlynorm.identity.memorize_norms import NormMemorizer, memorize_norms
 from onlynorm.reconstruction import reconstruct, verify
@@ -84,11 +91,59 @@ def test_fewer_features_than_points_cannot_remember_random_targets(sample: tuple
         memorize_norms(*sample, excess=0.9)
 
 
+@pytest.mark.parametrize("n_inputs", [1, 2, 7])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 40])
+def test_small_samples_and_single_inputs_need_no_larger_excess(n: int, n_inputs: int) -> None:
+    for seed in range(10):
+        x, targets = normal(seed, "x", n, n_inputs), normal(seed, "targets", n, 2)
+        network = memorize_norms(x, targets, seed=seed)
+        torch.testing.assert_close(network(x).detach(), targets, rtol=0, atol=1e-8)
+        labels = (targets[:, 0].abs() * 1e6).long() % 10
+        assert torch.equal(memorize_norms(x, labels, seed=seed).classify(x), labels)
+
+
+def test_every_threshold_lies_just_below_its_point(sample: tuple[Tensor, Tensor], network: NormMemorizer) -> None:
+    """Every point is the lowest at which some features fire, as many times as there are features per point."""
+    with torch.no_grad():
+        said = network.activations(sample[0].double())
+    smallest = torch.where(said > 0.0, said, torch.inf).argmin(0)
+    assert int(smallest.bincount(minlength=250).min()) >= 1
+    assert bool((said > 0.0).any(0).all())
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_inputs_and_targets_may_have_any_scale(size: float) -> None:
+    x, targets = normal(0, "x", 20, 3), normal(0, "targets", 20, 2)
+    torch.testing.assert_close(memorize_norms(x * size, targets)(x * size).detach(), targets, rtol=0, atol=1e-9)
+    found = memorize_norms(x, targets * size)(x).detach()
+    assert float((found / size - targets).abs().max()) <= 1e-9
+
+
+def test_real_targets_that_are_missed_are_refused() -> None:
+    x = torch.zeros(6, 2, dtype=torch.float64)
+    x[:, 1] = 1e-17 * torch.arange(6)
+    x[:, 0] = 1.0
+    with pytest.raises(ToleranceError, match="within 1e-06 of the largest target; the worst is off by"):
+        memorize_norms(x, normal(0, "targets", 6, 1))
+
+
+def test_real_targets_have_no_classes() -> None:
+    x = normal(0, "x", 5, 3)
+    with pytest.raises(ConversionError, match="this one has 2 real outputs"):
+        memorize_norms(x, normal(0, "targets", 5, 2)).classify(x)
+
+
+def test_numpy_arrays_count_as_the_tensors_they_hold() -> None:
+    x, labels = normal(0, "x", 5, 3), torch.arange(5)
+    network = memorize_norms(x.numpy(), labels.numpy())
+    assert torch.equal(network.classify(x.numpy()), labels)
+
+
 def test_points_that_no_feature_tells_apart_are_refused() -> None:
     x = torch.zeros(6, 2, dtype=torch.float64)
     x[:, 0] = 1.0
     x[:, 1] = 1e-17 * torch.arange(6)  # drowned by the first coordinate
-    with pytest.raises(ToleranceError, match=r"within 0\.5 of its class"):
+    with pytest.raises(ToleranceError, match=r"within 0\.25 of its class"):
         memorize_norms(x, torch.arange(6))
 
 
@@ -97,9 +152,14 @@ def test_wrong_use_is_refused(sample: tuple[Tensor, Tensor], network: NormMemori
     x, labels = sample
     with pytest.raises(UnknownNameError, match="one-hot"):
         memorize_norms(x, labels, code="onehot")
+    with pytest.raises(UnknownNameError, match="code needs a known name; got None"):
+        memorize_norms(x, labels, code=None)  # type: ignore[arg-type]
+    for excess in (float("nan"), float("inf"), "much"):
+        with pytest.raises(ValueRangeError, match="excess needs to be a number"):
+            memorize_norms(x, labels, excess=excess)  # type: ignore[arg-type]
     with pytest.raises(ValueRangeError, match="equal points with different targets at 0 and 2"):
         memorize_norms(x[[0, 1, 0]], torch.arange(3))
-    with pytest.raises(ShapeError, match="needs samples of 64 numbers"):
+    with pytest.raises(ShapeError, match="needs samples of 64 real numbers"):
         network(torch.zeros(3, 5))
 
 

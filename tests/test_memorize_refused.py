@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from samples import normals, some_labels
 
-from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    ConversionError,
+    MemoryLimitError,
+    ShapeError,
+    ToleranceError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.identity.memorize import memorize
+from onlynorm.identity.memorizer import Memorizer
+
+memorize_module = sys.modules["onlynorm.identity.memorize"]  # the package has a function of that name
 
 
 def test_repeated_points_with_equal_labels_merge() -> None:
@@ -49,7 +62,7 @@ def test_points_that_the_principal_directions_drop_are_named() -> None:
 def test_points_below_the_resolution_of_float64_are_named() -> None:
     x = normals(30, 8)
     x[17] = x[4] * (1.0 + 4e-16)
-    with pytest.raises(ValueRangeError, match=r"float64 can tell apart.*(17 and 4|4 and 17)|projected.*4 and 17"):
+    with pytest.raises(ValueRangeError, match=r"float64 can tell apart.*(17 and 4|4 and 17)"):
         memorize(x, torch.arange(30))
 
 
@@ -78,18 +91,60 @@ def test_points_and_targets_that_cannot_be_memorized_are_refused() -> None:
         memorize(x, labels.double(), n_classes=3)
     with pytest.raises(MemoryLimitError, match="Number the classes without gaps"):
         memorize(x, labels * 10**7)
-    with pytest.raises(ValueRangeError, match="squares fit into float64"):
-        memorize(x * 1e200, labels)
+    with pytest.raises(ValueRangeError, match=r"stay within float64 .* up to \d\.\de-31\d"):
+        memorize(x * 1e-310, labels)  # a weight that scales them to one does not exist
+    with pytest.raises(ValueRangeError, match=r"n_classes needs to be a whole number from 1 .*; got 'three'"):
+        memorize(x, labels, n_classes="three")  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="projection needs a known name; got None"):
+        memorize(x, labels, projection=None)  # type: ignore[arg-type]
+    with pytest.raises(ConversionError, match="points needs a tensor; got None"):
+        memorize(None, labels)  # type: ignore[arg-type]
 
 
 def test_odd_options_are_refused() -> None:
     x, labels = normals(5, 3), torch.arange(5)
     for width in (1, 2):
-        with pytest.raises(ValueRangeError, match="width needs a whole number from 3 on"):
+        with pytest.raises(ValueRangeError, match="width needs to be a whole number from 3"):
             memorize(x, labels, width=width)
-    with pytest.raises(ValueRangeError, match="from 8 on"):
+    with pytest.raises(ValueRangeError, match="whole number from 8"):
         memorize(x, normals(5, 7), width=5)
     with pytest.raises(UnknownNameError, match="principal"):
         memorize(x, labels, projection="principle")
     with pytest.raises(ValueRangeError, match="seed needs"):
         memorize(x, labels, seed=-1)
+
+
+def test_points_that_are_equal_only_in_the_hidden_space_are_said_to_be_so() -> None:
+    x = normals(40, 3)
+    x[:3] *= 1e-60  # among the others these three are one point
+    with pytest.raises(ValueRangeError, match="equal there and have different targets at 0 and 1, 0 and 2"):
+        memorize(x, torch.arange(40))
+
+
+def test_inputs_whose_digits_are_lost_to_an_offset_are_refused_with_the_cure() -> None:
+    with pytest.raises(ValueRangeError, match="Subtract the mean of the inputs"):
+        memorize(normals(100, 4) + 1e12, torch.arange(100))
+
+
+def test_a_network_that_misses_a_target_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, targets = normals(40, 4), normals(40, 2, seed=1)
+
+    def distorted(network: Memorizer, lift: Any, filled: Any, read: Any) -> None:
+        copy_into(network, lift, filled, read)
+        with torch.no_grad():
+            network.values.weight.mul_(1.0 + 1e-4)
+
+    copy_into = memorize_module._copy_into
+    monkeypatch.setattr(memorize_module, "_copy_into", distorted)
+    with pytest.raises(ToleranceError, match=r"within 1e-06 of the largest target.* left \d+ of 40 points wrong"):
+        memorize(x, targets)
+    assert torch.equal(memorize(x, torch.arange(40)).classify(x), torch.arange(40))  # no class is lost by 1e-4
+
+    def mixed_up(network: Memorizer, lift: Any, filled: Any, read: Any) -> None:
+        copy_into(network, lift, filled, read)
+        with torch.no_grad():
+            network.values.weight.copy_(network.values.weight.flip(0))
+
+    monkeypatch.setattr(memorize_module, "_copy_into", mixed_up)
+    with pytest.raises(ToleranceError, match=r"every class right.* left 40 of 40 points wrong"):
+        memorize(x, torch.arange(40))

@@ -1,6 +1,6 @@
 """Near-identity parameterizations: products of layers I + A, their landscape, and networks that memorize a sample.
 
-The files read in the order of the work: matrices, rotations, norm_bounds, factors, constructions, factorize,
+The files read in the order of the work: matrices, rotations, norm_bounds, factors, constructions, padding, factorize,
 factor_file, landscape; then points, thresholds, readout, memorizer, memorize, memorizer_file, off_sample,
 memorize_norms; then allconv.
 """
@@ -16,7 +16,7 @@ from onlynorm.identity.memorize_norms import NormMemorizer, memorize_norms
 from onlynorm.identity.memorizer import SILENT, Memorizer, MemorizerFacts
 from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
 from onlynorm.identity.norm_bounds import least_norm, paper_bound, spiral_bound
-from onlynorm.identity.off_sample import OffSample, margins, measure_off_sample
+from onlynorm.identity.off_sample import OffSample, activation_distances, class_radii, measure_off_sample
 
 __all__ = [
     "SILENT",
@@ -30,13 +30,14 @@ __all__ = [
     "NearIdentity",
     "NormMemorizer",
     "OffSample",
+    "activation_distances",
     "all_convolutional",
     "branch_bounds",
+    "class_radii",
     "factorize",
     "least_norm",
     "load_factors",
     "load_memorizer",
-    "margins",
     "measure_off_sample",
     "memorize",
     "memorize_norms",

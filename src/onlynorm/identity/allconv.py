@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, ShapeError, UnknownNameError
+from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.features import draw
 from onlynorm.models import own_randomness
+from onlynorm.modules import need_choice, need_free_memory, need_instance, need_integer, need_seed
 
 STARTS = ("near_identity", "standard")
 """How the convolutions of the blocks start."""
@@ -43,17 +44,20 @@ def all_convolutional(
     size. For comparison: `init="standard"` starts the blocks as usual, `norm="batch"` puts a batch norm behind every
     convolution, `head="trained"` trains the projection from the same numbers.
     """
+    depth = need_integer("depth of an all-convolutional net", depth, high=6001, cure="Try 7, 19 or 55.")
     if depth < 7 or (depth - 1) % 6:
         raise ShapeError(f"an all-convolutional net needs a depth of 6 n + 1; got {depth}. Try 7, 19 or 55.")
     for name, value in (("width", width), ("n_classes", n_classes), ("in_channels", in_channels)):
-        if value < 1:
+        if need_integer(f"{name} of an all-convolutional net", value, high=2**31 - 1, cure="Leave it out.") < 1:
             raise ShapeError(f"an all-convolutional net needs a positive {name}; got {value}. Leave it out.")
-    if init not in STARTS:
-        raise UnknownNameError("init", str(init), STARTS)
-    if norm not in (None, "batch"):
-        raise UnknownNameError("norm", str(norm), ("batch", "None"))
-    if head not in HEADS:
-        raise UnknownNameError("head", str(head), HEADS)
+    width, n_classes, in_channels = int(width), int(n_classes), int(in_channels)
+    need_choice("init", init, STARTS)
+    if norm is not None:
+        need_choice("norm", norm, ("batch",))
+    need_choice("head", head, HEADS)
+    seed = need_seed(seed)
+    size = 4.0 * (9 * width * in_channels + (depth // 3) * 9 * 21 * width**2 + 4 * width * n_classes)
+    need_free_memory("an all-convolutional net", size, cure="Choose a smaller width or depth.")
     n_blocks = (depth - 1) // 6
     channels = [min(_STEM, width), *(width << stage for stage in range(3) for _ in range(n_blocks))]
     with own_randomness(seed):
@@ -148,6 +152,7 @@ def branch_bounds(network: AllConvolutional) -> list[float]:
 
     Theory: hardt_ma2017:thm-2.2
     """
+    network = need_instance("branch_bounds", network, AllConvolutional, cure="Pass what all_convolutional returns.")
     if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
         raise ConversionError(
             "branch_bounds needs a network without norms, whose scales depend on the batch; got one with batch norms. "

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num, Shaped
 from torch import Tensor, nn
 
 from onlynorm.errors import ShapeError
 from onlynorm.identity.rotations import Rotation
+from onlynorm.modules import as_real, as_tensor
 from onlynorm.solvers.memory import memory_limit, need_memory
 
 
@@ -46,7 +48,7 @@ class Run:
         return self.rotation.power(self.count) @ torch.linalg.matrix_power(self.rotation.power(-1) @ whole, self.count)
 
     def apply(self, columns: Float[Tensor, "dim n"]) -> Float[Tensor, "dim n"]:
-        """The columns after one layer after the other; no layer but the first is ever built."""
+        """The columns after one layer after the other, in their dtype; no layer but the first is ever built."""
         core, rotation = self.core.to(columns), self.rotation
         if rotation is None:
             for _ in range(self.count):
@@ -78,9 +80,9 @@ class Factorization:
     """R = (I + A_l) ... (I + A_1) with small |A_i|: the layers, and what is known about them.
 
     `max_norm` is the largest spectral norm, `bound` the paper's promise for it, `least_norm` what no factorization of
-    this depth can be below. `product_error` is relative and measured, of the product and layer by layer. `stretch` is
-    the largest |log| of a singular value. With `n_extra` = 1 the layers act in one dimension more than R, because
-    its determinant is negative; see `usage`.
+    this depth can be below. `product_error` is relative to R and measured, of the product and layer by layer. `stretch`
+    is the largest |log| of a singular value of R. With `n_extra` = 1 the layers act in one dimension more than R,
+    because its determinant is negative; see `usage`.
     """
 
     runs: tuple[Run, ...] = field(repr=False)
@@ -117,8 +119,9 @@ class Factorization:
             return ""
         odd = " In odd dimension the factors of -R, with the sign of the output flipped, do it too." * (self.dim % 2)
         return (
-            "det(R) < 0, which no product of layers near the identity has: the factors are those of [[R, 0], [0, -c]], "
-            f"c > 0. Append a zero to x and drop the last output, as apply and to_network do.{odd}"
+            "det(R) < 0, which no product of layers near the identity has: the factors are those of a matrix with one "
+            "row and one column more, whose upper left part is R. Append a zero to x and drop the last output, as "
+            f"apply and to_network do.{odd}"
         )
 
     def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
@@ -136,25 +139,34 @@ class Factorization:
         return torch.stack(list(self.layers()))
 
     def product(self) -> Float[Tensor, "dim dim"]:
-        """(I + A_l) ... (I + A_1), with the extra dimension if there is one."""
+        """(I + A_l) ... (I + A_1), with the extra dimension if there is one; R is its upper left part."""
         made = self.runs[0].product()
         for run in self.runs[1:]:
             made = run.product() @ made
         return made
 
-    def apply(self, x: Float[Tensor, "*batch inp"]) -> Float[Tensor, "*batch out"]:
-        """R x for every row of x, layer by layer, in the dtype and on the device of x."""
+    def apply(self, x: Shaped[Tensor | np.ndarray, "*batch inp"]) -> Num[Tensor, "*batch out"]:
+        """R x for every row of x, layer by layer, on the device of x, whatever autocast says.
+
+        The result has the dtype of x, and float64 for integers. Half precision is accumulated in float32: rounding to
+        it after each of many layers would leave no digit.
+        """
+        x = as_tensor("apply", x)
         if not x.ndim or x.shape[-1] != self.dim:
             raise ShapeError(
                 f"apply needs inputs (..., {self.dim}); got {tuple(x.shape)}. Pass samples as rows, x.mT if they are "
                 "columns."
             )
-        columns = x.reshape(-1, self.dim).mT
+        if x.is_complex():
+            return torch.complex(self.apply(x.real), self.apply(x.imag))
+        given = x.dtype if x.is_floating_point() else torch.float64
+        columns = x.reshape(-1, self.dim).mT.to(torch.promote_types(given, torch.float32))
         if self.n_extra:
             columns = torch.cat([columns, columns.new_zeros(1, columns.shape[1])])
-        for run in self.runs:
-            columns = run.apply(columns)
-        return columns[: self.dim].mT.reshape(x.shape)
+        with torch.autocast(x.device.type, enabled=False):
+            for run in self.runs:
+                columns = run.apply(columns)
+        return columns[: self.dim].mT.reshape(x.shape).to(given)
 
     def to_network(self) -> nn.Sequential:
         """A residual linear network in float64, a trainable layer x + A x per factor; needs the memory of `factors`."""
@@ -189,11 +201,12 @@ class Factorization:
 class NearIdentity(nn.Module):
     """A layer x + A x."""
 
-    def __init__(self, weight: Float[Tensor, "dim dim"]) -> None:
+    def __init__(self, weight: Num[Tensor | np.ndarray, "dim dim"]) -> None:
         super().__init__()
+        weight = as_real("a layer x + A x", weight)
         if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
             raise ShapeError(f"a layer x + A x needs a square A; got {tuple(weight.shape)}. Pass A, not I + A.")
-        self.weight = nn.Parameter(weight.clone())
+        self.weight = nn.Parameter(weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """x + A x for every row of x."""

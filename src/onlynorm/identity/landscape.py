@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Num
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
-from onlynorm.identity.matrices import EPS, need_matrix
+from onlynorm.identity.matrices import EPS, need_depth, need_matrix
+from onlynorm.modules import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
 
 BLOW_UP = 1e6
 """A descent stops where the risk has grown by this factor."""
@@ -74,35 +76,25 @@ class Descent:
 class Landscape:
     """The population risk f(A) = |(product - R) Sigma^(1/2)|_F^2 + noise as a function of the layers, A_1 first.
 
-    `noise` is E |noise|^2, the least risk there is. `covariance` is Sigma = E x x^T, the identity if left out.
+    `noise` is E |noise|^2, the least risk there is. `covariance` is Sigma = E x x^T, the identity if left out; it may
+    be symmetric and without negative eigenvalues up to the rounding of its dtype, as `x.mT @ x / len(x)` is. Target and
+    covariance become float64, and everything is computed in it.
     Theory: hardt_ma2017:claim-2.3
     """
 
-    target: Float[Tensor, "dim dim"]
-    covariance: Float[Tensor, "dim dim"] | None = None
+    target: Tensor
+    covariance: Tensor | None = None
     noise: float = 0.0
     is_residual: bool = True
 
     def __post_init__(self) -> None:
         target = need_matrix(self.target, what="a landscape")
-        if not 0.0 <= self.noise < math.inf:
-            raise ValueRangeError(f"a landscape needs noise >= 0, its mean square; got {self.noise}. Zero is none.")
+        noise = need_number("noise of a landscape, its mean square,", self.noise, low=0.0, cure="Zero is none.")
         given = torch.eye(len(target)).to(target) if self.covariance is None else self.covariance
-        covariance = need_matrix(given, what="a covariance")
-        if covariance.shape != target.shape:
-            raise ShapeError(
-                f"a landscape needs a covariance of the shape of R, {tuple(target.shape)}; got "
-                f"{tuple(covariance.shape)}."
-            )
-        values = torch.linalg.eigvalsh(covariance)
-        slack = len(values) * EPS * float(values.abs().max())
-        if float((covariance - covariance.mT).abs().max()) > slack or float(values[0]) < -slack:
-            raise ValueRangeError(
-                f"a covariance needs to be symmetric without negative eigenvalues; got a smallest one of "
-                f"{float(values[0]):.2g}. Pass x.mT @ x / len(x)."
-            )
         object.__setattr__(self, "target", target)
-        object.__setattr__(self, "covariance", covariance)
+        object.__setattr__(self, "covariance", _need_covariance(given, target))
+        object.__setattr__(self, "noise", noise)
+        object.__setattr__(self, "is_residual", need_flag("is_residual", self.is_residual))
 
     @property
     def sigma(self) -> Float[Tensor, "dim dim"]:
@@ -115,8 +107,8 @@ class Landscape:
         """s_min(Sigma)."""
         return max(float(torch.linalg.eigvalsh(self.sigma)[0]), 0.0)
 
-    def risk(self, layers: Float[Tensor, "*batch depth dim dim"]) -> Float[Tensor, "*batch"]:
-        """f at one point, or at every point of a batch."""
+    def risk(self, layers: Num[Tensor | np.ndarray, "*batch depth dim dim"]) -> Float[Tensor, "*batch"]:
+        """f at one point, or at every point of a batch, in float64."""
         weights = self._weights(layers)
         product = weights[..., 0, :, :]
         for place in range(1, weights.shape[-3]):
@@ -124,13 +116,13 @@ class Landscape:
         error = product - self.target
         return ((error @ self.sigma) * error).sum((-2, -1)) + self.noise
 
-    def gradient(self, layers: Float[Tensor, "depth dim dim"]) -> Float[Tensor, "depth dim dim"]:
-        """The gradient of f with respect to every layer, in closed form: two sweeps of products.
+    def gradient(self, layers: Num[Tensor | np.ndarray, "depth dim dim"]) -> Float[Tensor, "depth dim dim"]:
+        """The gradient of f with respect to every layer, in closed form and float64: two sweeps of products.
 
         For layer i it is 2 after_i^T (product - R) Sigma before_i^T, with the products of the layers after and before.
         Theory: hardt_ma2017:lemma-2.4
         """
-        weights = self._weights(layers)
+        weights = self._weights(layers, is_batch=False)
         before = [torch.eye(len(self.target)).to(weights)]
         after = [before[0]]
         for place in range(len(weights) - 1):
@@ -139,8 +131,9 @@ class Landscape:
         middle = (weights[-1] @ before[-1] - self.target) @ self.sigma
         return 2.0 * torch.stack(after[::-1]).mT @ middle @ torch.stack(before).mT
 
-    def dominance(self, layers: Float[Tensor, "depth dim dim"]) -> Dominance:
+    def dominance(self, layers: Num[Tensor | np.ndarray, "depth dim dim"]) -> Dominance:
         """Both sides of inequality 2.3 at this point."""
+        layers = self._need_layers(layers, is_batch=False)
         return self._dominance(layers, float(self.risk(layers)), self.gradient(layers))
 
     def _dominance(self, layers: Tensor, risk: float, gradient: Tensor) -> Dominance:
@@ -152,13 +145,14 @@ class Landscape:
 
     def usual_rate(self, depth: int) -> float:
         """A rate at which descents from the identity stay stable: 1 / (4 l |Sigma| max(1, |R|)^2)."""
+        depth = need_depth(depth, what="a landscape")
         size = max(1.0, float(torch.linalg.matrix_norm(self.target, 2)))
         variance = float(torch.linalg.matrix_norm(self.sigma, 2)) or 1.0
         return 0.25 / (depth * variance * size**2)
 
     def descend(
         self,
-        start: Float[Tensor, "depth dim dim"],
+        start: Num[Tensor | np.ndarray, "depth dim dim"],
         *,
         n_steps: int = 1000,
         rate: float | None = None,
@@ -166,12 +160,13 @@ class Landscape:
         progress: Callable[[int, float], None] | None = None,
     ) -> Descent:
         """Plain gradient descent from `start`, with both sides of inequality 2.3 at every step."""
-        if n_steps < 1:
-            raise ValueRangeError(f"a descent needs one step or more; got {n_steps}.")
-        rate = self.usual_rate(len(start)) if rate is None else rate
-        if not 0.0 < rate < math.inf:
-            raise ValueRangeError(f"a descent needs a positive rate; got {rate}. Leave it out for the usual one.")
-        layers = start.detach().to(self.target)
+        n_steps = need_integer("n_steps of a descent", n_steps, low=1, high=10**7, cure="Leave it out for 1000.")
+        layers = self._need_layers(start, is_batch=False).detach()
+        rate = self.usual_rate(len(layers)) if rate is None else rate
+        rate = need_number("rate of a descent", rate, low=0.0, open_low=True, cure="Leave it out for the usual one.")
+        if progress is not None:
+            need_callable("progress", progress, cure="It is called with the step and the risk.")
+        keep_path = need_flag("keep_path", keep_path)
         risks: list[float] = []
         seen: list[Dominance] = []
         path = [layers] if keep_path else []
@@ -201,23 +196,63 @@ class Landscape:
 
     def on_plane(
         self,
-        across: Float[Tensor, "depth dim dim"],
-        up: Float[Tensor, "depth dim dim"],
+        across: Num[Tensor | np.ndarray, "depth dim dim"],
+        up: Num[Tensor | np.ndarray, "depth dim dim"],
         *,
         reach: float = 1.0,
         n_places: int = 101,
     ) -> tuple[Float[Tensor, " places"], Float[Tensor, "places places"]]:
         """(places, risks) with risks[i, j] = f(places[j] across + places[i] up): what a contour plot draws."""
-        if not reach > 0.0 or n_places < 2:
-            raise ValueRangeError(f"a plane needs a positive reach and two places or more; got {reach} and {n_places}.")
-        places = torch.linspace(-reach, reach, n_places).to(self.target)
+        reach = need_number("reach of a plane", reach, low=0.0, open_low=True, cure="Leave it out for 1.")
+        n_places = need_integer("n_places of a plane", n_places, low=2, high=10_000, cure="Leave it out for 101.")
+        across, up = (self._need_layers(layers, is_batch=False) for layers in (across, up))
+        if across.shape != up.shape:
+            raise ShapeError(
+                f"a plane needs two directions of one shape; got {tuple(across.shape)} and {tuple(up.shape)}. Give "
+                "both the same depth."
+            )
+        places = torch.linspace(-reach, reach, n_places, dtype=torch.float64).to(self.target)
         rows = [self.risk(places[:, None, None, None] * across + place * up) for place in places]
         return places, torch.stack(rows)
 
-    def _weights(self, layers: Float[Tensor, "*batch depth dim dim"]) -> Float[Tensor, "*batch depth dim dim"]:
-        if layers.ndim < 3 or layers.shape[-2:] != self.target.shape or not layers.shape[-3]:
+    def _weights(self, layers: Tensor | np.ndarray, *, is_batch: bool = True) -> Float[Tensor, "*batch depth dim dim"]:
+        layers = self._need_layers(layers, is_batch=is_batch)
+        return layers + torch.eye(len(self.target)).to(layers) if self.is_residual else layers
+
+    def _need_layers(self, layers: Tensor | np.ndarray, *, is_batch: bool) -> Float[Tensor, "*batch depth dim dim"]:
+        """The layers in the dtype and on the device of the target."""
+        made = as_real("layers of a landscape", layers, is_finite=True)
+        is_fine = made.ndim >= 3 if is_batch else made.ndim == 3
+        if not is_fine or made.shape[-2:] != self.target.shape or not made.shape[-3]:
             raise ShapeError(
                 f"a landscape needs layers (depth, {len(self.target)}, {len(self.target)}), one at least; got "
-                f"{tuple(layers.shape)}. Stack them, the first one first."
+                f"{tuple(made.shape)}. Stack them, the first one first."
             )
-        return layers + torch.eye(len(self.target)).to(layers) if self.is_residual else layers
+        return made.to(self.target)
+
+
+def _need_covariance(given: Tensor | np.ndarray, target: Tensor) -> Float[Tensor, "dim dim"]:
+    """The covariance in float64, symmetric and without negative eigenvalues; what rounding left of either is removed.
+
+    A product x.mT @ x over n samples is rounded by up to n eps; the square root of eps allows for as many samples as
+    any memory holds.
+    """
+    covariance = need_matrix(given, what="a covariance").to(target)
+    if covariance.shape != target.shape:
+        raise ShapeError(
+            f"a landscape needs a covariance of the shape of R, {tuple(target.shape)}; got {tuple(covariance.shape)}. "
+            "Pass x.mT @ x / len(x) with samples as rows."
+        )
+    dtype = as_tensor("a covariance", given).dtype
+    slack = (torch.finfo(dtype).eps if dtype.is_floating_point else EPS) ** 0.5 * float(covariance.abs().max())
+    gap = float((covariance - covariance.mT).abs().max())
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2.0)
+    if gap > slack or float(values[0]) < -slack:
+        raise ValueRangeError(
+            f"a covariance needs to be symmetric without negative eigenvalues; got a smallest one of "
+            f"{float(values[0]):.2g} and a difference of {gap:.2g} from its transpose, where rounding in {dtype} "
+            f"explains up to {slack:.1g}. Pass x.mT @ x / len(x) with samples as rows."
+        )
+    if float(values[0]) < 0.0:
+        covariance = vectors * values.clamp(min=0.0) @ vectors.mT
+    return (covariance + covariance.mT) / 2.0

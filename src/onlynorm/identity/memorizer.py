@@ -2,19 +2,24 @@
 
     h_0 = lift(x),    h_j = h_(j-1) + outer_j(relu(inner_j(h_(j-1)))),    y = values(relu(cues(h_l)))
 
-The last coordinate of the hidden vector is a flag: +1 for a point that no block has moved yet, -1 for one that arrived.
+The last coordinate of the hidden vector is a flag: 0 for a point that no block has moved yet, -1 for one that arrived
+(times the unit of the goals, which is above one only for samples with outliers).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ShapeError
+from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.modules import as_tensor, need_free_memory, need_integer
 
 ROWS = 8192
 """Samples that pass through the blocks together: what the forward pass holds does not grow with the batch."""
@@ -26,9 +31,10 @@ SILENT = -1
 class MemorizerFacts:
     """What `memorize` built, and how much room it leaves.
 
-    `constant` is n_parameters / (n log n + r^2), the constant of theorem 3.2; `smallest_gap` is the least distance,
-    in hidden units, between a point and the largest other value at its neuron; `rounding` bounds the error of any
-    output at the training points in float64.
+    `constant` is n_parameters / (n log n + r^2), the constant of theorem 3.2; `smallest_gap` is the least distance
+    along the direction of a neuron between its point and the points after it, in units of the median length of a
+    hidden point; `rounding` bounds the error of any output at the training points in float64. A network that is cast
+    to another dtype loses its facts: they hold in float64.
     """
 
     n_points: int
@@ -52,7 +58,7 @@ class MemorizerFacts:
             f"{self.n_points:,} points{merged} in {self.n_blocks:,} blocks of width {self.width}, "
             f"{self.n_outputs} outputs\n"
             f"{self.n_parameters:,} parameters = {self.constant:.3g} (n log n + r^2)\n"
-            f"smallest gap {self.smallest_gap:.2e}{tilted}; outputs exact to {self.rounding:.1e}\n"
+            f"smallest gap {self.smallest_gap:.2e}{tilted}; outputs exact to {self.rounding:.1e} in float64\n"
             f"{self.projection} projection, seed {self.seed}, built in {self.seconds:.3g} s"
         )
 
@@ -66,7 +72,7 @@ class Block(nn.Module):
         self.outer = _zero_linear(width, width, bias=False)
 
     def forward(self, h: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
-        """The hidden vectors behind the block."""
+        """The hidden vectors after the block."""
         return h + self.outer(functional.relu(self.inner(h), inplace=True))
 
 
@@ -80,6 +86,15 @@ class Memorizer(nn.Module):
 
     def __init__(self, n_inputs: int, n_outputs: int, *, width: int, n_blocks: int, n_cues: int) -> None:
         super().__init__()
+        n_inputs, n_outputs, width, n_blocks, n_cues = (
+            need_integer(f"{name} of a memorizer", value, low=1, high=2**31 - 1, cure="memorize chooses it.")
+            for name, value in (
+                ("n_inputs", n_inputs), ("n_outputs", n_outputs), ("width", width), ("n_blocks", n_blocks),
+                ("n_cues", n_cues),
+            )
+        )  # fmt: skip
+        size = 8.0 * (width * (n_inputs + 1) + n_blocks * (2 * width + 1) * width + n_cues * (width + 1 + n_outputs))
+        need_free_memory(f"a memorizer of {n_blocks} blocks of width {width}", size, cure="Choose smaller sizes.")
         self.n_inputs, self.n_outputs, self.width, self.n_cues = n_inputs, n_outputs, width, n_cues
         self.lift = _zero_linear(n_inputs, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(n_blocks))
@@ -87,46 +102,66 @@ class Memorizer(nn.Module):
         self.values = _zero_linear(n_cues, n_outputs, bias=False)
         self.facts: MemorizerFacts | None = None
 
-    def forward(self, x: Tensor) -> Float[Tensor, "n n_outputs"]:
+    @property
+    def is_real(self) -> bool:
+        """Whether the outputs are real targets; they are one-hot classes if not."""
+        return self.n_cues == 2 * self.n_outputs
+
+    def forward(self, x: Tensor | np.ndarray) -> Float[Tensor, "n n_outputs"]:
         """Outputs for samples of any shape and dtype, computed in the network's own dtype, `ROWS` at a time.
 
-        Without gradients the memory does not depend on the number of blocks or samples, outputs aside.
+        Autocast does not apply: thresholds need all digits. Without gradients the memory does not depend on the
+        number of blocks or samples, outputs aside.
         """
-        return torch.cat([self.read(self.move(self.enter(part))) for part in self.rows(x).split(ROWS)])
+        rows = self.rows(x)
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return torch.cat([self.read(self.move(self.enter(part))) for part in rows.split(ROWS)])
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x: Tensor | np.ndarray) -> Tensor:
         """The samples as rows, checked."""
+        x = as_tensor("a memorizer", x)
         flat = x.flatten(1) if x.ndim > 1 else x[:, None] if x.ndim == 1 and self.n_inputs == 1 else x
-        if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not len(flat):
+        if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not len(flat) or flat.is_complex():
             raise ShapeError(
-                f"this memorizer needs samples of {self.n_inputs} numbers, one sample at least; got a tensor of shape "
-                f"{tuple(x.shape)}. Put the samples along the first axis."
+                f"this memorizer needs samples of {self.n_inputs} real numbers, one sample at least; got {x.dtype} of "
+                f"shape {tuple(x.shape)}. Put the samples along the first axis."
             )
         return flat
 
     def enter(self, rows: Tensor) -> Tensor:
-        """Rows lifted into the hidden space, where their flag is +1."""
+        """Rows lifted into the hidden space, where their flag is zero."""
         own = next(self.parameters())
         lifted: Tensor = self.lift(rows.to(own))
         return lifted
 
     def move(self, h: Tensor) -> Tensor:
-        """Hidden vectors behind all blocks; those of the training points have reached the vectors of their classes."""
+        """Hidden vectors after all blocks; those of the training points have reached the vectors of their classes."""
         for block in self.blocks:
             h = block(h)
         return h
 
     def read(self, h: Tensor) -> Tensor:
-        """Outputs from the hidden vectors behind the last block."""
+        """Outputs from the hidden vectors after the last block."""
         outputs: Tensor = self.values(functional.relu(self.cues(h)))
         return outputs
 
     @torch.no_grad()
-    def classify(self, x: Tensor) -> Int[Tensor, " n"]:
+    def classify(self, x: Tensor | np.ndarray) -> Int[Tensor, " n"]:
         """The class with the largest output, or `SILENT` (-1) where no output is positive."""
+        if self.is_real:
+            raise ConversionError(
+                f"classify needs a memorizer of classes; this one has {self.n_outputs} real outputs, since its targets "
+                "were floating-point numbers. Call the network itself, or memorize labels.long()."
+            )
         outputs = self(x)
         largest, classes = outputs.max(1)
         return torch.where(largest > 0.0, classes, SILENT)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Memorizer:
+        super()._apply(fn, recurse=recurse)  # type: ignore[no-untyped-call]
+        if any(parameter.dtype != torch.float64 for parameter in self.parameters()):
+            self.facts = None
+        return self
 
     @property
     def n_parameters(self) -> int:

@@ -1,16 +1,19 @@
 """Directions and thresholds that single out one point after another: lemma B.1, made to work for any distinct points.
 
 Points are taken by decreasing length. A point a_i is then never hidden by one that is still to come: with
-|a_j| <= |a_i|,
+|a_j| <= |a_i| and the unit vector u_i = a_i / |a_i|,
 
-    <a_i, a_i> - <a_i, a_j>  >=  |a_i - a_j|^2 / 2  >  0,
+    <u_i, a_i> - <u_i, a_j>  >=  |a_i - a_j|^2 / (2 |a_i|)  >  0,
 
-so that a neuron relu(<a_i, h> - t_i) with t_i half-way between fires at a_i and at no later point. It may fire at
+so that a neuron relu(<u_i, h> - t_i) with t_i half-way between fires at a_i and at no later point. It may fire at
 earlier ones: those are moved away before, or share the block, where a triangular system takes care of them. The
 paper's common threshold 1 - 2 rho has no such order and fails for close points.
 
-For very close points the square above drowns in rounding. Their directions are tilted until every difference to a
+For very close points the square above is lost in rounding. Their directions are tilted until every difference to a
 later point meets them at a fair angle; the gap is then of the order of the distance, not of its square.
+
+Directions have length one, so that gaps are distances: neither a gap nor its rounding depends on how far out the
+point lies, and no product of two long vectors overflows.
 
 Theory: hardt_ma2017:lemma-B.1
 """
@@ -29,9 +32,9 @@ from onlynorm.errors import ValueRangeError
 CHUNK = 2**23
 """Inner products held at a time: 64 MB."""
 SHAKY = 1e-6
-"""Share of a gap that rounding may blur before the direction is tilted."""
+"""Fraction of a gap that rounding may blur before the direction is tilted."""
 LOST = 1e-2
-"""Share of a gap that rounding may blur at most: beyond, the activation itself would be noise."""
+"""Fraction of a gap that rounding may blur at most: beyond, the activation itself would be noise."""
 FAIR = 0.1
 """Cosine between a tilted direction and every difference at which tilting stops."""
 STEPS = 500
@@ -39,7 +42,7 @@ STEPS = 500
 
 @dataclass(frozen=True)
 class Separation:
-    """One direction per point and the gap between the point and the largest later point along it.
+    """One unit direction per point and the gap between the point and the largest later point along it.
 
     <direction_i, point_i> - <direction_i, point_j> >= gap_i for every j > i; the last gap is infinite.
     """
@@ -49,9 +52,16 @@ class Separation:
     n_tilted: int
 
 
+def lengths_of(rows: Float[Tensor, "n size"]) -> Float[Tensor, " n"]:
+    """The length of every row; rows of any finite size are measured without overflow or underflow."""
+    largest = rows.abs().amax(1)
+    unit = torch.where(largest > 0.0, largest, 1.0)
+    return torch.linalg.vector_norm(rows / unit[:, None], dim=1) * unit
+
+
 def by_length(points: Float[Tensor, "n size"]) -> Int[Tensor, " n"]:
     """The order in which to move the points: by decreasing length, equal ones as they stand."""
-    return torch.linalg.vector_norm(points, dim=1).argsort(descending=True, stable=True)
+    return lengths_of(points).argsort(descending=True, stable=True)
 
 
 def separate(
@@ -63,30 +73,34 @@ def separate(
 ) -> Separation:
     """Directions and gaps for points in the order of `by_length`.
 
-    `noise` is by how much rounding may move a point; a gap that drowns in it raises, and `names` says of which points.
+    `noise[i]` bounds the rounding error of neuron i at its own point and at any later one; a gap that is lost in it
+    raises, and `names` says of which points.
     """
-    lengths = torch.linalg.vector_norm(points, dim=1)
-    directions, gaps = points.clone(), points.square().sum(1) - largest_later(points, progress=progress)
-    # A neuron's weights are its direction and a flag, which is at most one plus half of both lengths.
-    blur = 2.0 * noise * (1.0 + 2.0 * lengths)
-    close = (~(blur <= SHAKY * gaps)).nonzero().flatten()  # what is no number is close, too
+    lengths = lengths_of(points)
+    directions = points / torch.where(lengths > 0.0, lengths, 1.0)[:, None]
+    directions[lengths == 0.0, 0] = 1.0  # the centre itself has no direction; it comes last, and any will do
+    gaps = (directions * points).sum(1) - largest_later(directions, points, progress=progress)
+    close = (~(2.0 * noise <= SHAKY * gaps)).nonzero().flatten()  # NaN counts as close
     for i in close.tolist():
         directions[i], gaps[i] = _tilt(points, i)
-        if not float(2.0 * noise[i] * (2.0 + lengths[i])) <= LOST * float(gaps[i]):
-            _refuse(points, i, names)
+        if not float(2.0 * noise[i]) <= LOST * float(gaps[i]):
+            _refuse(points, i, names, noise=float(noise[i]))
     return Separation(directions, gaps, len(close))
 
 
 def largest_later(
-    points: Float[Tensor, "n size"], *, progress: Callable[[int, int], None] | None = None
+    directions: Float[Tensor, "n size"],
+    points: Float[Tensor, "n size"],
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Float[Tensor, " n"]:
-    """For each point its largest inner product with any later one, minus infinity for the last; rows by rows."""
+    """For each direction its largest inner product with any later point, minus infinity for the last; in chunks."""
     n = len(points)
     largest = points.new_full((n,), -torch.inf)
     start = 0
     while start < n:
         stop = min(n, start + max(1, CHUNK // (n - start)))
-        products = points[start:stop] @ points[start:].mT
+        products = directions[start:stop] @ points[start:].mT
         rows = torch.arange(stop - start, device=points.device)
         # Only the corner at the front holds products with the point itself or with earlier ones.
         corner = products[:, : stop - start]
@@ -110,9 +124,14 @@ def fit_outgoing(
 
 def _tilt(points: Tensor, i: int) -> tuple[Tensor, Tensor]:
     """(direction, gap) for a point with very close later ones: a perceptron on the directions of the differences."""
+    if i + 1 == len(points):
+        raise ValueRangeError(
+            "memorize needs points whose rounding can be bounded; got a rounding error that is NaN. Scale the inputs "
+            "to about one."
+        )
     differences = points[i] - points[i + 1 :]
-    units = differences / torch.linalg.vector_norm(differences, dim=1, keepdim=True)
-    length = torch.linalg.vector_norm(points[i])
+    units = differences / lengths_of(differences)[:, None]
+    length = lengths_of(points[i : i + 1])[0]
     direction = points[i] / length if float(length) > 0.0 else units[0].clone()
     best, best_cosine = direction, -1.0
     for _ in range(STEPS):
@@ -128,11 +147,12 @@ def _tilt(points: Tensor, i: int) -> tuple[Tensor, Tensor]:
     return best, (differences @ best).amin()
 
 
-def _refuse(points: Tensor, i: int, names: Tensor) -> None:
-    near = int(torch.linalg.vector_norm(points[i] - points[i + 1 :], dim=1).argmin()) + i + 1
-    apart = float(torch.linalg.vector_norm(points[i] - points[near]) / torch.linalg.vector_norm(points[i]))
+def _refuse(points: Tensor, i: int, names: Tensor, *, noise: float) -> None:
+    distances = lengths_of(points[i] - points[i + 1 :])
+    near = int(distances.argmin()) + i + 1
     raise ValueRangeError(
         f"memorize needs points that float64 can tell apart in the hidden space; got {int(names[i])} and "
-        f"{int(names[near])}, which differ there by {apart:.1e} of their length. Remove one of them, choose a larger "
-        "width, or shift and scale the inputs so that they differ in more digits."
+        f"{int(names[near])}, which are {float(distances.amin()):.1e} apart there, in units of the median length, "
+        f"where rounding may move a point by {noise:.1e}. Subtract the mean of the inputs and scale them to about one, "
+        "choose a larger width, or remove one of the points."
     )
