@@ -132,7 +132,13 @@ def test_images_put_aside_are_never_trained_on_and_seeds_draw_others(
     monkeypatch.setattr(
         bench_module, "adapt", lambda base, way, *, data, schedule: drawn.append(data[0]) or base  # type: ignore[func-returns-value]
     )  # fmt: skip
-    lab = bench_module._Lab(base(), data(), SIZES, 0.0, kept_module.Rows(tmp_path, kind="x", force=False, say=print))
+    lab = bench_module._Lab(
+        base(),
+        data(),
+        SIZES,
+        0.0,
+        kept_module.Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=print),
+    )
     for seed in (0, 1):
         lab._adapted("blur", FULL, seed, 0.1)
     aside = {tuple(image.flatten().tolist()) for image in data().train_inputs[lab.put_aside]}
@@ -152,7 +158,7 @@ def test_finished_runs_are_read_again_and_force_makes_them_anew(
         again = run(tmp_path)
         plain = [dataclasses.replace(made, note="kept", rate=0.0) for made in first.runs]
         assert [dataclasses.replace(made, rate=0.0) for made in again.runs] == plain
-        patch.setattr(kept_module, "library_digest", lambda: "another")
+        patch.setattr(kept_module, "library_digest", lambda *_: "another")
         assert {made.note for made in run(tmp_path).runs} == {"kept, of older code"}
         assert "kept, of older code" in run(tmp_path).tables()[0].rows[0]
     assert {made.note for made in run(tmp_path, force=True).runs} == {""}

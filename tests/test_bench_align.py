@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -68,6 +69,8 @@ def rows(ratio: float, missed: float, best: float, *, whole: float = 60.0) -> li
         (rows(60, 0.5, 0.4, whole=40.0), False),
         (rows(60, 0.6, 0.4), False),
         (rows(60, 0.5, 0.5), False),
+        (rows(60, 0.5, 0.5 * (1 - 1e-12)), False),  # the same order, rounded in another way
+        ([*rows(60, 0.5, 0.5), AlignRow(LOW, UNALIGNED, 0.4, math.nan)], False),
     ],
 )
 def test_goals_are_missed_by_slow_worse_or_no_better_methods(made: list[AlignRow], is_good: bool) -> None:
@@ -85,5 +88,5 @@ def test_the_described_greedy_permutes_and_does_not_lose() -> None:
 
 
 def test_no_turn_at_all_is_refused() -> None:
-    with pytest.raises(ValueRangeError, match="repeats >= 1"):
+    with pytest.raises(ValueRangeError, match="repeats needs to be a whole number from 1"):
         bench_align(repeats=0)

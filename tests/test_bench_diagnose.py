@@ -84,7 +84,7 @@ def test_goals_are_met_up_to_their_limits_and_can_be_missed() -> None:
 
 
 def test_no_turns_are_refused() -> None:
-    with pytest.raises(ValueRangeError, match="repeats >= 1; got 0"):
+    with pytest.raises(ValueRangeError, match="repeats needs to be a whole number from 1; got 0"):
         bench_diagnose(repeats=0)
 
 

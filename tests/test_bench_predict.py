@@ -136,8 +136,8 @@ def test_a_run_resumes_its_trainings_diagnoses_anew_and_draws_its_curve(
     again = bench_predict(chosen, sizes=TINY, out=tmp_path)
     assert [row.note for row in again.rows] == ["kept", "kept"]
     assert [row.loss for row in again.rows] == [row.loss for row in first.rows]
-    assert (again.rows[0].verdict, again.rows[0].sign) == ("untrainable", "alive")
-    assert first.rows[0].verdict != "untrainable"
+    assert (again.rows[0].verdict, again.rows[0].sign) == ("unhealthy", "alive")
+    assert first.rows[0].verdict != "unhealthy"
 
 
 def test_a_quick_run_takes_every_sixth_network_with_the_seed_it_has_in_a_full_one(

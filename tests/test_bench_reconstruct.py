@@ -130,7 +130,7 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
         patch.setattr(bench_module, "measure_row", lambda *_: pytest.fail("measured again"))
         (again,) = run(tmp_path).rows
         assert again == dataclasses.replace(first, note="kept")
-        patch.setattr(kept, "library_digest", lambda: "another")
+        patch.setattr(kept, "library_digest", lambda *_: "another")
         assert run(tmp_path).rows[0].note == "kept, of older code"
     assert run(tmp_path, force=True).rows[0].note == ""
     (record,) = tmp_path.glob("*.json")

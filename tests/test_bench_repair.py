@@ -87,9 +87,15 @@ def test_finished_rows_are_read_again_and_a_killed_run_goes_on(tmp_path: Path, m
     assert again.runs == [dataclasses.replace(made, note="kept") for made in first.runs]
 
 
+def rows(folder: Path) -> Rows:
+    return Rows(folder, kind="x", module="onlynorm.bench.repair", force=False, say=lambda _: None)
+
+
 @pytest.mark.usefixtures("small")
 def test_a_training_that_diverges_answers_the_same_to_everything_and_its_rate_is_not_chosen(tmp_path: Path) -> None:
-    lab = bench_module._Lab(data(), SIZES, Rows(tmp_path, kind="x", force=False, say=lambda _: None))
+    lab = bench_module._Lab(
+        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=lambda _: None)
+    )
     made = lab.run(SMALL, OURS, 0, 1e30)
     assert made.loss == math.inf
     assert made.test_accuracy == pytest.approx(0.1)  # every class is a tenth of the images
@@ -99,7 +105,9 @@ def test_a_training_that_diverges_answers_the_same_to_everything_and_its_rate_is
 
 @pytest.mark.usefixtures("small")
 def test_images_put_aside_are_never_trained_on(tmp_path: Path) -> None:
-    lab = bench_module._Lab(data(), SIZES, Rows(tmp_path, kind="x", force=False, say=lambda _: None))
+    lab = bench_module._Lab(
+        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=lambda _: None)
+    )
     aside = {tuple(image.tolist()) for image in lab._pick(lab.put_aside)[0]}
     first, second = ({tuple(image.tolist()) for image in lab._lesson(seed, 32)[0]} for seed in (0, 1))
     assert (len(aside), len(first), len(second)) == (10, 32, 32)
@@ -111,7 +119,7 @@ def test_images_put_aside_are_never_trained_on(tmp_path: Path) -> None:
 def test_more_steps_than_images_and_seeds_of_trials_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueRangeError, match="7 steps of 8 need as many images that differ; got 50"):
         bench_repair(sizes=dataclasses.replace(SIZES, n_steps=7), out=tmp_path)
-    with pytest.raises(ValueRangeError, match="at most 100 seeds; got 101"):
+    with pytest.raises(ValueRangeError, match="n_seeds needs to be a whole number from 1 to 100; got 101"):
         bench_repair(n_seeds=101, out=tmp_path)
 
 

@@ -124,7 +124,7 @@ def test_unknown_data_and_laws_and_seeds_of_trials_are_refused(tmp_path: Path) -
         bench_scaled(data=["cifar"], out=tmp_path)
     with pytest.raises(UnknownNameError, match="law of a spectrum needs a known name; got 'circle'"):
         bench_scaled(laws=["circle"], out=tmp_path)
-    with pytest.raises(ValueRangeError, match="1 to 100 seeds; got 101"):
+    with pytest.raises(ValueRangeError, match="from 1 to 100; got 101"):
         bench_scaled(n_seeds=101, out=tmp_path)
 
 

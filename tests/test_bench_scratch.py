@@ -223,9 +223,9 @@ def test_finished_rows_are_read_again_and_a_killed_run_goes_on(tmp_path: Path, m
 def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"data.*'cifar'.*cifar10"):
         bench_scratch(data=["cifar"], out=tmp_path)
-    with pytest.raises(ValueRangeError, match="at most 100 seeds; got 101"):
+    with pytest.raises(ValueRangeError, match="n_seeds needs to be a whole number from 1 to 100; got 101"):
         bench_scratch(n_seeds=101, out=tmp_path)
-    with pytest.raises(ValueRangeError, match="a network to try rates on; got n_trials=0"):
+    with pytest.raises(ValueRangeError, match="n_trials needs to be a whole number from 1; got 0"):
         bench_scratch(n_trials=0, out=tmp_path)
     with pytest.raises(ValueRangeError, match="toy needs at most the 90 images that are not put aside; got 91"):
         bench_scratch(trainings={"toy": dataclasses.replace(SMALL, n_train=91)}, out=tmp_path)
@@ -258,6 +258,9 @@ def test_followed_gammas_have_to_match_within_the_interval_of_the_ordinary_seeds
     assert near[aim] == ("behind by 1.33 points, interval ± 2.48", True)
     assert far[aim] == ("behind by 3.00 points, interval ± 2.48", False)
     assert goals(ordinary[0], result(followed(BOUND), 0.1)) == {}, "one seed has no interval"
+    wide = [result(ORDINARY, x, seed) for seed, x in enumerate((0.7, 0.9))]
+    unclear = goals(*wide, *(result(followed(BOUND), x, s) for s, x in enumerate((0.6, 0.6))))
+    assert unclear[aim] == ("behind by 20.00 points, interval ± 127.06", False), "it would hold any gap"
 
 
 def test_the_papers_finding_is_decided_by_the_interval_of_the_gap() -> None:

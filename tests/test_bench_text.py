@@ -180,6 +180,8 @@ def test_goals_are_met_and_missed() -> None:
     assert [goal.is_met for goal in by_chance.goals] == [True, False]
     worse = fake_bench(norms=[0.70, 0.71, 0.69], peft=[0.75, 0.76, 0.741])
     assert [goal.is_met for goal in worse.goals] == [True, False]
+    scattered = fake_bench(norms=[0.60, 0.80], peft=[0.75, 0.76])
+    assert [goal.is_met for goal in scattered.goals] == [True, False], "an interval of 130 points tells nothing"
     drifted = TextBench(runs=[dataclasses.replace(run, drift=1e-9, file_size=10**6) for run in good.runs])
     assert [goal.is_met for goal in drifted.goals] == [False, True, True, False]
     random = dataclasses.replace(by_chance, is_trained=False)
@@ -223,7 +225,7 @@ def test_the_parts_share_no_text_and_every_seed_draws_its_own() -> None:
 
 
 def test_too_few_seeds_are_refused() -> None:
-    with pytest.raises(ValueRangeError, match="at least 2 seeds; got 1"):
+    with pytest.raises(ValueRangeError, match="seeds needs to be a whole number from 2; got 1"):
         TextSizes(seeds=1)
 
 

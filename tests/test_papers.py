@@ -258,7 +258,7 @@ def test_another_version_of_onlynorm_computes_again(toy: Toy, monkeypatch: pytes
 
 def test_a_piece_of_another_library_state_is_a_caveat(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.run(scale="paper")
-    monkeypatch.setattr(run_module, "library_digest", lambda: "another state")
+    monkeypatch.setattr(run_module, "library_digest", lambda *_: "another state")
     stale = toy.run(scale="paper")
     assert stale.verdict is Verdict.CAVEAT
     assert any("another state of the library" in reason for reason in stale.reasons)

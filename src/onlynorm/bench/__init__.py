@@ -14,18 +14,18 @@ from onlynorm.bench.predict_results import PredictBench, PredictRow
 from onlynorm.bench.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes, bench_reconstruct
 from onlynorm.bench.repair import bench_repair
 from onlynorm.bench.repair_results import RepairBench, RepairRun, RepairSizes
+from onlynorm.bench.rivals import LU, OURS, PAPERS
 from onlynorm.bench.scaled import bench_scaled
 from onlynorm.bench.scaled_results import ScaledBench, ScaledRun, ScaledSizes
 from onlynorm.bench.scratch import bench_scratch
 from onlynorm.bench.scratch_results import ScratchBench, ScratchRun, ScratchTrial
-from onlynorm.bench.solve import DENSE, FIRST, LSMR, OURS, PAPERS, TOLERANCE, Bench, Row, bench_solve
+from onlynorm.bench.solve import FAMILIES, TOLERANCE, Bench, Row, bench_solve
 from onlynorm.bench.text import TextBench, TextRow, TextRun, TextSizes, bench_text
 from onlynorm.bench.tune import TuneBench, TuneRow, bench_tune
 
 __all__ = [
-    "DENSE",
-    "FIRST",
-    "LSMR",
+    "FAMILIES",
+    "LU",
     "NETWORKS",
     "OURS",
     "PAPERS",

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 
 from onlynorm.bench.adapt_results import CLEAN, AdaptBench, AdaptRun, AdaptSizes, Trial
 from onlynorm.bench.adapt_ways import NOTHING, TRAINED, WAYS, adapt, keep, reload
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.arguments import listener, need_counts, need_names
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.bench.reconstruct import make_target
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, CORRUPTIONS, Split, cifar10, corrupt, seeded
-from onlynorm.errors import TrainingError, UnknownNameError
+from onlynorm.errors import TrainingError
+from onlynorm.modules.validate import need_integer, need_number, need_path
+from onlynorm.papers.timing import warm_up_training
 from onlynorm.reconstruction.partial import tensors_digest
 from onlynorm.tuning import Schedule, accuracy
 
@@ -52,12 +55,12 @@ def bench_adapt(
 
     `force` makes it anew. `quick` takes few images and a short training: it shows that all works, in a few minutes.
     """
-    for name in corruptions:
-        if name not in CORRUPTIONS:
-            raise UnknownNameError("corruption", name, CORRUPTIONS)
-    say = progress or (lambda _: None)
-    sizes = sizes or (AdaptSizes.quick() if quick else AdaptSizes())
-    rows = Rows(Path(out) / "adapt", kind=KIND, force=force, say=say)
+    corruptions = need_names("corruption", corruptions, CORRUPTIONS)
+    n_seeds = need_integer("n_seeds", n_seeds, low=1, high=_PUT_ASIDE, cure="Take 5.")
+    severity = need_number("severity", severity, low=0.0, cure="Take 1 for mild and 5 for strong corruptions.")
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    sizes = need_counts(sizes or (AdaptSizes.quick() if quick else AdaptSizes()), AdaptSizes)
+    rows = Rows(need_path("out", out) / "adapt", kind=KIND, module=__name__, force=force, say=say)
     bench, lab = AdaptBench(sizes=sizes), _Lab(make_base(), cifar10(), sizes, severity, rows)
     tries = [(images, way, rate) for images in corruptions for way in TRAINED for rate in RATES]
     for place, (images, way, rate) in enumerate(tries):
@@ -103,12 +106,14 @@ class _Lab:
             return {"accuracy": accuracy(network, (judged, self.split.train_labels[self.put_aside]))}
 
         made_of = {**self.made_of, "images": images, "way": way, "rate": rate}
-        return Trial(images, way, rate, **self.rows.find(name, made_of, measure))
+        fields = fields_of(Trial, "images", "way", "rate")
+        return Trial(images, way, rate, **self.rows.find(name, made_of, measure, fields=fields))
 
     def run(self, images: str, way: str, seed: int, rate: float) -> AdaptRun:
         """One network adapted, judged, kept in a file and loaded again."""
 
         def measure() -> dict[str, Any]:
+            warm_up_training()
             start = time.perf_counter()
             network = self._adapted(images, way, seed, rate)
             seconds = time.perf_counter() - start
@@ -123,7 +128,9 @@ class _Lab:
             }  # fmt: skip
 
         made_of = {**self.made_of, "images": images, "way": way, "rate": rate, "seed": seed}
-        return AdaptRun(images, way, seed, rate, **self.rows.find(f"{images}, {way}, seed {seed}", made_of, measure))
+        fields = fields_of(AdaptRun, "images", "way", "seed", "rate")
+        row = self.rows.find(f"{images}, {way}, seed {seed}", made_of, measure, fields=fields)
+        return AdaptRun(images, way, seed, rate, **row)
 
     def _adapted(self, images: str, way: str, seed: int, rate: float) -> nn.Module:
         """The base, adapted to images drawn by the seed."""

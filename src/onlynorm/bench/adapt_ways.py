@@ -61,7 +61,8 @@ def keep(network: nn.Module, way: str, *, folder: Path) -> int:
     elif way == STATISTICS:
         adapter = take_adapter(network)
         moved = {name: value for name, value in adapter.tensors.items() if name.rpartition(".")[2] in _MOVED}
-        write_adapter(dataclasses.replace(adapter, tensors=moved), path)
+        others = tuple(sorted(adapter.tensors.keys() - moved.keys()))
+        write_adapter(dataclasses.replace(adapter, tensors=moved, free=others), path)
     else:
         save_adapter(network, path)
     return path.stat().st_size

@@ -9,9 +9,10 @@ they leave.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,16 +21,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
+from onlynorm.bench.arguments import listener
 from onlynorm.bench.goals import Goal, Table, number
-from onlynorm.errors import ValueRangeError
 from onlynorm.features import draw
+from onlynorm.modules.validate import need_integer
+from onlynorm.papers.timing import Timing, one_thread, race
 from onlynorm.solvers import KhatriRao
 
 UNALIGNED, DESCRIBED = "as it came", "greedy as described"
 FACTOR = 50.0
 N_RUNS = 40
-N_DECOMPOSED = 2
-"""Turns of the decomposition, which takes ten seconds and varies little."""
+MARGIN = 1e-6
+"""A method misses less than another only if it does by this fraction: orders that are equal differ by rounding."""
 SIDE, QUICK_SIDE = 50, 16
 LOW, MIDDLE, SPARSE, INSIDE = "low rank", "higher rank", "sparse target", "sparse target, sparse features"
 COLUMNS = ("case", "method", "missed share", "search s", "ours is x faster", "with directions s", "ours is x faster")
@@ -81,13 +84,14 @@ class AlignBench:
             )
         for case in (LOW, MIDDLE, SPARSE, INSIDE):
             theirs = self.find(case, "greedy")
-            best = min((row for row in self.rows if row.case == case), key=lambda row: row.missed, default=None)
+            others = [r for r in self.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
+            best = min(others, key=lambda row: row.missed, default=None)
             if theirs and best:
                 goals.append(
                     Goal(
                         f"{case}: a method that misses less than greedy",
                         f"{best.method} misses {best.missed:.4g}, greedy {theirs.missed:.4g}",
-                        best.missed < theirs.missed,
+                        best.missed < (1 - MARGIN) * theirs.missed,
                     )
                 )
         return goals
@@ -112,21 +116,16 @@ class AlignBench:
 
 def bench_align(*, quick: bool = False, repeats: int = 5, progress: Progress | None = None) -> AlignBench:
     """Races both greedy searches and runs the other methods; `quick` takes 16 x 16 targets, too small for the goal."""
-    if repeats < 1:
-        raise ValueRangeError(f"bench_align needs repeats >= 1; got {repeats}. Five take a minute.")
-    say = progress or (lambda _: None)
+    repeats = need_integer("repeats", repeats, low=1, cure="Five take a minute.")
+    say = listener("progress", progress)
     side = QUICK_SIDE if quick else SIDE
     bench = AlignBench(side)
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for case in (LOW, MIDDLE, SPARSE):
             say(f"{case}, {side} x {side}")
             bench.rows += _measure(case, side, repeats)
         say(f"{INSIDE}, {side} x {side}")
-        bench.rows += _measure_inside(side)
-    finally:
-        torch.set_num_threads(n_threads)
+        bench.rows += _measure_inside(side, repeats)
     return bench
 
 
@@ -150,50 +149,56 @@ def _mask(side: int, density: float) -> Tensor:
 
 def _measure(case: str, side: int, repeats: int) -> list[AlignRow]:
     target, left, right = make_case(case, side)
-    preparation = svd = theirs = ours = math.inf
-    for turn in range(repeats):
-        seconds, directions = _timed(find_directions, left, right)
-        preparation = min(preparation, seconds)
-        if turn < N_DECOMPOSED:
-            seconds, missed = _timed(missed_as_described, left, right)
-            svd = min(svd, seconds)
-        seconds, order = _timed(search_as_described, missed, target)
-        theirs = min(theirs, seconds)
-        # As many runs as fill a turn of the other: a single one is too short to be timed.
-        seconds, found = _timed(_many_times, align_within, target, directions, method="greedy")
-        ours = min(ours, seconds / N_RUNS)
+    before = _race(
+        {
+            "directions": functools.partial(find_directions, left, right),
+            "decomposition": functools.partial(missed_as_described, left, right),
+        },
+        repeats,
+    )
+    directions, missed = before["directions"].result, before["decomposition"].result
+    search = _race(
+        {
+            # As many runs as fill a turn of the other: a single one is too short to be timed.
+            "greedy": functools.partial(_many_times, align_within, target, directions, method="greedy"),
+            DESCRIBED: functools.partial(search_as_described, missed, target),
+        },
+        repeats,
+    )
+    found, order = search["greedy"].result, search[DESCRIBED].result
+    ours, theirs = search["greedy"].seconds / N_RUNS, search[DESCRIBED].seconds
+    whole, their_whole = before["directions"].seconds + ours, before["decomposition"].seconds + theirs
     reached, described = (_missed_energy(missed, target[o]) / found.energy for o in (found.permutation, order))
     rows = [
         AlignRow(case, UNALIGNED, found.unaligned / found.energy, math.nan),
-        AlignRow(case, "greedy", reached, ours, 1.0, preparation + ours, 1.0),
-        AlignRow(
-            case, DESCRIBED, described, theirs, theirs / ours, svd + theirs, (svd + theirs) / (preparation + ours)
-        ),
+        AlignRow(case, "greedy", reached, ours, 1.0, whole, 1.0),
+        AlignRow(case, DESCRIBED, described, theirs, theirs / ours, their_whole, their_whole / whole),
     ]
-    return rows + _other_methods(case, target, directions)
+    return rows + _other_methods(case, target, directions, ("two_opt", "random", "tabu"), repeats)
 
 
-def _measure_inside(side: int) -> list[AlignRow]:
+def _measure_inside(side: int, repeats: int) -> list[AlignRow]:
     """A sparse target inside sparse id_cond features, where the optimum is an assignment."""
     features = draw("id_cond", (side, side), density=0.96, seed=0, layer=INSIDE)
     target = make_case(SPARSE, side)[0]
     directions = find_directions(features.left(), features.right())
-    rows: list[AlignRow] = []
-    for method in ("greedy", "assignment"):
-        seconds, found = _timed(align_within, target, directions, method=method)
-        if not rows:
-            rows.append(AlignRow(INSIDE, UNALIGNED, found.unaligned / found.energy, math.nan))
-        rows.append(AlignRow(INSIDE, method, found.objective / found.energy, seconds))
-    return rows
+    found = align_within(target, directions, method="greedy")
+    unaligned = AlignRow(INSIDE, UNALIGNED, found.unaligned / found.energy, math.nan)
+    return [unaligned, *_other_methods(INSIDE, target, directions, ("greedy", "assignment"), repeats)]
 
 
-def _other_methods(case: str, target: Tensor, directions: Directions | PerOutput) -> list[AlignRow]:
-    found = align_within(target, directions)
+def _other_methods(
+    case: str, target: Tensor, directions: Directions | PerOutput, methods: Sequence[str], repeats: int
+) -> list[AlignRow]:
+    runs = {method: functools.partial(align_within, target, directions, method=method) for method in methods}
     return [
-        AlignRow(case, attempt.method, attempt.objective / found.energy, attempt.seconds)
-        for attempt in found.attempts
-        if attempt.method != "greedy"
+        AlignRow(case, method, timing.result.objective / timing.result.energy, timing.seconds)
+        for method, timing in _race(runs, repeats).items()
     ]
+
+
+def _race(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing[Any]]:
+    return race(methods, rounds=repeats, clock=time.process_time)
 
 
 def _missed_energy(missed: Tensor, target: Tensor) -> float:
@@ -204,12 +209,6 @@ def _many_times(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     for _ in range(N_RUNS):
         result = run(*args, **options)
     return result
-
-
-def _timed(run: Callable[..., Any], *args: Any, **options: Any) -> tuple[float, Any]:
-    start = time.process_time()
-    result = run(*args, **options)
-    return time.process_time() - start, result
 
 
 def missed_as_described(

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onlynorm.bench.arguments import listener
 from onlynorm.bench.goals import Goal, Table
-from onlynorm.errors import ValueRangeError
+from onlynorm.modules.validate import need_integer
+from onlynorm.papers.timing import one_thread, race
 from onlynorm.rank import Chain
 from onlynorm.rank.simulation import ChainState
 
@@ -114,9 +116,8 @@ class ChainBench:
 
 def bench_chain(*, quick: bool = False, repeats: int = 40, progress: Progress | None = None) -> ChainBench:
     """Races the ways at width 32, then measures the chains of figure 2; `quick` leaves out widths 128 and 256."""
-    if repeats < 1:
-        raise ValueRangeError(f"bench_chain needs repeats >= 1; got {repeats}. Forty take a minute.")
-    say = progress or (lambda _: None)
+    repeats = need_integer("repeats", repeats, low=1, cure="Forty take a minute.")
+    say = listener("progress", progress)
     say("width 32: three ways in turns")
     ways = {
         (64, OURS): our_slice(Chain(32, 0.5, n_chains=64)),
@@ -142,7 +143,7 @@ def our_slice(chain: Chain, *, every: int = EVERY) -> Slice:
 
     def run() -> int:
         state.advance(EVERY)
-        return EVERY * chain.n_chains
+        return EVERY * chain.chains
 
     return run
 
@@ -176,18 +177,10 @@ def plain_layers(
 
 
 def _race(width: int, ways: dict[tuple[int, str], Slice], repeats: int) -> list[ChainRow]:
-    """A row for every way, ours first; a first slice of each is not counted."""
-    rates, n_threads = dict.fromkeys(ways, 0.0), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for turn in range(repeats + 1):
-            for way, run in ways.items():
-                start = time.process_time()
-                n_layers = run()
-                if turn:
-                    rates[way] = max(rates[way], n_layers / (time.process_time() - start))
-    finally:
-        torch.set_num_threads(n_threads)
+    """A row for every way, ours first."""
+    with one_thread():
+        times = race(ways, rounds=repeats, clock=time.process_time)
+    rates = {way: timing.result / timing.seconds for way, timing in times.items()}
     ours = next(iter(rates.values()))
     return [
         ChainRow(width, n_chains, method, rate, ours / rate, N_LAYERS * n_chains * len(GAMMAS) / rate / 3600)

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.bench.arguments import listener
 from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.data import seeded
-from onlynorm.errors import ValueRangeError
 from onlynorm.models import resnet
+from onlynorm.modules.validate import need_integer
+from onlynorm.papers.timing import one_thread, race
 from onlynorm.rank import diagnose
-from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
+from onlynorm.solvers.memory import readable
 
 PASS = "a pass forward and backward"
 OURS = "onlynorm diagnose"
@@ -112,15 +114,10 @@ class DiagnoseBench:
 
 def bench_diagnose(*, quick: bool = False, repeats: int = 3, progress: Progress | None = None) -> DiagnoseBench:
     """Diagnoses ResNets of ImageNet's shape; `quick` takes narrow ones on small images."""
-    if repeats < 1:
-        raise ValueRangeError(f"bench_diagnose needs repeats >= 1; got {repeats}. Three take some minutes.")
-    say = progress or (lambda _: None)
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    repeats = need_integer("repeats", repeats, low=1, cure="Three take some minutes.")
+    say = listener("progress", progress)
+    with one_thread():
         rows = [row for network in (QUICK if quick else FULL) for row in measure(network, repeats=repeats, say=say)]
-    finally:
-        torch.set_num_threads(n_threads)
     return DiagnoseBench(rows)
 
 
@@ -136,25 +133,16 @@ def measure(network: Network, *, repeats: int, say: Progress) -> list[DiagnoseRo
         ways[DELVE] = delve_pass(copy.deepcopy(model), images, classes)
     except ImportError as error:
         missing = f"not run: {error} (`pip install delve`)"
-    _pass(model, images, classes)  # what torch sets up once is nobody's memory
-    memory, signals, best = {}, {}, dict.fromkeys(ways, math.inf)
-    for name, run in ways.items():
-        say(f"{network.name}: {name}, memory")
-        release_free_memory()
-        with MemoryMeter() as meter:
-            signals[name] = run()
-        memory[name] = meter.peak
-    for turn in range(repeats):
-        for name, run in ways.items():
-            say(f"{network.name}: {name}, turn {turn + 1} of {repeats}")
-            start = time.process_time()
-            run()
-            best[name] = min(best[name], time.process_time() - start)
+    times = race(
+        ways, rounds=repeats, clock=time.process_time, metered=True,
+        on_turn=lambda name, turn: say(f"{network.name}: {name}, turn {turn} of {repeats}"),
+    )  # fmt: skip
+    one_pass = times[PASS]
     batch = f"{network.n_images} of {network.size} x {network.size}"
     rows = [
-        DiagnoseRow(network.name, batch, name, best[name], best[name] / best[PASS], memory[name],
-                    memory[name] / max(memory[PASS], 1), signals[name])
-        for name in ways
+        DiagnoseRow(network.name, batch, name, took.seconds, took.seconds / one_pass.seconds, took.memory,
+                    took.memory / max(one_pass.memory, 1), took.result)
+        for name, took in times.items()
     ]  # fmt: skip
     if missing:
         rows.append(DiagnoseRow(network.name, batch, DELVE, math.nan, math.nan, 0, math.nan, 0, missing))

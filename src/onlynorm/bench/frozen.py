@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onlynorm.bench.arguments import listener, need_counts
 from onlynorm.bench.frozen_results import (
     FULL,
     HEAD,
@@ -29,9 +30,12 @@ from onlynorm.bench.frozen_results import (
     FrozenSizes,
     write_histogram,
 )
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.data import Split, cifar10, seeded
+from onlynorm.errors import ValueRangeError
 from onlynorm.models import cifar_resnet
+from onlynorm.modules.validate import need_integer, need_items, need_path, need_sizes
+from onlynorm.papers.timing import warm_up_training
 from onlynorm.reconstruction.partial import tensors_digest
 from onlynorm.tuning import Schedule, accuracy, find_norms, fit, init_gamma, only_norms
 
@@ -62,11 +66,16 @@ def bench_frozen(
 
     `force` makes it anew. The histogram of all scales is drawn into the folder of the records.
     """
-    say = progress or (lambda _: None)
-    networks = tuple(networks or (_QUICK if quick else NETWORKS))
-    sizes = sizes or (FrozenSizes.quick() if quick else FrozenSizes())
-    folder = Path(out) / "frozen"
-    rows, split = Rows(folder, kind=KIND, force=force, say=say), cifar10().smaller(sizes.side)
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    n_seeds = need_integer("n_seeds", n_seeds, low=1, cure="Take 3.")
+    cure = f"Pass pairs of depth and width, as in {NETWORKS[0]}."
+    given = need_items("networks", (_QUICK if quick else NETWORKS) if networks is None else networks, cure=cure)
+    networks = [_need_pair(network, cure) for network in given]
+    if not networks:
+        raise ValueRangeError(f"bench_frozen needs a network; got none. {cure}")
+    sizes = need_counts(sizes or (FrozenSizes.quick() if quick else FrozenSizes()), FrozenSizes)
+    folder = need_path("out", out) / "frozen"
+    rows, split = Rows(folder, kind=KIND, module=__name__, force=force, say=say), cifar10().smaller(sizes.side)
     made_of = {"data": tensors_digest(vars(split)), "sizes": asdict(sizes)}
     ones = FROM_ONES if FROM_ONES in networks else networks[0]
     plan = [
@@ -86,11 +95,19 @@ def bench_frozen(
             )  # fmt: skip
 
         kept = {**made_of, "depth": depth, "width": width, "way": way, "seed": seed}
-        bench.runs.append(FrozenRun(depth, width, way, seed, **rows.find(name, kept, measure)))
+        fields = fields_of(FrozenRun, "depth", "width", "way", "seed")
+        bench.runs.append(FrozenRun(depth, width, way, seed, **rows.find(name, kept, measure, fields=fields)))
         if on_row is not None:
             on_row(bench.runs[-1])
     bench.figure = str(write_histogram(bench, folder))
     return bench
+
+
+def _need_pair(network: Any, cure: str) -> tuple[int, int]:
+    sizes = need_sizes("networks", network, cure=cure)
+    if len(sizes) != 2:
+        raise ValueRangeError(f"a network needs a depth and a width; got {network!r}. {cure}")
+    return sizes[0], sizes[1]
 
 
 def train(
@@ -112,6 +129,7 @@ def train(
         epochs=sizes.epochs, batch_size=sizes.batch_size, weight_decay=sizes.weight_decay, augmentation="crop-flip",
         lr=sizes.norm_rate if way in (NORMS, NORMS_FROM_ONES) else sizes.rate, seed=seed,
     )  # fmt: skip
+    warm_up_training()
     start = time.perf_counter()
     fit(network, (split.train_inputs[chosen], split.train_labels[chosen]), schedule=schedule, step=step)
     seconds = time.perf_counter() - start

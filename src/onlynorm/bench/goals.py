@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+NARROW = 0.03
+"""Half the width up to which an interval of accuracies shows that two methods are equal; a wider one holds any gap."""
+
 
 @dataclass(frozen=True)
 class Goal:

@@ -12,19 +12,21 @@ of several: on a busy machine nobody pays for the time in which others run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onlynorm.bench.arguments import listener
 from onlynorm.bench.goals import Goal, Table
-from onlynorm.errors import ValueRangeError
 from onlynorm.layers import Choice, draw_blocks, wrap
 from onlynorm.layers.solve_blocks import solve_blocks
 from onlynorm.models import own_randomness
+from onlynorm.modules.validate import need_integer
 from onlynorm.optim import follow_weights
+from onlynorm.papers.timing import one_thread, race
 from onlynorm.solvers import KhatriRao
 
 ORDINARY, PLAIN, FOLLOWED, ORTHO = "ordinary", "SGD on gamma", "SGD by follow_weights", "ortho_cond"
@@ -129,12 +131,10 @@ class LayersBench:
 
 def bench_layers(*, quick: bool = False, repeats: int = 15, progress: Progress | None = None) -> LayersBench:
     """Measures the three tables; `quick` leaves out the step of 32 channels, whose factor takes minutes."""
-    if repeats < 1:
-        raise ValueRangeError(f"bench_layers needs repeats >= 1; got {repeats}. Fifteen take some minutes.")
-    say = progress or (lambda _: None)
-    bench, n_threads = LayersBench(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    repeats = need_integer("repeats", repeats, low=1, cure="Fifteen take some minutes.")
+    say = listener("progress", progress)
+    bench = LayersBench()
+    with one_thread():
         for name, plain, x in _subjects():
             say(f"{name}: forward and backward")
             bench.layers += measure_layer(name, plain, x, repeats=repeats)
@@ -145,8 +145,6 @@ def bench_layers(*, quick: bool = False, repeats: int = 15, progress: Progress |
             bench.steps += measure_step(n_channels, repeats=repeats)
         say("blocks")
         bench.blocks = measure_blocks(32, repeats=max(1, repeats // 5))
-    finally:
-        torch.set_num_threads(n_threads)
     return bench
 
 
@@ -162,7 +160,7 @@ def measure_layer(
     def run(layer: nn.Module) -> Callable[[], object]:
         return lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], towards)
 
-    best = race({method: run(layer) for method, layer in layers.items()}, repeats)
+    best = _best_seconds({method: run(layer) for method, layer in layers.items()}, repeats)
     out, inp = plain.weight.flatten(1).shape
     load = towards.numel() / out / (out + inp)
     return [_row(name, method, best, ORDINARY, layer, load=load) for method, layer in layers.items()]
@@ -189,7 +187,7 @@ def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[
         return run
 
     ways = {method: step(layers[method], optimizers.get(method, followed)) for method in layers}
-    best = race(ways, repeats)
+    best = _best_seconds(ways, repeats)
     return [_row(name, method, best, PLAIN, layer) for method, layer in layers.items()]
 
 
@@ -210,23 +208,17 @@ def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
     def make(n: int) -> Callable[[], object]:
         return lambda: layers[n].weight
 
-    solves = race({n: solve(n) for n in counts}, repeats)
-    weights = race({n: make(n) for n in counts}, 20 * repeats)
+    solves = _best_seconds({n: solve(n) for n in counts}, repeats)
+    weights = _best_seconds({n: make(n) for n in counts}, 20 * repeats)
     rests = {n: targets[n] - operators[n].apply(gammas[n]) for n in counts}
     sizes = {n: float(torch.linalg.vector_norm(rests[n]) / torch.linalg.vector_norm(targets[n])) for n in counts}
     return [BlockRow(n, solves[n], weights[n], layers[n].frozen.n_frozen, sizes[n]) for n in counts]
 
 
-def race(ways: Mapping[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
-    """The best processor seconds of every way, in turns; a first turn is not counted."""
-    best = dict.fromkeys(ways, float("inf"))
-    for turn in range(repeats + 1):
-        for way, run in ways.items():
-            start = time.process_time()
-            run()
-            if turn:
-                best[way] = min(best[way], time.process_time() - start)
-    return best
+def _best_seconds(methods: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
+    """The best processor seconds of every method."""
+    times = race(methods, rounds=repeats, clock=time.process_time)
+    return {method: timing.seconds for method, timing in times.items()}
 
 
 def _subjects() -> list[tuple[str, nn.Linear | nn.Conv2d, Tensor]]:

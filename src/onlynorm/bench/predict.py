@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.arguments import listener, need_counts
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.bench.predict_results import PredictBench, PredictRow, write_curve
 from onlynorm.bench.predict_subjects import CIFAR, FASHION, FIRST_SEEDS, Subject, subjects
 from onlynorm.data import Split, cifar10, fashion_mnist, seeded
 from onlynorm.errors import TrainingError
+from onlynorm.modules.validate import need_instance, need_items, need_path
 from onlynorm.rank import Diagnosis, diagnose
+from onlynorm.reconstruction.partial import tensors_digest
 from onlynorm.tuning import Schedule, fit
 
 RATES = (0.003, 0.03, 0.3)
@@ -60,18 +63,21 @@ def bench_predict(
 
     A training is another one if its network, seed, steps, images or rates are.
     """
-    say = progress or (lambda _: None)
-    sizes = sizes or (PredictSizes.quick() if quick else PredictSizes())
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    sizes = need_counts(sizes or (PredictSizes.quick() if quick else PredictSizes()), PredictSizes)
     name = networks if isinstance(networks, str) else "own"
-    chosen = subjects(networks) if isinstance(networks, str) else networks
+    cure = "Pass 'test', 'calibration', or a list of Subject."
+    own = [] if isinstance(networks, str) else need_items("networks", networks, cure=cure)
+    chosen = [need_instance("networks", one, Subject, cure=cure) for one in own] or subjects(name)
     numbered = list(enumerate(chosen, FIRST_SEEDS.get(name, FIRST_SEEDS["test"])))[:: 6 if quick else 1]
-    folder = Path(out) / "predict"
-    rows, bench = Rows(folder, kind=KIND, force=force, say=say), PredictBench(networks=name)
+    folder = need_path("out", out) / "predict"
+    rows, bench = Rows(folder, kind=KIND, module=__name__, force=force, say=say), PredictBench(networks=name)
     for place, (seed, subject) in enumerate(numbered, 1):
         say(f"network {place} of {len(numbered)}: {subject}")
         found = diagnose_network(subject, n_images=sizes.n_diagnosed, seed=seed)
         train = functools.partial(train_network, subject, sizes=sizes, seed=seed)
-        came_to = rows.find(str(subject), made_of(subject, sizes, seed), train)
+        fields = fields_of(PredictRow, "name", "data", "score", "verdict", "sign")
+        came_to = rows.find(str(subject), made_of(subject, sizes, seed), train, fields=fields)
         parts = found.verdict.parts
         row = PredictRow(
             name=str(subject), data=subject.data, score=found.score, verdict=found.verdict.word,
@@ -87,7 +93,7 @@ def bench_predict(
 def made_of(subject: Subject, sizes: PredictSizes, seed: int) -> dict[str, Any]:
     """Everything that a training depends on."""
     training = {name: value for name, value in asdict(sizes).items() if name != "n_diagnosed"}
-    return {"subject": asdict(subject), "sizes": training, "seed": seed}
+    return {"subject": asdict(subject), "sizes": training, "seed": seed, "images": _images_digest(subject.data)}
 
 
 def diagnose_network(subject: Subject, *, n_images: int, seed: int) -> Diagnosis:
@@ -124,6 +130,11 @@ def _images(data: str, n_images: int, seed: int) -> tuple[Tensor, Tensor]:
     split = _split(data)
     chosen = torch.randperm(len(split.train_inputs), generator=seeded(seed))[:n_images]
     return split.train_inputs[chosen], split.train_labels[chosen]
+
+
+@functools.lru_cache(maxsize=2)
+def _images_digest(data: str) -> str:
+    return tensors_digest(vars(_split(data)))
 
 
 @functools.lru_cache(maxsize=2)

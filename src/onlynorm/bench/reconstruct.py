@@ -18,20 +18,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from onlynorm.bench.goals import Goal, Table
-from onlynorm.bench.kept import Rows
-from onlynorm.bench.solve import OURS, PAPERS, Row, Solver, race, solver_table
+from onlynorm.bench.arguments import listener, need_counts, need_names
+from onlynorm.bench.goals import Goal, Table, number
+from onlynorm.bench.kept import Rows, fields_of
+from onlynorm.bench.rivals import OURS, PAPERS, SOLVERS
+from onlynorm.bench.solve import Row, race_solvers
 from onlynorm.data import Split, cifar10, find_data
-from onlynorm.errors import UnknownNameError
 from onlynorm.features import draw
 from onlynorm.models import CifarResNet, load_weights, own_randomness
+from onlynorm.modules.validate import need_path
+from onlynorm.papers.timing import one_thread
 from onlynorm.reconstruction import collapse, reconstruct, save
 from onlynorm.reconstruction.compare import Comparison, compare
 from onlynorm.reconstruction.partial import tensors_digest
 from onlynorm.report.sealed import digest
-from onlynorm.solvers import KhatriRao, solve
 from onlynorm.solvers.memory import readable
-from onlynorm.solvers.polish import solve_as_papers
 
 RECIPES: dict[str, dict[str, Any]] = {
     "he_normal": {"excess": 1.25},
@@ -51,6 +52,9 @@ KIND = "onlynorm-bench-reconstruct"
 COLUMNS = (
     "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
     "target %", "file", "seconds", "note",
+)  # fmt: skip
+PAPERS_COLUMNS = (
+    "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
 )  # fmt: skip
 WIDTH = 140
 """Columns of a terminal that the table needs."""
@@ -128,7 +132,7 @@ class ReconstructBench:
 
     def tables(self) -> list[Table]:
         """The rebuilt networks, and the papers' method beside ours on a few layers."""
-        return [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), solver_table(self.papers)]
+        return [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
@@ -166,15 +170,15 @@ def bench_reconstruct(
     `force` makes them anew. `on_row` is told of every row as it comes, `progress` of every step.
     `quick` takes a narrow ResNet-8 with random weights and few images: it shows that all works, in a minute or two.
     """
-    for name in features:
-        if name not in RECIPES:
-            raise UnknownNameError("features", name, RECIPES)
-    say = progress or (lambda _: None)
+    features = need_names("features", features, RECIPES)
+    say, on_row, out = listener("progress", progress), listener("on_row", on_row), need_path("out", out)
+    if sizes is not None:
+        sizes = need_counts(sizes, Sizes)
     target, split = make_target(quick=quick), cifar10()
     sizes = (sizes or (Sizes.quick() if quick else Sizes())).within(split)
     bench = ReconstructBench()
     for name in features:
-        bench.rows.append(_row(name, target, split, sizes, Path(out), force, say))
+        bench.rows.append(_row(name, target, split, sizes, out, force, say))
         if on_row is not None:
             on_row(bench.rows[-1])
     bench.papers = papers_rows(target, say)
@@ -197,8 +201,11 @@ def _row(name: str, target: nn.Module, split: Split, sizes: Sizes, out: Path, fo
         "data": tensors_digest({"train": split.train_inputs[: sizes.calibration], "test": split.test_inputs}),
     }  # fmt: skip
     stem = out / f"{name}-{digest(made_of)[:16]}"
-    rows = Rows(out, kind=KIND, force=force, say=say)
-    return RebuiltRow(**rows.find(name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say))))
+    rows = Rows(out, kind=KIND, module=__name__, force=force, say=say)
+    row = rows.find(
+        name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say)), fields=fields_of(RebuiltRow)
+    )
+    return RebuiltRow(**row)
 
 
 def measure_row(name: str, target: nn.Module, split: Split, sizes: Sizes, stem: Path, say: Say) -> RebuiltRow:
@@ -246,17 +253,21 @@ def papers_rows(target: nn.Module, say: Say) -> list[Row]:
             say(f"{name} at excess {excess}: the papers' method beside ours")
             features = draw("he_normal", tuple(weight.shape), excess=excess, seed=0, layer=name)
             matrix = features.as_matrix(weight.detach().double())
-            rows += race(name, excess, (features.left(), features.right(), matrix), SOLVERS, repeats=3)
+            system = (features.left(), features.right(), matrix)
+            with one_thread():
+                rows += race_solvers(name, excess, system, {way: SOLVERS[way] for way in (OURS, PAPERS)}, repeats=3)
     return rows
 
 
-def _ours(left: Tensor, right: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    solution = solve(left, right, target)
-    return solution.gamma, solution.iterations
-
-
-def _papers(left: Tensor, right: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return solve_as_papers(KhatriRao(left, right), target)
-
-
-SOLVERS: dict[str, Solver] = {OURS: _ours, PAPERS: _papers}
+def _papers_table(rows: Sequence[Row]) -> Table:
+    """Rows of solvers as text."""
+    return Table(
+        PAPERS_COLUMNS,
+        [
+            (
+                row.system, f"{row.excess:g}", row.method, number(row.seconds, ".3g"), number(row.ratio, ".3g"),
+                readable(row.memory), number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
+            )
+            for row in rows
+        ],
+    )  # fmt: skip

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.arguments import listener, need_counts
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.bench.repair_results import MAIN, NORMS, NOTHING, OURS, RateTrial, RepairBench, RepairRun, RepairSizes
 from onlynorm.data import Split, fashion_mnist, seeded
 from onlynorm.errors import TrainingError, ValueRangeError
 from onlynorm.models import ACTIVATIONS, mlp
+from onlynorm.modules.validate import need_choice, need_integer, need_items, need_path
+from onlynorm.papers.timing import warm_up_training
 from onlynorm.rank.depth_evidence import Lesson, gradient_ratio, look
 from onlynorm.rank.repair import repair
 from onlynorm.rank.visits import find_route
@@ -53,6 +56,7 @@ TRIAL_SEED = 100
 """Seed of the networks on which rates are chosen."""
 KIND = "onlynorm-bench-repair"
 _N_CALIBRATION, _N_LAST, _N_CLASSES = 2000, 100, 10
+_NETWORK = "Pass pairs of depth and activation, as in (32, 'relu')."
 
 
 def bench_repair(
@@ -70,16 +74,14 @@ def bench_repair(
 
     `force` makes it anew. `quick` trains two networks for a tenth of the steps, with three seeds.
     """
-    n_seeds = n_seeds or (3 if quick else 5)
-    if n_seeds > TRIAL_SEED:
-        raise ValueRangeError(f"bench_repair needs at most {TRIAL_SEED} seeds; got {n_seeds}. Rates are tried beyond.")
-    networks = networks or (NETWORKS[:2] if quick else NETWORKS)
-    say = progress or (lambda _: None)
-    sizes = sizes or (RepairSizes.quick() if quick else RepairSizes())
-    bench, lab = (
-        RepairBench(sizes=sizes),
-        _Lab(fashion_mnist(), sizes, Rows(Path(out) / "repair", kind=KIND, force=force, say=say)),
-    )
+    wanted = (3 if quick else 5) if n_seeds is None else n_seeds
+    n_seeds = need_integer("n_seeds", wanted, low=1, high=TRIAL_SEED, cure="Rates are tried with seeds beyond.")
+    given = need_items("networks", networks or NETWORKS[: 2 if quick else None], cure=_NETWORK)
+    networks = [_need_network(network) for network in given]
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    sizes = need_counts(sizes or (RepairSizes.quick() if quick else RepairSizes()), RepairSizes)
+    rows = Rows(need_path("out", out) / "repair", kind=KIND, module=__name__, force=force, say=say)
+    bench, lab = RepairBench(sizes=sizes), _Lab(fashion_mnist(), sizes, rows)
     for network in networks:
         for way in WAYS if network == MAIN else BRIEF:
             for rate in RATES:
@@ -91,6 +93,13 @@ def bench_repair(
                 if on_row is not None:
                     on_row(bench.runs[-1])
     return bench
+
+
+def _need_network(network: Any) -> tuple[int, str]:
+    parts = need_items("networks", network, cure=_NETWORK)
+    if len(parts) != 2:
+        raise ValueRangeError(f"a network needs a depth and an activation; got {network!r}. {_NETWORK}")
+    return need_integer("depth", parts[0], low=1, cure=_NETWORK), need_choice("activation", parts[1], ACTIVATIONS)
 
 
 def make_network(network: tuple[int, str], *, n_inputs: int, width: int, seed: int) -> nn.Module:
@@ -126,12 +135,14 @@ class _Lab:
 
         name = f"{network[0]}, {network[1]}, {way}, rate {rate:g}"
         made_of = {**self.made_of, "network": network, "way": way, "rate": rate}
-        return RateTrial(*network, way, rate, **self.rows.find(name, made_of, measure))
+        fields = fields_of(RateTrial, "depth", "activation", "way", "rate")
+        return RateTrial(*network, way, rate, **self.rows.find(name, made_of, measure, fields=fields))
 
     def run(self, network: tuple[int, str], way: str, seed: int, rate: float) -> RepairRun:
         """One network, repaired, trained and judged."""
 
         def measure() -> dict[str, Any]:
+            warm_up_training()
             start = time.process_time()
             made, method = self._repaired(network, way, seed)
             seconds = time.process_time() - start
@@ -146,7 +157,8 @@ class _Lab:
             }  # fmt: skip
 
         made_of = {**self.made_of, "network": network, "way": way, "rate": rate, "seed": seed}
-        row = self.rows.find(f"{network[0]}, {network[1]}, {way}, seed {seed}", made_of, measure)
+        fields = fields_of(RepairRun, "depth", "activation", "way", "seed", "rate")
+        row = self.rows.find(f"{network[0]}, {network[1]}, {way}, seed {seed}", made_of, measure, fields=fields)
         return RepairRun(*network, way, seed, rate, **{**row, "ranks": tuple(row["ranks"])})
 
     def _repaired(self, network: tuple[int, str], way: str, seed: int) -> tuple[nn.Module, str]:

@@ -22,9 +22,10 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.arguments import listener, need_counts, need_names
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.bench.scaled_results import ORDINARY, Scale, ScaledBench, ScaledLaw, ScaledRun, ScaledSizes, ScaledTrial
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.modules.validate import need_integer, need_path
 from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.papers.scaled_training import (
     GEOMETRIC,
@@ -69,11 +70,15 @@ def bench_scaled(
 
     `force` makes it anew. `quick` takes few spectra and two seeds, and trains too shortly for accuracies to mean much.
     """
-    data, laws = data or tuple(SUBJECTS), laws or LAWS
-    _need_known(data, laws, n_seeds)
-    say, folder = progress or (lambda _: None), Path(out) / "scaled"
-    bench = ScaledBench(sizes=sizes or (ScaledSizes.quick() if quick else ScaledSizes()))
-    lab = _Lab(bench.sizes, Rows(folder, kind=KIND, force=force, say=say), say)
+    data = need_names("data", tuple(SUBJECTS) if data is None else data, SUBJECTS)
+    laws = need_names("law of a spectrum", LAWS if laws is None else laws, LAWS)
+    if n_seeds is not None:
+        n_seeds = need_integer("n_seeds", n_seeds, low=1, high=TRIAL_SEED, cure="Rates are tried with seeds beyond.")
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    folder = need_path("out", out) / "scaled"
+    sizes = need_counts(sizes or (ScaledSizes.quick() if quick else ScaledSizes()), ScaledSizes)
+    bench = ScaledBench(sizes=sizes)
+    lab = _Lab(bench.sizes, Rows(folder, kind=KIND, module=__name__, force=force, say=say), say)
     conditions = {law: (_QUICK_CONDITIONS if quick else CONDITIONS)[law] for law in laws}
     for name in data:
         scales = [ORDINARY, *(Scale(law, condition) for law in laws for condition in conditions[law])]
@@ -151,15 +156,8 @@ class _Lab:
         self.say(name + (", a trial" if how["is_trial"] else ""))
         if data not in self.digests:
             self.digests[data] = tensors_digest(vars(images_of(data)))
-        return self.rows.find(name, {**settings, "images": self.digests[data]}, lambda: train(**settings))
-
-
-def _need_known(data: Sequence[str], laws: Sequence[str], n_seeds: int | None) -> None:
-    for what, given, known in (("data", data, tuple(SUBJECTS)), ("law of a spectrum", laws, LAWS)):
-        for name in given:
-            if name not in known:
-                raise UnknownNameError(what, name, known)
-    if n_seeds is not None and not 1 <= n_seeds <= TRIAL_SEED:
-        raise ValueRangeError(
-            f"bench_scaled needs 1 to {TRIAL_SEED} seeds; got {n_seeds}. Rates are tried beyond. Try 3."
+        made_of, fields = (
+            {**settings, "images": self.digests[data]},
+            fields_of(ScaledRun, "data", "scale", "seed", "rate"),
         )
+        return self.rows.find(name, made_of, lambda: train(**settings), fields=fields)

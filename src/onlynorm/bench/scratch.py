@@ -15,10 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from onlynorm.bench.kept import Rows, Say
+from onlynorm.bench.arguments import listener, need_names
+from onlynorm.bench.kept import Rows, Say, fields_of
 from onlynorm.bench.scratch_picture import write_shares
 from onlynorm.bench.scratch_results import WAYS, ScratchBench, ScratchRun, ScratchTrial
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.modules.validate import need_integer, need_path
 from onlynorm.papers.lessons import TRIAL_SEED
 from onlynorm.papers.scratch_training import Training, best_rate, images, lesson, train, try_rates
 from onlynorm.reconstruction.partial import tensors_digest
@@ -57,17 +58,16 @@ def bench_scratch(
     `n_trials` networks choose the rate of a way, `n_seeds` others are judged.
     `force` makes it anew. The picture of accuracy against the share of features lies in the folder of the records.
     """
-    if n_seeds > TRIAL_SEED:
-        raise ValueRangeError(f"bench_scratch needs at most {TRIAL_SEED} seeds; got {n_seeds}. Rates are tried beyond.")
-    if n_trials < 1:
-        raise ValueRangeError(f"bench_scratch needs a network to try rates on; got n_trials={n_trials}. Take 3.")
+    n_seeds = need_integer("n_seeds", n_seeds, low=1, high=TRIAL_SEED, cure="Rates are tried with seeds beyond.")
+    n_trials = need_integer("n_trials", n_trials, low=1, cure="Rates are tried on so many networks; take 3.")
+    if epochs is not None:
+        epochs = need_integer("epochs", epochs, low=1, cure="Leave it out for those of each data set.")
     known = trainings or (QUICK if quick else TRAININGS)
-    for name in data or ():
-        if name not in known:
-            raise UnknownNameError("data", name, known)
-    say, folder = progress or (lambda _: None), Path(out) / "scratch"
-    rows = Rows(folder, kind=KIND, force=force, say=say)
-    chosen = {name: replace(known[name], epochs=epochs or known[name].epochs) for name in data or known}
+    data = need_names("data", tuple(known) if data is None else data, known)
+    say, on_row = listener("progress", progress), listener("on_row", on_row)
+    folder = need_path("out", out) / "scratch"
+    rows = Rows(folder, kind=KIND, module=__name__, force=force, say=say)
+    chosen = {name: replace(known[name], epochs=epochs or known[name].epochs) for name in data}
     bench = ScratchBench(trainings=chosen)
     for name, training in chosen.items():
         lab = _Lab(training, rows, say, range(TRIAL_SEED, TRIAL_SEED + n_trials))
@@ -121,4 +121,7 @@ class _Lab:
             )  # fmt: skip
 
         made_of = {**self.made_of, "way": chosen, "rate": rate, "seed": seed, "is_trial": is_trial}
-        return self.rows.find(f"{self.training.data}, {way}, rate {rate:g}, seed {seed}", made_of, measure)
+        fields = fields_of(ScratchRun, "data", "way", "seed", "rate")
+        return self.rows.find(
+            f"{self.training.data}, {way}, rate {rate:g}, seed {seed}", made_of, measure, fields=fields
+        )

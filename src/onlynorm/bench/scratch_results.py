@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onlynorm.bench.goals import Goal, Table, number
+from onlynorm.bench.goals import NARROW, Goal, Table, number
 from onlynorm.bench.kept import note_of
 from onlynorm.papers.scratch_training import RATES, Training, Way, best_rate
 from onlynorm.report.spread import Spread
@@ -161,7 +161,7 @@ def _goals(bench: ScratchBench, data: str) -> Iterator[Goal]:
             yield Goal(
                 f"{data}: {way} is as accurate as the ordinary network, within the interval of its seeds",
                 f"behind by {100 * gap.mean:.2f} points, interval ± {100 * ordinary.half:.2f}",
-                abs(gap.mean) <= ordinary.half,
+                abs(gap.mean) <= ordinary.half <= NARROW,
             )
     for excess in (BOUND, ABOVE):
         gap = bench.gap(data, plain(excess))

@@ -12,9 +12,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onlynorm.bench.arguments import listener
 from onlynorm.bench.goals import Goal, Table, number
 from onlynorm.bench.tune_subjects import Subject, subjects
 from onlynorm.bench.tuners import FULL, HALF, OURS, PEFT_LN, Full, Head, Ours, OursInHalf, PeftLN, PeftLora, Tuner
 from onlynorm.errors import MissingDataError
 from onlynorm.models import own_randomness
+from onlynorm.modules.validate import need_integer
+from onlynorm.papers.timing import race
 from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.tuning import find_norms
 
@@ -99,7 +100,8 @@ Progress = Callable[[str], None]
 
 def bench_tune(*, quick: bool = False, repeats: int = REPEATS, progress: Progress | None = None) -> TuneBench:
     """Tunes every network in every way and judges the goals; `quick` takes tiny random networks."""
-    say = progress or (lambda _: None)
+    repeats = need_integer("repeats", repeats, low=1, cure="Twenty take some minutes.")
+    say = listener("progress", progress)
     bench = TuneBench()
     for name, make in subjects(quick=quick):
         say(f"{name}: loading")
@@ -122,13 +124,11 @@ def measure_subject(subject: Subject, *, repeats: int, progress: Progress) -> li
         progress(f"{subject.name}: {kind.name}, memory")
         runs.append(_Run(kind(subject)))
         runs[-1].measure_memory()
-    shuffled, dice = list(runs), random.Random(0)
-    for turn in range(repeats):
-        progress(f"{subject.name}: turn {turn + 1} of {repeats}")
-        dice.shuffle(shuffled)  # nobody has a fixed place, or always runs after the same one
-        for run in shuffled:
-            run.step()
-    rows = [run.row(runs[0].seconds) for run in runs]
+    times = race(
+        {run.tuner.name: run.step for run in runs}, rounds=repeats,
+        on_turn=lambda name, turn: progress(f"{subject.name}: {name}, step {turn} of {repeats}"),
+    )  # fmt: skip
+    rows = [run.row(times[run.tuner.name].seconds, times[OURS].seconds) for run in runs]
     ours = runs[0].tuner
     assert isinstance(ours, Ours)
     size, drift = keep(OursInHalf(ours))
@@ -139,22 +139,20 @@ def measure_subject(subject: Subject, *, repeats: int, progress: Progress) -> li
 
 
 class _Run:
-    """A tuner at work: its optimizer and its best step so far."""
+    """A tuner at work, with its optimizer."""
 
     def __init__(self, tuner: Tuner) -> None:
         self.tuner = tuner
         self.optimizer = torch.optim.AdamW(tuner.parameters(), lr=1e-3)
-        self.seconds, self.memory = math.inf, 0
+        self.memory = 0
 
     def step(self) -> None:
         """One step in training mode on the subject's batch."""
         network, subject = self.tuner.network.train(), self.tuner.subject
         with own_randomness(0):  # of dropout
-            start = time.perf_counter()
             self.optimizer.zero_grad()
             nn.functional.cross_entropy(network(subject.inputs), subject.labels).backward()
             self.optimizer.step()
-            self.seconds = min(self.seconds, time.perf_counter() - start)
 
     def measure_memory(self) -> None:
         """The peak of two steps, the first of which makes the optimizer's state."""
@@ -162,15 +160,15 @@ class _Run:
         with MemoryMeter() as meter:
             self.step()
             self.step()
-        self.memory, self.seconds = meter.peak, math.inf  # the first steps are no fair times
+        self.memory = meter.peak
 
-    def row(self, ours: float) -> TuneRow:
-        """What was measured, with the seconds of our own step to compare with."""
+    def row(self, seconds: float, ours: float) -> TuneRow:
+        """What was measured, with the seconds of its own step and of ours."""
         self.optimizer.zero_grad()
         n_trained = sum(p.numel() for p in self.tuner.parameters())
         size, drift = keep(self.tuner)
         return TuneRow(
-            self.tuner.subject.name, self.tuner.name, self.seconds, self.seconds / ours, self.memory, n_trained, size,
+            self.tuner.subject.name, self.tuner.name, seconds, seconds / ours, self.memory, n_trained, size,
             drift, any(norm.has_statistics for norm in find_norms(self.tuner.subject.base).norms),
         )  # fmt: skip
 

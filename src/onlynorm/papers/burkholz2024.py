@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from onlynorm.models import vgg
 from onlynorm.papers import depth as depth  # binds width against depth
 from onlynorm.papers.artifact import artifact
 from onlynorm.papers.run import Outcome, Run
+from onlynorm.papers.timing import race
 from onlynorm.papers.vgg_targets import ACTIVATIONS, DEPTHS, rebuild
 from onlynorm.report.records import Curve, Panel, Table
 from onlynorm.solvers.polish import solve_as_papers
@@ -149,25 +149,30 @@ def width_100(run: Run) -> Outcome:
     return Outcome(values=values, table=Table(columns=heads, rows=rows))
 
 
-def race(*, channels: int, extra: int, seed: int, max_iterations: int) -> dict[str, float]:
-    """Relative errors and seconds of the papers' method and of ours on one 3 x 3 layer with `extra` spare features."""
+def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int, rounds: int) -> dict[str, float]:
+    """Relative errors and seconds of the papers' method and of ours on one 3 x 3 layer with `extra` spare features.
+
+    Both start from the same features in memory and take turns; the seconds are the best of so many rounds.
+    """
     equations = 9 * channels**2
     features = on.draw("he_normal", (channels, channels, 3, 3), n_features=equations + extra, seed=seed)
-    weight = _random_target(features, seed)
-    matrix = features.as_matrix(weight)
-    operator = on.KhatriRao(features.left(), features.right())
-    start = time.perf_counter()
-    gamma, evaluations = solve_as_papers(operator, matrix, max_iterations=max_iterations)
-    seconds = time.perf_counter() - start
-    rest = operator.apply(gamma.double()) - matrix
-    ours = on.solve_features(features, weight)
-    return {
-        "papers": float(rest.norm() / matrix.norm()),
-        "papers seconds": seconds,
-        "evaluations": evaluations,
-        "ours": ours.residual,
-        "ours seconds": ours.seconds,
-    }
+    matrix = features.as_matrix(_random_target(features, seed))
+    left, right = features.left(), features.right()
+    operator = on.KhatriRao(left, right)
+
+    def papers() -> tuple[torch.Tensor, int]:
+        return solve_as_papers(operator, matrix, max_iterations=max_iterations)
+
+    def ours() -> tuple[torch.Tensor, int]:
+        solution = on.solve(left, right, matrix)
+        return solution.gamma, solution.iterations
+
+    times = race({"papers": papers, "ours": ours}, rounds=rounds)
+    found: dict[str, float] = {"evaluations": times["papers"].result[1]}
+    for method, timing in times.items():
+        rest = operator.apply(timing.result[0].double()) - matrix
+        found |= {method: float(rest.norm() / matrix.norm()), f"{method} seconds": timing.seconds}
+    return found
 
 
 @artifact("burkholz2024:reconstruction-error")
@@ -180,8 +185,8 @@ def reconstruction_error(run: Run) -> Outcome:
     run.announce(len(cases) * len(run.sizes["channels"]))
     found = {
         (case, channels): run.piece(
-            f"{case} channels={channels}", race, channels=channels, extra=extra, seed=run.seeds[0],
-            max_iterations=run.sizes["max_iterations"],
+            f"{case} channels={channels}", compare_methods, channels=channels, extra=extra, seed=run.seeds[0],
+            max_iterations=run.sizes["max_iterations"], rounds=run.sizes["rounds"],
         )
         for case, extra in cases.items()
         for channels in run.sizes["channels"]

@@ -5,20 +5,23 @@ The key of a piece is the digest of
   - the source text of the artifact's module and of the module that defines the piece's function,
   - the format of stored pieces and onlynorm's version.
 Sizes and seeds are not part of it: a piece is a plain function without a closure, so everything it depends on
-is its configuration or its source text, and a wider sweep keeps what it already has. The rest of the library
-changes too often while it is developed to be part of the key; its digest is stored in each piece instead. A
+is its configuration or its source text, and a wider sweep keeps what it already has. The rest of the library, and the
+modules of papers that the two import, change too often to be part of the key; their digest is stored in each piece
+instead. A
 piece made by another state of the library, or by other versions of torch, numpy or scipy, is marked stale and
 becomes a caveat of the record until it is recomputed with `force=True`.
 """
 
 from __future__ import annotations
 
+import ast
 import datetime
 import functools
 import hashlib
 import inspect
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,18 +35,22 @@ import torch
 
 import onlynorm
 from onlynorm.errors import FormatError, MissingDataError, StorageError, ValueRangeError
+from onlynorm.modules.validate import need_callable, need_instance, need_items, need_path
 from onlynorm.papers.artifact import SCALES, Artifact, Scale, artifacts, select, source_digest
 from onlynorm.papers.verdict import check, decide
 from onlynorm.report.figure import write_figure
 from onlynorm.report.records import Curve, Panel, PieceNote, Record, Table, write_record
 from onlynorm.report.sealed import digest, from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.storage import claim
 
 PIECE = "onlynorm-piece"
 PIECE_FORMAT = 1
 RECORDS = Path("onlynorm-out/records")
 _STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
 # What only shows or orders results cannot change them.
-_NOT_COMPUTING = ("papers", "report", "cli", "screen.py", "bench", "demo.py", "theorems.py")
+_NOT_COMPUTING = ("report", "cli", "screen.py", "demo.py", "theorems.py")
+_MEASURING = ("papers", "bench")  # of these rooms only what a result is made with can change it
+_ORDERING = ("__init__", "artifact", "run", "verdict", "goals", "kept")
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Run:
         config = to_plain(config)
         key = piece_key(self.artifact, name, function, config)
         path = self.folder / "pieces" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)[:60]}-{key[:16]}.json"
-        made_with = {"library": library_digest(), **versions()}
+        made_with = {"library": library_digest(self.artifact.function.__module__, function.__module__), **versions()}
         self.progress(name, "started")
         kept = None if self.is_forced else _read_piece(path, key)
         if kept is None:
@@ -148,14 +155,21 @@ def reproduce(
     """
     if scale not in SCALES:
         raise ValueRangeError(f"reproduce needs scale in {SCALES}; got {scale!r}.")
+    folder = need_path("out", out)
+    if progress is not None:
+        need_callable("progress", progress, cure="Leave it out to hear nothing.")
     if ids is not None:
-        ids = [ids] if isinstance(ids, str | Artifact) else list(ids)
+        cure = "Pass ids like 'random_features:fig-3', keys of papers, or Artifact objects."
+        ids = [ids] if isinstance(ids, str | Artifact) else need_items("ids", ids, cure=cure)
+        for item in ids:
+            need_instance("ids", item, (str, Artifact), cure=cure)
     only_given = ids is not None and all(isinstance(item, Artifact) for item in ids)
     chosen = select(ids, {} if only_given else artifacts())
     records, without = [], {}
     for one in chosen:
         try:
-            records.append(_reproduce(one, scale, Path(out), force, progress))
+            with claim(Path(out).joinpath(*one.id.split(":"))):
+                records.append(_reproduce(one, scale, folder, force, progress))
         except MissingDataError as error:
             without[one.id] = error
     if without:
@@ -241,15 +255,53 @@ def _read_piece(path: Path, key: str) -> dict[str, Any] | None:
 
 
 @functools.cache
-def library_digest() -> str:
-    """SHA-256 over the source files that can change a result."""
+def library_digest(*modules: str) -> str:
+    """SHA-256 over the source files that can change a result of functions of these modules.
+
+    The whole library counts, without what only shows or orders results. Of the papers and benchmarks those files count
+    that the modules import, directly or through each other.
+    """
     root = Path(inspect.getfile(onlynorm)).parent
     total = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root)
-        if place.parts[0] not in _NOT_COMPUTING:
-            total.update(f"{place.as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    for path in source_files(root, *modules):
+        total.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
     return total.hexdigest()
+
+
+def source_files(root: Path, *modules: str) -> list[Path]:
+    """The files below `root`, the folder of the package, that `library_digest` reads."""
+    left_out = {*_NOT_COMPUTING, *_MEASURING}
+    files = {path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in left_out}
+    waiting = [path for name in modules if (path := _file_of(root, name)) is not None]
+    for name in modules:
+        if _file_of(root, name) is None and name in sys.modules:  # an artifact of a user's own module
+            waiting += _imported_files(root, inspect.getsource(sys.modules[name]))
+    while waiting:
+        path = waiting.pop()
+        if path not in files:
+            files.add(path)
+            waiting += _imported_files(root, path.read_text(encoding="utf-8"))
+    return sorted(files)
+
+
+def _imported_files(root: Path, source: str) -> list[Path]:
+    """The files of papers and benchmarks that a source text imports."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+    return [path for name in names if (path := _file_of(root, name)) is not None]
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    """The file of a module of the papers or benchmarks that measures something, else None."""
+    package, _, rest = module.partition(".")
+    room, _, name = rest.partition(".")
+    path = root / room / f"{name}.py"
+    is_measuring = package == "onlynorm" and room in _MEASURING and name not in _ORDERING
+    return path if is_measuring and path.is_file() else None
 
 
 def versions() -> dict[str, str]:

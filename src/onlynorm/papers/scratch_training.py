@@ -24,6 +24,7 @@ from onlynorm.errors import TrainingError
 from onlynorm.models import vgg
 from onlynorm.papers import lessons
 from onlynorm.papers.lessons import TRIAL_SEED
+from onlynorm.papers.timing import warm_up_training
 from onlynorm.tuning import accuracy
 
 DATA: dict[str, Callable[[], Split]] = {"fashion_mnist": fashion_mnist, "cifar10": cifar10}
@@ -80,6 +81,7 @@ def train(
         epochs=plan.epochs, batch_size=plan.batch_size, lr=rate, momentum=plan.momentum, warmup=plan.warmup,
         follow_weights=chosen.follow_weights, seed=seed,
     )  # fmt: skip
+    warm_up_training()
     start = time.process_time()
     try:
         result = on.fit(network, lesson(plan, seed), schedule=schedule, step=step, accelerator="cpu")
