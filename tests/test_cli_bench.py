@@ -12,6 +12,7 @@ import pytest
 from commands import RunCli
 
 from onlynorm.bench import RECIPES, Bench, Goal, RebuiltRow, ReconstructBench, Row, Sizes
+from onlynorm.bench.solve import Duel
 from onlynorm.cli import measure as measuring
 
 # ------------------------------------------------------------------------------- stand-ins for what takes long
@@ -20,8 +21,8 @@ from onlynorm.cli import measure as measuring
 def a_bench(*, is_met: bool) -> Bench:
     return Bench(
         [
-            Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 1000, 1e-12, 7),
-            Row("linear 4x4", 16, 1.25, "dense float64 LU", math.nan, math.nan, 2000, math.nan, 0, "not run"),
+            Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 1000, 1e-12, 7, "krylov", "tiny", 1e-12),
+            Row("linear 4x4", 16, 1.25, "LU", math.nan, math.nan, 2000, math.nan, 0, "90 s", "tiny"),
         ],
         [Goal("an aim", "a measurement", is_met)],
     )
@@ -37,21 +38,24 @@ def test_bench_exits_with_1_when_a_goal_is_missed(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def measure(*, quick: bool, repeats: int, progress: Callable[[str], None]) -> Bench:
-        asked.update(quick=quick, repeats=repeats)
+    def measure(*, progress: Callable[[str], None], on_duel: Callable[[Duel], None], **options: Any) -> Bench:
+        asked.update(options)
         progress("a system")
+        on_duel(*a_bench(is_met=is_met).duels("tiny"))
         return a_bench(is_met=is_met)
 
     monkeypatch.setattr(measuring, "bench_solve", measure)
-    ran = run("bench", "solve", "--quick", "--repeats", 2, *args)
+    ran = run("bench", "solve", "--quick", "--repeats", 2, "--families", "tiny", "--families", "flat", *args)
     assert ran.code == (0 if is_met else 1)
-    assert asked == {"quick": True, "repeats": 2}
+    assert asked == {"quick": True, "repeats": 2, "families": ["tiny", "flat"]}
     assert "a system" not in ran.out
+    assert "linear 4x4 at 1.25: no rival meets the tolerance" in ran.err
     if "--json" in args:
         assert [row["seconds"] for row in ran.json()["rows"]] == [0.5, None]
         assert ran.json()["goals"] == [{"aim": "an aim", "measured": "a measurement", "is_met": is_met}]
     if "--markdown" in args:
-        assert ran.stdout.startswith("| system | excess | method |")
+        assert ran.stdout.startswith("| tiny | excess | ours by |")
+        assert "| linear 4x4 | 1.25 | LU (90 s) |" in ran.stdout
         assert "| an aim | a measurement |" in ran.stdout
 
 
@@ -81,7 +85,7 @@ def test_bench_reconstruct_hands_its_options_on_and_shows_both_tables(
     assert "a layer" not in ran.out
     if "--json" in args:
         assert ran.json()["rows"][0]["features"] == "id_cond"
-        assert [paper["method"] for paper in ran.json()["papers"]] == ["onlynorm", "dense float64 LU"]
+        assert [paper["method"] for paper in ran.json()["papers"]] == ["onlynorm", "LU"]
     else:
         assert ("| id_cond | 1 | 0.0e+00 |" if args else "id_cond 1 0.0e+00") in ran.out
         assert ("| linear 4x4 |" if args else "linear 4x4") in ran.out

@@ -45,10 +45,18 @@ def test_a_healthy_network_ends_with_0_and_the_numbers_of_the_library(run: RunCl
     assert [layer["r"] for layer in facts["layers"]] == [layer.r for layer in same.layers]
 
 
-def test_an_untrainable_network_ends_with_1_and_says_why(run: RunCli) -> None:
+def test_an_unhealthy_network_ends_with_1_and_says_why(run: RunCli) -> None:
     ran = run("own_module_of_diagnose:deep", "--data", "digits")
     assert ran.code == 1
-    for words in ("untrainable", "collapses to rank 1.00", "of 24", "Add batch norms", "soft rank", "on random inputs"):
+    for words in (
+        "unhealthy",
+        "collapses to rank 1.00",
+        "of 24",
+        "Add batch norms",
+        "soft rank",
+        "random inputs",
+        "Adam may",
+    ):
         assert words in ran.stdout
     assert run("own_module_of_diagnose:deep", "--data", "digits", "--json").json()["is_trainable"] is False
 

@@ -134,6 +134,27 @@ def test_a_matrix_comes_in_double_from_every_kind_of_file(tmp_path: Path, ending
     assert np.array_equal(found.numpy(), MATRIX)
 
 
+@pytest.mark.parametrize("ending", ["NPY", "CSV", "SafeTensors"])
+def test_the_case_of_an_ending_does_not_matter(tmp_path: Path, ending: str) -> None:
+    path = written(tmp_path / f"matrix.{ending.lower()}").rename(tmp_path / f"MATRIX.{ending}")
+    assert np.array_equal(read_matrix(path).numpy(), MATRIX)
+
+
+def test_text_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "matrix.csv").write_bytes(b"\xef\xbb\xbf2,1\r\n0.5,3\r\n")
+    assert np.array_equal(read_matrix(tmp_path / "matrix.csv").numpy(), MATRIX)
+
+
+def test_a_matrix_that_claims_more_than_its_file_is_refused(tmp_path: Path) -> None:
+    with open(tmp_path / "matrix.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)})
+    with pytest.raises(FormatError, match=r"needs a whole \.npy file"):
+        read_matrix(tmp_path / "matrix.npy")
+    save_file({"a": torch.eye(2) * 1j}, tmp_path / "matrix.safetensors")
+    with pytest.raises(FormatError, match="complex64 where real numbers belong"):
+        read_matrix(tmp_path / "matrix.safetensors")
+
+
 def test_a_tensor_is_picked_by_name(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     save_file({"a": torch.eye(2), "b": random_matrix(3)}, path)
@@ -147,11 +168,11 @@ def test_a_tensor_is_picked_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.npy", b"not an array", "needs to be a whole .npy file of plain numbers"),
+        ("a.npy", b"not an array", "needs a whole .npy file of plain numbers"),
         ("a.csv", b"one,two\n3,4\n", "needs to be a whole .csv file of plain numbers; got ValueError"),
         ("a.csv", b"1,2\n3\n", "needs to be a whole .csv file of plain numbers; got ValueError"),
         ("a.csv", b"", "got ValueError: no numbers"),
-        ("a.safetensors", b"\x08\x00", "needs to be a whole .safetensors file of plain numbers"),
+        ("a.safetensors", b"\x08\x00", "needs a whole safetensors file"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from safetensors.torch import save_file
 
 from onlynorm.cli import memorize as memorize  # registers the command
 from onlynorm.data import digits
+from onlynorm.identity.memorizer import Memorizer
 from onlynorm.identity.memorizer_file import load_memorizer
 
 
@@ -59,6 +63,64 @@ def test_the_file_holds_the_network_and_the_figure_is_a_picture(run: RunCli, tmp
     picture = (tmp_path / "noise.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 5000
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.PNG", b"\x89PNG")])
+def test_the_figure_has_the_format_of_its_ending(run: RunCli, tmp_path: Path, name: str, start: bytes) -> None:
+    ran = run("digits", "--points", 60, "--noise", 0.01, "--figure", name)
+    assert ran.code == 0, ran.err
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a"])
+def test_a_figure_of_another_kind_is_refused_before_any_work(run: RunCli, tmp_path: Path, name: str) -> None:
+    ran = run("digits", "--points", 60, "--figure", name)
+    assert ran.code == 2
+    assert "ending of a figure needs a known name" in ran.err
+    assert not (tmp_path / name).exists()
+
+
+def test_outliers_are_memorized_and_the_check_is_that_of_the_outputs(
+    run: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = np.random.default_rng(0)
+    inputs = np.concatenate([generator.normal(size=(500, 4)), np.full((1, 4), 1e5), np.full((1, 4), -1e5)])
+    np.savez(tmp_path / "own.npz", inputs=inputs, targets=generator.normal(size=502))
+    facts = run("own.npz", "--json").json()
+    assert facts["largest error"] <= 1e-9
+    assert facts["all training points right"] is True
+    forward = Memorizer.forward
+    monkeypatch.setattr(Memorizer, "forward", lambda self, x: 1.001 * forward(self, x))
+    ran = run("own.npz", "--json")
+    assert ran.code == 1
+    assert json.loads(ran.stdout)["all training points right"] is False
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "uint64", "int16", "bool"])
+def test_labels_of_every_integer_dtype_are_classes(run: RunCli, tmp_path: Path, kind: str) -> None:
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 2, 30).astype(kind)
+    np.savez(tmp_path / "own.NPZ", inputs=generator.normal(size=(30, 4)), labels=labels)
+    (tmp_path / "own.NPZ.npz").rename(tmp_path / "own.NPZ")
+    facts = run("own.NPZ", "--noise", 0.01, "--json").json()
+    assert facts["wrong training points"] == 0
+
+
+def test_an_empty_test_set_is_none(run: RunCli, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(30, 4))
+    np.savez(tmp_path / "own.npz", inputs=x, labels=np.arange(30), test_inputs=x[:0], test_labels=np.arange(0))
+    facts = run("own.npz", "--noise", 0.01, "--json").json()
+    assert facts["off the sample"]["held_out"] is None
+
+
+def test_an_array_that_claims_more_than_its_file_is_refused_before_it_is_allocated(run: RunCli, tmp_path: Path) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)})
+    with zipfile.ZipFile(tmp_path / "own.npz", "w") as archive:
+        archive.writestr("inputs.npy", header.getvalue())
+    ran = run("own.npz")
+    assert ran.code == 2
+    assert "0 bytes for float64 of shape (1000000, 1000000)" in ran.err
 
 
 @pytest.mark.parametrize("ending", [".npz", ".safetensors"])
@@ -107,6 +169,19 @@ def test_a_file_with_objects_is_never_unpickled(run: RunCli, tmp_path: Path) -> 
         ({"inputs": np.eye(3), "labels": np.arange(2)}, "one label per point, 3 whole numbers"),
         ({"inputs": np.full((2, 2), np.nan), "labels": np.arange(2)}, "finite points"),
         ({"inputs": np.zeros((0, 2)), "labels": np.zeros(0, int)}, "one point and one number per point at least"),
+        ({"inputs": np.eye(2), "labels": np.arange(2) * 1j}, "complex128 where real numbers belong"),
+        (
+            {"inputs": np.eye(2), "labels": np.arange(2), "test_inputs": np.eye(2), "test_labels": np.arange(3)},
+            "as many test_labels",
+        ),
+        (
+            {"inputs": np.eye(2), "labels": np.arange(2), "test_inputs": np.eye(2), "test_labels": np.full(2, np.nan)},
+            "as many test_labels",
+        ),
+        (
+            {"inputs": np.eye(2), "labels": np.arange(2), "test_inputs": np.eye(3), "test_labels": np.arange(3)},
+            "test_inputs like its inputs, (n, 2)",
+        ),
         ({"inputs": np.float64(1.0), "labels": np.zeros(1, int)}, "needs inputs and one of labels"),
     ],
 )
@@ -128,9 +203,9 @@ def test_wrong_use_is_one_line(run: RunCli, tmp_path: Path) -> None:
         (("cut.npz",), "needs a whole .npz file"),
         (("cut.safetensors",), "needs a whole safetensors file"),
         (("digits", "--points", 10**6), "Ask for fewer"),
-        (("digits", "--points", 20, "--width", 1), "width needs a whole number from 3 on"),
+        (("digits", "--points", 20, "--width", 1), "width needs to be a whole number from 3"),
         (("digits", "--points", 20, "--projection", "best"), "projection needs a known name"),
-        (("digits", "--points", 20, "--noise", -1), "zero or more"),
+        (("digits", "--points", 20, "--noise", -1), "a size of noise needs to be a number in [0, inf)"),
         (("digits", "--out", "."), "is a folder"),
         (("digits", "--points", 20, "--noise", 0, "--figure", "a.png"), "noise above zero"),
     ):

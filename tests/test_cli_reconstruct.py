@@ -31,7 +31,7 @@ def test_plan_weighs_every_method_and_names_one(run: RunCli) -> None:
     assert facts["equations"] == 36864
     assert facts["number of features"] == 40551
     assert facts["norm parameters"] == facts["number of features"]
-    assert {option["method"] for option in facts["options"]} == {"lu", "cholesky", "krylov"}
+    assert {option["method"] for option in facts["options"]} == {"lu", "cholesky", "krylov", "qr"}
     assert facts["method"] in {option["method"] for option in facts["options"]}
     assert not next(option for option in facts["options"] if option["method"] == facts["method"])["obstacle"]
 

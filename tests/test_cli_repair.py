@@ -22,6 +22,18 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         "from torch import nn\nfrom onlynorm.models import mlp\n"
         "def deep():\n    return mlp((64, *[16] * 10, 10), seed=1)\n"
         "def none():\n    return nn.Softmax(1)\n"
+        "class Recurrent(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.first, self.rnn, self.last = nn.Linear(64, 8), nn.GRU(8, 8), nn.Linear(8, 10)\n"
+        "    def forward(self, x):\n"
+        "        return self.last(self.rnn(self.first(x))[0])\n"
+        "def trained():\n"
+        "    model = mlp((64, *[16] * 10, 10), seed=1, norm='layer')\n"
+        "    for module in model.modules():\n"
+        "        if isinstance(module, nn.LayerNorm):\n"
+        "            nn.init.normal_(module.weight, 1.0, 0.1), nn.init.normal_(module.bias, 0.0, 0.1)\n"
+        "    return model\n"
     )
     call = runner(monkeypatch, capsys, tmp_path, "repair")
     return lambda model, *args: call(model.replace("own", name), *args)
@@ -48,6 +60,25 @@ def test_the_file_holds_the_repaired_network_and_is_read_as_weights(run: RunCli,
     assert not torch.equal(next(loaded.parameters()), next(plain.parameters()))
 
 
+def test_modules_that_are_not_seen_are_listed(run: RunCli) -> None:
+    ran = run("own:Recurrent", "--data", "digits", "--batch", 64)
+    assert ran.code == 0
+    assert "not seen: 'rnn' (GRU: no repair for this kind of module), 41.5% of the parameters" in " ".join(
+        ran.stdout.split()
+    )
+    told = run("own:Recurrent", "--data", "digits", "--batch", 64, "--json").json()
+    assert told["unseen"][0]["name"] == "rnn"
+    assert told["unseen_fraction"] == told["unseen"][0]["n_parameters"] / told["n_parameters"]
+
+
+def test_a_network_that_looks_trained_is_changed_only_by_force(run: RunCli) -> None:
+    args = ("own:trained", "--data", "digits", "--batch", 32, "--method", "lsuv")
+    ran = run(*args)
+    assert ran.code == 2
+    assert "looks trained: scales and shifts of the norm '1' differ" in ran.err
+    assert run(*args, "--force", "--json").json()["method"] == "lsuv"
+
+
 def test_options_reach_the_repair(run: RunCli) -> None:
     told = run("own:deep", "--data", "digits", "--batch", 32, "--method", "paper", "--steps", 3, "--json").json()
     assert told["remark"].startswith("3 steps of ascent per layer")
@@ -57,7 +88,7 @@ def test_wrong_use_is_one_line_and_code_two(run: RunCli, tmp_path: Path) -> None
     for args, words in (
         (("mlp", "--method", "miror"), "Did you mean 'mirrored'"),
         (("mlp", "--out", tmp_path), "--out needs the name of a file"),
-        (("own:none", "--data", "digits"), "Softmax calls none"),
+        (("own:none", "--data", "digits"), "Softmax, which calls none"),
         (("own:deep",), "needs data to run on"),
         (("resnet20", "--data", "digits"), "resnet20 needs samples it can take; got (64,)"),
     ):

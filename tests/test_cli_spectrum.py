@@ -49,6 +49,10 @@ def test_json_is_one_document_with_the_numbers_of_the_library(run: Run) -> None:
     found = measure_spectrum(draw("he_normal", (6, 6), excess=1.5))
     assert document["condition number"] == pytest.approx(found.condition)
     assert document["law"]["distance"] == pytest.approx(found.distance)
+    assert document["law"]["limit"] == pytest.approx(found.limit)
+    assert document["law"]["level"] == 0.01
+    assert document["unit length"] is True
+    assert document["spread of lengths"] == pytest.approx(found.length_spread)
     assert document["sweep"]["excess"] == [draw("he_normal", (6, 6), excess=excess).excess for excess in EXCESSES]
     assert [len(row) for row in document["sweep"]["condition number"]] == [2] * len(EXCESSES)
     assert document["files"] == []
@@ -62,6 +66,26 @@ def test_structured_features_have_no_sweep_and_no_law(run: Run, name: str) -> No
     assert document["sweep"] is None
     assert "law" not in document
     assert run("6,6", "--features", name)[0] == 0
+
+
+def test_features_as_drawn_have_no_predicted_condition_number(run: Run) -> None:
+    code, out, _ = run("1,40", "--excess", "0.5", "--as-drawn", "--seeds", "1", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["unit length"] is False
+    assert document["law"]["known"] is False
+    assert document["law"]["follows"] is False
+    assert set(document["sweep"]["law"]) == {None}
+    code, out, _ = run("1,40", "--excess", "0.5", "--as-drawn", "--seeds", "1", "--out", "figures")
+    assert code == 0
+    assert "features as drawn" in out
+    assert "unknown, at least 1" in out
+
+
+def test_three_weights_are_too_few_for_a_test(run: Run) -> None:
+    code, out, _ = run("1,3", "--no-sweep")
+    assert code == 0
+    assert "too few singular values for a test" in out
 
 
 def test_the_figure_has_both_panels(run: Run, tmp_path: Path) -> None:
@@ -96,8 +120,8 @@ def test_without_sweep_only_the_spectrum_is_measured(run: Run) -> None:
         (("6,6", "--features", "id_cond", "--excess", "2"), "exactly its own"),
         (("6,6", "--density", "0.5"), "sparse distribution"),
         (("3,3", "--features", "er_sign", "--density", "0.001"), "at least one feature that is not zero"),
-        (("1000000,1000000", "--features", "id_cond"), "id_cond features needs 2.4e+04 GB"),
-        (("100,100", "--excess", "1000000"), "Take a smaller layer or less excess"),
+        (("1000000,1000000", "--features", "id_cond"), "1e+12 features needs 8e+03 GB"),
+        (("100,100", "--excess", "1000000"), "Take a smaller excess or fewer n_features"),
     ],
 )
 def test_misuse_is_one_line(run: Run, args: tuple[str, ...], message: str) -> None:

@@ -166,7 +166,7 @@ def test_an_interrupted_run_goes_on_with_the_numbers_of_one_that_was_not(
     assert "The run is in adapter.safetensors.run: the same command goes on from there." in stopped.err
     assert not (tmp_path / "adapter.safetensors").exists()
 
-    save_file({name: t + 1.0 for name, t in make_model("mlp_bn").state_dict().items()}, tmp_path / "other.safetensors")
+    save_file({name: t + 1 for name, t in make_model("mlp_bn").state_dict().items()}, tmp_path / "other.safetensors")
     (tmp_path / "copy.safetensors").write_bytes((tmp_path / "small.safetensors").read_bytes())
     for option, value, name in (
         ("--lr", 0.5, "lr"), ("--statistics", "freeze", "statistics"), ("--which", "1", "trained"),
@@ -319,13 +319,17 @@ def test_folders_that_are_no_data_are_refused(run: RunCli, photos: Callable[...,
         (("mlp_bn", *QUICK, "--also", "head"), "module or parameter needs a known name; got 'head'"),
         (("mlp_bn", *QUICK, "--which", "layer9"), "which needs to fit a norm; got 'layer9', and norms are '1', '4'"),
         (("mlp_bn", *QUICK, "--devices", "0"), "--devices needs a positive number or auto; got '0'"),
+        (
+            ("mlp_bn", *QUICK, "--devices", "99"),
+            "--devices and --strategy need what this machine has; got devices needs 1",
+        ),
         (("mlp_bn", *QUICK, "--strategy", "magic"), "--devices and --strategy need what this machine has; got"),
-        (("mlp_bn", *QUICK, "--epochs", "-1"), "epochs needs a sensible value; got -1"),
-        (("mlp_bn", *QUICK, "--lr", "nan"), "lr needs a sensible value; got nan"),
+        (("mlp_bn", *QUICK, "--epochs", "-1"), "epochs needs to be a whole number from 0; got -1"),
+        (("mlp_bn", *QUICK, "--lr", "nan"), "lr needs to be a number in [0, inf); got nan"),
         (("mlp_bn", *QUICK, "--seed", "-1"), "Invalid value for '--seed'"),
         (("mlp_bn", *QUICK, "--patience", "0"), "Invalid value for '--patience'"),
         (("mlp_bn", *QUICK, "--adapter", "."), "--adapter needs the name of a file; . is a folder"),
-        (("mlp_bn", *QUICK, "--adapter", "small.safetensors/a"), "adapters need a writable folder"),
+        (("mlp_bn", *QUICK, "--adapter", "small.safetensors/a"), "a writable folder"),
         (("mlp_bn", *QUICK, "--batch-size", 299), "batch norms need two samples or more in every batch; got one"),
         (("mlp_bn", *QUICK, "--weights", "none.pt"), "weights need a file; there is none at none.pt"),
         (("mlp_bn", "--data", "digit"), "data needs a known name; got 'digit'. Did you mean 'digits'"),

@@ -36,7 +36,7 @@ def test_norms_alone_adapt_to_another_light(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_deep_network_learns_once_it_is_repaired(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("repair_a_deep_network.py", capsys)
-    assert text.startswith("untrainable")
+    assert text.startswith("unhealthy")
     before, after = shares(text)
     assert before < 20
     assert after > 90

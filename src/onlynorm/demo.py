@@ -60,7 +60,9 @@ def run_demo(
     target = make_target(seed=seed)
     planned = plan(target, inputs=torch.zeros(1, 64), **choices)
     if not planned.is_feasible:
-        raise MemoryLimitError(f"the demo needs a plan that fits; {planned.remarks[0]}. Take a smaller excess.")
+        raise MemoryLimitError(
+            f"the demo needs a plan that fits; {planned.remarks[0].rstrip('.')}. Take a smaller excess."
+        )
 
     say("training a small convolutional network on the digits")
     data = digits(seed=seed)

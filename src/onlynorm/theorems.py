@@ -17,6 +17,7 @@ import inspect
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,8 @@ from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
-from onlynorm.errors import FormatError, UnknownNameError
+from onlynorm.errors import AccuracyWarning, FormatError, shown
+from onlynorm.modules import need_callable, need_choice, need_items, need_seed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -141,23 +143,20 @@ def statements(paper: str | None = None) -> tuple[Statement, ...]:
     """Returns all statements, or those of one paper, in the order in which the paper makes them."""
     if paper is None:
         return tuple(_registry().values())
-    if paper not in PAPERS:
-        raise UnknownNameError("paper", paper, PAPERS)
+    need_choice("paper", paper, PAPERS)
     return tuple(s for s in _registry().values() if s.paper == paper)
 
 
 def statement(key: str) -> Statement:
     """Returns the statement with this key."""
-    try:
-        return _registry()[key]
-    except KeyError:
-        raise UnknownNameError("statement", key, _registry()) from None
+    return _registry()[need_choice("statement", key, _registry())]
 
 
 def check(*keys: str) -> Callable[[_C], _C]:
     """Returns a decorator that makes a function `(seed) -> Evidence` the check of one or more statements."""
 
     def register(function: _C) -> _C:
+        need_callable("check", function, cure="Write a function of a seed that returns Evidence.")
         for key in keys:
             statement(key)
             if key in _checks:
@@ -170,8 +169,8 @@ def check(*keys: str) -> Callable[[_C], _C]:
 
     if not keys:
         raise FormatError('check needs the key of a statement; got none. Write @check("giannou2023:thm-1").')
-    if len(set(keys)) < len(keys):
-        raise FormatError(f"check needs different keys; got {', '.join(keys)}. Name each statement once.")
+    if len({shown(key) for key in keys}) < len(keys):
+        raise FormatError(f"check needs different keys; got {', '.join(map(shown, keys))}. Name each statement once.")
     return register
 
 
@@ -201,7 +200,11 @@ def run_checks(
     progress: Callable[[Finding], None] | None = None,
 ) -> tuple[Finding, ...]:
     """Returns the findings of the given statements, by default all; a check that serves several runs once."""
-    chosen = [statement(key).key for key in (_registry() if keys is None else keys)]
+    listed = _registry() if keys is None else need_items("run_checks", keys, cure='List keys: ["giannou2023:thm-1"].')
+    chosen = [statement(key).key for key in listed]
+    seed = need_seed(seed)
+    if progress is not None:
+        need_callable("progress", progress, cure="It is called with each finding.")
     done: dict[Check, tuple[Evidence, float]] = {}
     findings = []
     for key in chosen:
@@ -223,7 +226,9 @@ def run_checks(
 def _run(function: Check, seed: int) -> Evidence:
     """What the check says; one that raises says that it fails, so that the checks behind it still run."""
     try:
-        return function(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccuracyWarning)  # a check measures what it needs, and says so
+            return function(seed)
     except Exception as error:
         return Evidence(Verdict.FAILS, f"the check raised {type(error).__name__}: {error}")
 

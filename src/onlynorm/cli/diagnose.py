@@ -1,4 +1,4 @@
-"""`onlynorm diagnose`: does the signal survive the depth of a network, and can it learn?"""
+"""`onlynorm diagnose`: does the signal survive the depth of a network, and is plain SGD likely to train it?"""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from onlynorm.cli.choices import Weights
 from onlynorm.cli.entry import AsJson, app, need_folder
 from onlynorm.cli.parts import AnyData, find_batch
-from onlynorm.errors import OnlynormError, ShapeError, StorageError, ValueRangeError
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, StorageError, ValueRangeError
 from onlynorm.models import load_model
 from onlynorm.rank.diagnose import MODES, diagnose
 from onlynorm.rank.diagnosis import COLUMNS, Diagnosis
 from onlynorm.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
 from onlynorm.screen import make_table, print_json, screen, spinner
 
-TONES = {"healthy": "green", "suspect": "yellow", "untrainable": "red"}
+TONES = {"healthy": "green", "suspect": "yellow", "unhealthy": "red"}
 
 SPARED = ("of signal", "units", "soft rank", "dead")
 """Columns that a narrow screen does without, in this order."""
@@ -47,9 +47,10 @@ def diagnose_command(
     plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what happens to the signal and its gradients in every layer, and whether the network can learn.
+    """Show the signal and its gradients in every layer, and whether plain SGD is likely to train the network.
 
-    One batch goes forward and backward; the network stays as it is. Exits with 1 if it will not train.
+    One batch goes forward and backward; the network stays as it is. Exits with 1 if its score is below one half: plain
+    SGD is then unlikely to train it, Adam may.
     """
     _need_files(html, plot)
     network = load_model(model, weights)
@@ -77,12 +78,13 @@ def _diagnose(
 ) -> Diagnosis:
     try:
         return diagnose(network, inputs, targets, mode=mode, seed=seed)
-    except OnlynormError:
-        raise
-    except Exception as error:  # whatever the model says belongs beside the shape it was given
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except ConversionError as error:
+        cause = error.__cause__  # what the model itself raised
+        if cause is None or isinstance(cause, OnlynormError):
+            raise
+        first = str(cause).partition("\n")[0] or type(cause).__name__
         raise ShapeError(
-            f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({told}). "
+            f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({first}). "
             "Pass other --data, or another --image-size."
         ) from error
 

@@ -28,6 +28,7 @@ from onlynorm.screen import (
     statement_facts,
 )
 from onlynorm.solvers.memory import readable
+from onlynorm.storage import claiming
 from onlynorm.theorems import Finding, Statement, Verdict
 
 RECORDS = Path("onlynorm-out/records")
@@ -98,6 +99,7 @@ def reproduce_command(
 
 
 @app.command(epilog="Example: `onlynorm report --check --out report.html`")
+@claiming("out")
 def report(
     records: Annotated[Path, typer.Option(help="Folder with the records of `onlynorm reproduce`.")] = RECORDS,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("onlynorm-out/report.html"),

@@ -38,7 +38,8 @@ def factorize_command(
 ) -> None:
     """Write a matrix as a product of layers I + A with A small: the deeper, the smaller.
 
-    A negative determinant takes one dimension more; a singular matrix is refused with the nearest one that is not.
+    A negative determinant takes one dimension more from depth 2 on. A singular matrix is refused, and the message
+    names the nearest one that is not.
     """
     if (matrix is None) == (random is None):
         raise ValueRangeError(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from onlynorm.bench import (
+    FAMILIES,
     RECIPES,
     AdaptSizes,
     FrozenSizes,
@@ -58,16 +59,22 @@ def show(result: Measured, *, markdown: bool, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-@benches.command("solve", epilog="Example: `onlynorm bench solve --quick`")
+@benches.command("solve", epilog="Example: `onlynorm bench solve --quick --families flat`")
 def measure_solve(
     quick: Quick = False,
-    repeats: Annotated[int, typer.Option(help="Best of how many turns.", min=1)] = 3,
+    families: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(FAMILIES)}; may be repeated, all if left out.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Best of how many turns; slow methods have fewer.", min=1)] = 20,
     markdown: AsMarkdown = False,
     as_json: AsJson = False,
 ) -> None:
-    """The solver beside dense LU, the papers' method and LSMR."""
+    """The solver beside LU, Cholesky, QR, lstsq and LSMR, on one thread."""
     with spinner("bench solve", hidden=False) as say:
-        result = bench_solve(quick=quick, repeats=repeats, progress=say)
+        result = bench_solve(
+            quick=quick, families=families or FAMILIES, repeats=repeats, progress=say,
+            on_duel=lambda duel: errors.print(str(duel), highlight=False, markup=False),
+        )  # fmt: skip
     show(result, markdown=markdown, as_json=as_json)
 
 

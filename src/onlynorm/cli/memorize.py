@@ -1,26 +1,31 @@
-"""`onlynorm memorize`: a sample learnt by heart by a network that was built and not trained."""
+"""`onlynorm memorize`: a network that fits every training point exactly, built and not trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 
 from onlynorm.cli.entry import AsJson, app, need_folder
 from onlynorm.cli.memorize_data import ToMemorize, find_sample
 from onlynorm.data import DATA_SETS
-from onlynorm.errors import StorageError, ValueRangeError
+from onlynorm.errors import StorageError, UnknownNameError, ValueRangeError
 from onlynorm.identity.memorize import PROJECTIONS, memorize
 from onlynorm.identity.memorizer import Memorizer
 from onlynorm.identity.memorizer_file import save_memorizer
 from onlynorm.identity.off_sample import SIZES, OffSample, measure_off_sample
+from onlynorm.identity.points import REAL_LIMIT, relative_errors
 from onlynorm.screen import counter, errors, make_table, print_facts, print_json, screen
 from onlynorm.storage import write_atomically
+
+FIGURES = (".png", ".pdf", ".svg")
 
 
 @app.command(
@@ -41,7 +46,7 @@ def memorize_command(
     points: Annotated[int | None, typer.Option(min=1, help="So many training points; all if left out.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the blocks; 4 log n if left out.")] = None,
     projection: Annotated[
-        str, typer.Option(help=f"{' or '.join(PROJECTIONS)}: the latter leaves wider margins.")
+        str, typer.Option(help=f"{' or '.join(PROJECTIONS)}: the latter leaves larger class radii.")
     ] = "random",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the projection, the class vectors and the noise.")] = 0,
     noise: Annotated[
@@ -49,15 +54,18 @@ def memorize_command(
         typer.Option(help="Size of noise to try, over the median distance from the mean; several may be given."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The network as a sealed .safetensors file.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw the answers under noise as a PNG.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the answers under noise: .png, .pdf or .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build a residual network that has every training point right, and measure what it does anywhere else.
+    """Build a residual network that fits every training point exactly, and measure what it does anywhere else.
 
-    Nothing is trained. Exits with 1 if a training point is wrong, which float64 does not let happen.
+    Nothing is trained. The network is evaluated at every training point: a wrong class, or a real output that is off by
+    more than 1e-6 of the largest target, is an error with exit code 1.
     """
     for file in (out, figure):
         _need_file(file)
+    if figure is not None and figure.suffix.lower() not in FIGURES:
+        raise UnknownNameError("ending of a figure", figure.suffix or figure.name, FIGURES)
     sample = find_sample(data, points)
     if sample.is_real and (noise or figure):
         raise ValueRangeError("--noise and --figure need classes to judge by; got real targets. Leave them out.")
@@ -74,7 +82,7 @@ def memorize_command(
         save_memorizer(network, out)
         facts |= {"file": str(out), "bytes": out.stat().st_size}
     if figure is not None and measured is not None:
-        write_atomically(figure, _draw(measured))
+        write_atomically(figure, _draw(measured, figure.suffix.lower().removeprefix(".")))
         facts["figure"] = str(figure)
     if as_json:
         print_json(facts | ({} if measured is None else {"off the sample": dataclasses.asdict(measured)}))
@@ -83,7 +91,7 @@ def memorize_command(
         if measured is not None:
             _print_measured(measured)
     if not facts["all training points right"]:
-        errors.print("A training point is wrong: this should not happen in float64; please report it.")
+        errors.print("A training point is wrong: try a larger --width, and inputs scaled to about one.")
         raise typer.Exit(1)
 
 
@@ -107,9 +115,14 @@ def _facts(sample: ToMemorize, network: Memorizer) -> dict[str, Any]:
         "seed": made.seed, "seconds of building": made.seconds,
     }  # fmt: skip
     if sample.is_real:
+        with torch.no_grad():
+            outputs = network(sample.inputs)
         wanted = sample.targets.double().reshape(len(sample.targets), -1)
-        error = float((network(sample.inputs).detach() - wanted).abs().max())
-        return facts | {"largest error": error, "all training points right": error <= made.rounding}
+        relative = float(relative_errors(outputs, wanted).amax())
+        return facts | {
+            "largest error": float((outputs - wanted).abs().amax()), "over the largest target": relative,
+            "all training points right": relative <= REAL_LIMIT,
+        }  # fmt: skip
     wrong = int((network.classify(sample.inputs) != sample.targets).sum())
     return facts | {"wrong training points": wrong, "all training points right": not wrong}
 
@@ -130,22 +143,25 @@ def _print_measured(measured: OffSample) -> None:
     if measured.held_out is not None:
         rows.append((f"{measured.n_held_out:,} held-out samples", measured.held_out))
     for name, answers in rows:
-        grid.add_row(escape(name), *(f"{100 * share:.2f}" for share in dataclasses.astuple(answers)))
+        grid.add_row(escape(name), *(f"{100 * fraction:.2f}" for fraction in dataclasses.astuple(answers)))
     screen.print()
     screen.print(grid)
-    low, middle, _ = measured.margins
     notes = [
-        f"Distance of a training point from the nearest threshold: at least {low:.1e}, in the median {middle:.1e}."
+        f"{what}: at least {low:.1e}, median {middle:.1e}."
+        for what, (low, middle, _) in (
+            ("Radius within which a training point certainly keeps its class", measured.class_radius),
+            ("Distance of a training point from the nearest activation boundary", measured.activation_distance),
+        )
     ]
     if measured.held_out is not None:
-        notes.append(f"Always the commonest class would be {100 * measured.chance:.2f} % right on held-out samples.")
+        notes.append(f"The most frequent class alone would be {100 * measured.chance:.2f} % right on held-out samples.")
     notes.append("Sizes and distances are over the median distance of a point from the mean. Silent: all outputs zero.")
     for note in notes:
         screen.print(note, highlight=False)
 
 
-def _draw(measured: OffSample) -> bytes:
-    """The answers under noise as a stacked plot."""
+def _draw(measured: OffSample, kind: str) -> bytes:
+    """The answers under noise as a picture of this kind, with the class radii of the training points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -155,20 +171,22 @@ def _draw(measured: OffSample) -> bytes:
     if not rows:
         raise ValueRangeError("--figure needs noise above zero to draw; got none. Pass --noise 0.01, or leave it out.")
     sizes = [size for size, _ in rows]
-    shares = [[getattr(answers, name) for _, answers in rows] for name in ("right", "silent", "wrong")]
+    fractions = [[getattr(answers, name) for _, answers in rows] for name in ("right", "silent", "wrong")]
     made = Figure(figsize=(6.0, 3.8), layout="constrained")
     FigureCanvasAgg(made)
     axes = made.subplots()
-    for name, colour, values in zip(("right", "silent", "wrong"), (2, 7, 5), shares, strict=True):
+    for name, colour, values in zip(("right", "silent", "wrong"), (2, 7, 5), fractions, strict=True):
         axes.plot(sizes, values, marker="o", markersize=4, color=COLOURS[colour], label=name)
-    low, middle, _ = measured.margins
-    axes.axvline(middle, color="#222222", linestyle="--", linewidth=1.0, label="median margin")
-    axes.axvline(low, color="#222222", linestyle=":", linewidth=1.0, label="smallest margin")
+    low, middle, _ = measured.class_radius
+    for place, style, name in ((middle, "--", "median class radius"), (low, ":", "smallest class radius")):
+        if 0.0 < place < math.inf:
+            axes.axvline(place, color="#222222", linestyle=style, linewidth=1.0, label=name)
     if measured.held_out is not None:
         axes.axhline(measured.held_out.right, color=COLOURS[0], linewidth=1.0, label="right on held-out samples")
     axes.set(xscale="log", ylim=(-0.03, 1.03), xlabel="length of the noise over the median distance from the mean",
-             ylabel="share", title="A memorizer off its sample")  # fmt: skip
+             ylabel="fraction of the inputs", title="A memorizer off its sample")  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
     buffer = io.BytesIO()
-    made.savefig(buffer, format="png", dpi=160)
+    no_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    made.savefig(buffer, format=kind, dpi=160, metadata=no_date)
     return buffer.getvalue()

@@ -25,7 +25,8 @@ from onlynorm.models import BUILT_IN, make_model
 from onlynorm.reconstruction import plan
 from onlynorm.screen import make_table, print_facts, print_json, print_plan, screen
 from onlynorm.solvers import choose
-from onlynorm.solvers.memory import memory_limit, readable
+from onlynorm.solvers.conditioning import predict_features
+from onlynorm.solvers.memory import memory_budget, readable
 from onlynorm.solvers.needs import need_tolerance
 
 
@@ -52,10 +53,16 @@ def plan_command(
     activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
     tolerance: Annotated[float | None, typer.Option(help="Relative residual to reach (1e-10 if left out).")] = None,
+    calibration: Annotated[
+        int, typer.Option(min=1, help="Calibration samples of the run that is planned, as for reconstruct.")
+    ] = 64,
     fields: Fields = None,
     as_json: AsJson = False,
 ) -> None:
-    """Widths, memory, conditioning and time of a network or of one layer, before anything is computed."""
+    """Widths, memory, conditioning and time of a network or of one layer, before anything is computed.
+
+    Memory and seconds of a network are those of the whole reconstruction. Exits with 1 if the memory does not suffice.
+    """
     if tolerance is not None:
         need_tolerance(tolerance)
     if is_shape(target):
@@ -65,7 +72,7 @@ def plan_command(
         fields, activation=activation, construction=construction, features=features, excess=excess, density=density,
         seed=seed, tolerance=tolerance,
     )  # fmt: skip
-    planned = plan(make_model(target), inputs=_one_input(target, data, input_shape), **choices)
+    planned = plan(make_model(target), inputs=_one_input(target, data, input_shape), n_samples=calibration, **choices)
     if as_json:
         print_json(planned.as_dict())
     else:
@@ -111,10 +118,13 @@ def _plan_shape(
         facts |= {"method": "closed form", "condition number": 1.0}
         options = []
     else:
+        prediction = predict_features(drawn)
         choice = choose(
-            drawn.rows, drawn.cols, drawn.n_features, tolerance=need_tolerance(tolerance), memory=memory_limit()
-        )
-        facts |= {"method": choice.method, "condition number": choice.condition, "reason": choice.reason}
+            drawn.rows, drawn.cols, drawn.n_features, tolerance=need_tolerance(tolerance), memory=memory_budget(),
+            condition=max(1.0, prediction.condition),
+        )  # fmt: skip
+        facts |= {"method": choice.method, "condition number": choice.condition, "known": prediction.is_known}
+        facts |= {"reason": choice.reason}
         options = [o for o in choice.options if o.method != "svd"]
     if as_json:
         listed = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,14 @@ from onlynorm.cli.choices import (
     recipe_choices,
 )
 from onlynorm.cli.entry import AsJson, Excess, FeaturesName, app, need_folder
-from onlynorm.errors import StorageError, UnknownNameError, ValueRangeError
+from onlynorm.errors import AccuracyWarning, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.models import BUILT_IN, load_model, make_model
 from onlynorm.reconstruction import collapse, find_layers, load, reconstruct, save
 from onlynorm.reconstruction.compare import Comparison, compare
 from onlynorm.screen import counter, errors, layer_bars, print_facts, print_json, print_layers, screen, spinner
 from onlynorm.solvers.memory import readable
 from onlynorm.solvers.needs import need_tolerance
+from onlynorm.storage import claiming
 
 SAME = {"float64": 1e-8, "float32": 1e-2}
 """Relative error of the outputs up to which two networks count as the same function, by the precision they run in."""
@@ -43,6 +45,7 @@ Dtype = Annotated[str, typer.Option(help="Precision in which both networks run: 
     "`onlynorm reconstruct mlp --weights mlp.pt --data digits --features ortho_cond`, "
     "`onlynorm reconstruct my.models:make --data batch.npy --activation tanh --set kernel=second`",
 )
+@claiming("out")
 def reconstruct_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
@@ -87,7 +90,9 @@ def reconstruct_command(
     test = _first(split.test_inputs, images, usual=64)
     partial = out.with_name(f"{out.name}.partial")
     try:
-        with layer_bars([layer.name for layer in find_layers(target).layers], hidden=as_json) as step:
+        names = [layer.name for layer in find_layers(target).layers]
+        with layer_bars(names, hidden=as_json) as step, warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccuracyWarning)  # the result lists the layers
             result = reconstruct(
                 target, inputs=batch, error=error, fold_norms=fold_norms, partial=partial, step=step, **choices
             )
@@ -107,9 +112,16 @@ def reconstruct_command(
         "seconds of solving": sum(layer.seconds for layer in result.layers),
         "largest residual": max(layer.residual for layer in result.layers),
         "left as it is": [str(item) for item in result.left],
+        "calibration": "" if result.calibration is None else str(result.calibration),
     } | (_facts(comparison, SAME[dtype]) if comparison is not None else {})
     if as_json:
-        print_json(facts | {"bytes": out.stat().st_size, "layers": [dataclasses.asdict(row) for row in result.layers]})
+        calibration_check = None if result.calibration is None else result.calibration.as_dict()
+        rows = [dataclasses.asdict(row) for row in result.layers]
+        print_json(
+            facts
+            | {"bytes": out.stat().st_size, "layers": rows, "calibration": calibration_check}
+            | {"warnings": list(result.warnings)}
+        )
     else:
         print_layers(result)
         print_facts(f"{model} from {result.recipe.features} features, seed {result.recipe.seed}", facts)
@@ -170,6 +182,7 @@ def _facts(comparison: Comparison, tolerance: float) -> dict[str, Any]:
         "relative error of the outputs": check.relative_error,
         "accepted": tolerance,
         "largest error of an output": check.max_error,
+        "samples with NaN or infinity": check.n_not_finite,
         "same prediction": check.agreement,
         "outside the calibrated range": check.outside,
         "every frozen weight comes from the seed": check.is_reproducible,

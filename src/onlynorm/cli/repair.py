@@ -45,12 +45,16 @@ def repair_command(
     ] = None,
     max_ratio: Annotated[float, typer.Option(help="How much gradients may grow on their way back.")] = MAX_RATIO,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of weights that are drawn.")] = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also change tied weights, and a network that looks trained.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the repaired weights to this .safetensors file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Repair the initial weights of a deep network, and show rank, scale and gradient of every layer before and after.
 
-    What a trained network has learned is lost: run this before training. The file holds the tensors of the network
+    Run this before training: a network that looks trained is not changed without --force. Layers that no repair can
+    change are listed with their part of the parameters. The file holds the tensors of the network
     under their names; after batch_norm and residual those of the network with what was put in.
     """
     if out is not None:
@@ -66,7 +70,7 @@ def repair_command(
         say(f"{model} on {len(inputs)} samples")
         result = repair(
             network, inputs, method=method, targets=targets, n_steps=steps, target_rank=target_rank,
-            max_ratio=max_ratio, seed=seed,
+            max_ratio=max_ratio, seed=seed, force=force,
         )  # fmt: skip
     if out is not None:
         _write(result, out, model)
@@ -78,6 +82,9 @@ def repair_command(
         grid.add_row(*map(escape, row))
     screen.print(grid)
     screen.print(escape(str(result)), highlight=False)
+    for one in result.unseen:
+        part = one.n_parameters / max(result.n_parameters, 1)
+        screen.print(f"not seen: {escape(str(one))}, {part:.1%} of the parameters", highlight=False)
     if out is not None:
         screen.print(f"{escape(str(out))} is written: pass it as --weights.", highlight=False)
 

@@ -12,7 +12,6 @@ from rich.markup import escape
 from onlynorm.cli.choices import Density, Seed
 from onlynorm.cli.entry import AsJson, Excess, FeaturesName, app, need_folder
 from onlynorm.cli.plan import parse_shape
-from onlynorm.errors import InsufficientFeaturesError
 from onlynorm.features import Features, draw
 from onlynorm.report.figure import write_figure
 from onlynorm.report.records import Curve, Panel, Record, Verdict
@@ -40,6 +39,9 @@ def spectrum_command(
     density: Density = None,
     seed: Seed = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Draws at each excess of the sweep.")] = 3,
+    unit_length: Annotated[
+        bool, typer.Option("--unit-length/--as-drawn", help="Divide every feature by its length first, as solvers do.")
+    ] = True,
     sweep: Annotated[bool, typer.Option(help="Measure the condition number over the excess too.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for the figure, as SVG and PNG.")] = None,
     as_json: AsJson = False,
@@ -54,23 +56,20 @@ def spectrum_command(
     counts = {draw(features, drawn.shape, excess=e, density=density).n_features: e for e in EXCESSES if sweeps}
     with bar("spectrum", 1 + len(counts), hidden=as_json) as step:
         step(drawn.name)
-        found = measure_spectrum(drawn)
-        if not math.isfinite(found.values[-1]):
-            raise InsufficientFeaturesError(
-                f"a spectrum needs at least one feature that is not zero; got none of {drawn.n_features} with density "
-                f"{drawn.density}. Raise --density or change --seed."
-            )
+        found = measure_spectrum(drawn, unit_length=unit_length)
         descent = None
         if sweeps:
             chosen = range(seed, seed + seeds)
             descent = sweep_excess(
-                features, drawn.shape, excesses=tuple(counts.values()), seeds=chosen, density=density, progress=step
-            )
+                features, drawn.shape, excesses=tuple(counts.values()), seeds=chosen, density=density,
+                unit_length=unit_length, progress=step,
+            )  # fmt: skip
     files = [] if out is None else [str(path) for path in write_figure(as_record(found, descent), out)]
     if as_json:
         swept = None if descent is None else {
             "excess": list(descent.excesses), "condition number": [list(row) for row in descent.measured],
-            "median": list(descent.medians), "law": list(descent.law), "peak": descent.peak,
+            "median": list(descent.medians),
+            "law": [None if math.isnan(one) else one for one in descent.law], "peak": descent.peak,
         }  # fmt: skip
         print_json(found.as_dict() | {"sweep": swept, "files": files})
         return
@@ -97,7 +96,12 @@ def _print_spectrum(found: Spectrum) -> None:
     histogram, law = facts.pop("histogram"), facts.pop("law", {})
     facts["shape"] = ",".join(map(str, facts["shape"]))
     facts |= {f"law: {name}": value for name, value in law.items()}
-    print_facts(f"Spectrum of {facts['features']} features, entries of variance 1/equations", facts)
+    scaled = "of unit length" if found.is_unit_length else "as drawn"
+    if law and not found.prediction.is_known:
+        facts["law: condition number"] = f"unknown, at least {found.law_condition:.4g}"
+    if law and found.follows_law is None:
+        facts["law: follows"] = "too few singular values for a test"
+    print_facts(f"Spectrum of {facts['features']} features {scaled}, entries of variance 1/equations", facts)
     bins, shares, expected = found.histogram(N_BINS)
     grid = make_table("singular values", "share", "law" if "law" in histogram else "", "")
     widest = max(shares.max(), 1e-12)
@@ -114,7 +118,7 @@ def _print_descent(descent: Descent) -> None:
         excess, n_features, median, all_seeds, law = row
         grid.add_row(
             f"{excess:.4g}", f"{n_features:,}", f"{median:.4g}", f"{min(all_seeds):.4g}", f"{max(all_seeds):.4g}",
-            f"{law:.4g}",
+            "unknown" if math.isnan(law) else f"{law:.4g}",
         )  # fmt: skip
     screen.print(grid)
     screen.print(f"the condition number peaks at excess {descent.peak:.4g}", highlight=False)
@@ -135,7 +139,10 @@ def as_record(found: Spectrum, descent: Descent | None) -> Record:
         panels.append(Panel("descent", "condition number over the excess", "features per equation",
                             "condition number", x_log=True, y_log=True))  # fmt: skip
         curves.append(Curve(features.name, descent.excesses, descent.medians, kind="line+points", panel="descent"))
-        curves.append(Curve("law", descent.excesses, descent.law, panel="descent", style="law"))
+        known = [(x, y) for x, y in zip(descent.excesses, descent.law, strict=True) if not math.isnan(y)]
+        if known:
+            x_known, y_known = zip(*known, strict=True)
+            curves.append(Curve("law", x_known, y_known, panel="descent", style="law"))
     return Record(
         artifact="spectrum", title=f"Spectrum of {features.name} features", claim="", kind="figure", scale="",
         verdict=Verdict.CAVEAT, reasons=(), checks=(), values={}, sizes={}, seeds=(features.seed,),

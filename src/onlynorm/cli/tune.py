@@ -27,15 +27,16 @@ from onlynorm.errors import (
     ValueRangeError,
 )
 from onlynorm.models import BUILT_IN, load_model
+from onlynorm.modules import find_output
 from onlynorm.screen import counter, errors, print_facts, print_json
 from onlynorm.solvers.memory import readable
-from onlynorm.storage import digest
+from onlynorm.storage import claiming, digest
 from onlynorm.tuning import Fit, NormHandle, Schedule, accuracy, fit, load_adapter, only_norms, save_adapter
 from onlynorm.tuning.adapter import DTYPES
 from onlynorm.tuning.batches import AUGMENTATIONS, Pairs, epoch_batches
 from onlynorm.tuning.fingerprint import fingerprint
 from onlynorm.tuning.only_norms import STATISTICS
-from onlynorm.tuning.train import OPTIMIZERS, logits_of
+from onlynorm.tuning.train import OPTIMIZERS, make_fabric
 
 RATES = {"sgd": 0.1, "adamw": 1e-3}
 """Learning rates that are taken where none is asked for."""
@@ -63,6 +64,7 @@ class Command(Schedule):
     "--optimizer adamw --lr 0.002 --dtype float16`, "
     "`onlynorm tune my.models:make --data my.data:train_and_test`",
 )
+@claiming("adapter")
 def tune_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
@@ -191,13 +193,6 @@ def _train(
     except TrainingError as error:
         errors.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise ValueRangeError(
-            f"batch norms need two samples or more in every batch; got one in the last of {len(parts.train)} samples "
-            f"by {schedule.batch_size}. Choose another --batch-size, or --statistics freeze."
-        ) from error
 
 
 def _load_twice(model: str, weights: Path | None) -> tuple[nn.Module, nn.Module]:
@@ -220,7 +215,7 @@ def _need_outputs(network: nn.Module, parts: Parts, model: str) -> None:
     """Raises unless the model takes the samples and has an output for each class."""
     sample = torch.as_tensor(parts.train[0][0])
     try:
-        logits = logits_of(network.eval()(sample[None]))
+        logits = find_output(network.eval()(sample[None]))
     except OnlynormError:
         raise
     except Exception as error:  # whatever the model says belongs beside the shape it was given
@@ -259,13 +254,8 @@ def _parse_devices(text: str) -> int | str:
 
 
 def _need_fabric(shared: dict[str, Any]) -> None:
-    """Raises what Lightning has against the devices and the strategy before anything is loaded."""
-    from lightning_fabric import Fabric
-
+    """Raises what this machine or Lightning has against the devices and the strategy before anything is loaded."""
     try:
-        Fabric(accelerator="auto", **shared)
-    except Exception as error:  # it raises its own and several built-in ones
-        told = " ".join(str(error).split())
-        raise ValueRangeError(
-            f"--devices and --strategy need what this machine has; got {told}. Leave them out for one device."
-        ) from error
+        make_fabric("auto", **shared, loggers=[])
+    except ValueRangeError as error:
+        raise ValueRangeError(f"--devices and --strategy need what this machine has; got {error}") from error
