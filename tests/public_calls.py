@@ -1,0 +1,618 @@
+"""One small valid call of every public function, method and class."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import onlynorm as on
+from onlynorm import alignment, data, features, identity, layers, models, rank, reconstruction, report, solvers, tuning
+from onlynorm.features.registry import _REGISTRY
+from onlynorm.solvers import spectrum
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """An argument that is made again for every call, since calls may change it."""
+
+    make: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A valid call: `make` returns the function, or the method of a new object.
+
+    `also` names keywords that the signature does not show. `legal` holds (argument, label) of values that ask for a
+    long run and not for a mistake. `untried` names arguments that are not replaced.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    legal: tuple[tuple[str, str], ...] = ()
+    untried: tuple[str, ...] = ()
+
+
+FOLDER = Path(tempfile.gettempdir())
+"""Where calls write; the test sets it to a folder of its own."""
+_numbers = itertools.count()
+
+
+def out(name: str) -> Fresh:
+    """A path in a folder that exists, not yet taken."""
+    return Fresh(lambda: FOLDER / f"{next(_numbers)}-{name}")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X = normal(8, 3)
+LABELS = torch.arange(8) % 2
+LEFT, RIGHT, TARGET = normal(2, 7), normal(7, 3, seed=1), normal(2, 3, seed=2)
+LEFT_FEW, RIGHT_FEW = normal(2, 4), normal(4, 3, seed=1)
+IMAGES = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def _cached(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def copied(make: Callable[[], Any]) -> Fresh:
+    """A copy of what `make` returns, which is made once."""
+    return Fresh(lambda: copy.deepcopy(_cached(make)))
+
+
+def once(make: Callable[[], Any]) -> Fresh:
+    """What `make` returns, made once: for arguments that calls leave alone."""
+    return Fresh(lambda: _cached(make))
+
+
+def _net() -> nn.Sequential:
+    return models.mlp((3, 4, 2)).double().eval()
+
+
+def _normed() -> nn.Sequential:
+    return models.mlp((3, 4, 2), norm="batch").double().eval()
+
+
+def _folded_normed() -> Any:
+    return tuning.fold(_normed(), X)
+
+
+def _rebuilt() -> on.Reconstruction:
+    return on.reconstruct(_net(), inputs=X, features="id_cond")
+
+
+def _rebuilt_network() -> nn.Module:
+    return _rebuilt().network
+
+
+def _norm_only() -> nn.Module:
+    return on.norm_only(_net())
+
+
+def _norm_only_random() -> nn.Module:
+    return on.norm_only(_net(), features="he_normal")
+
+
+def _verification() -> on.Verification:
+    return on.verify(_net(), _rebuilt_network(), X)
+
+
+def _box() -> on.Box:
+    return on.Box(X.amin(0) - 0.1, X.amax(0) + 0.1)
+
+
+def _memorizer() -> on.Memorizer:
+    return on.memorize(X, LABELS)
+
+
+def _norm_memorizer() -> Any:
+    return on.memorize_norms(X, LABELS)
+
+
+def _factorization() -> on.Factorization:
+    return on.factorize(normal(2, 2), 4)
+
+
+def _diagnosis() -> on.Diagnosis:
+    return on.diagnose(_net(), X, LABELS)
+
+
+def _drawn() -> on.Features:
+    return on.draw("he_normal", (2, 3))
+
+
+def _blocks() -> Any:
+    return layers.draw_blocks("he_normal", (2, 3), n_blocks=2)
+
+
+def _directions() -> Any:
+    return alignment.find_directions(LEFT_FEW, RIGHT_FEW)
+
+
+def _objective() -> Any:
+    return alignment.objective_for(TARGET, _directions())
+
+
+def _per_output() -> Any:
+    drawn = on.draw("id_cond", (2, 3), density=0.5)
+    return alignment.find_directions(drawn.left(), drawn.right())
+
+
+def _operator() -> on.KhatriRao:
+    return on.KhatriRao(LEFT, RIGHT)
+
+
+def _landscape() -> Any:
+    return identity.Landscape(torch.eye(2, dtype=torch.float64) * 1.5)
+
+
+def _chain() -> on.Chain:
+    return on.Chain(width=3, n_chains=1)
+
+
+def _conv_net() -> nn.Module:
+    return identity.all_convolutional(7, width=2, n_classes=2)
+
+
+def _handle() -> Any:
+    return on.only_norms(_normed())
+
+
+def _adapter() -> Any:
+    return tuning.take_adapter(_normed())
+
+
+def _adapters() -> on.Adapters:
+    model = _normed()
+    adapters = on.Adapters(model)
+    on.only_norms(model)
+    adapters.capture("a")
+    adapters.capture("b")
+    return adapters
+
+
+def _split() -> Any:
+    images, labels = torch.rand(6, 3, 4, 4), torch.arange(6) % 2
+    return data.Split("images", images, labels, images, labels)
+
+
+@functools.cache
+def _file(kind: str) -> Path:
+    """A file of this kind, written once."""
+    path = FOLDER / f"written-{kind}.safetensors"
+    if kind == "network":
+        on.save(_rebuilt(), path)
+    elif kind == "norm_only":
+        on.save_norm_only(_norm_only(), path)
+    elif kind == "adapter":
+        on.save_adapter(_normed(), path)
+    elif kind == "factors":
+        identity.save_factors(_factorization(), path)
+    elif kind == "memorizer":
+        identity.save_memorizer(_memorizer(), path)
+    elif kind == "weights":
+        from safetensors.torch import save_file
+
+        save_file(_net().state_dict(), path)
+    elif kind == "peft":
+        path = FOLDER / "written-peft"
+        tuning.write_peft(_adapter(), path)
+    elif kind == "inputs":
+        path = FOLDER / "written-inputs.npy"
+        np.save(path, X.numpy())
+    elif kind == "records":
+        path = FOLDER / "written-records"
+        path.mkdir()
+        report.records.write_record(path / "a.json", _record())
+    return path
+
+
+def written(kind: str) -> Fresh:
+    return Fresh(lambda: _file(kind))
+
+
+def record_file() -> Path:
+    return _file("records") / "a.json"
+
+
+def _record() -> Any:
+    return report.Record(
+        artifact="giannou2023:fig-1", title="t", claim="c", kind="figure", scale="quick",
+        verdict=next(iter(report.Verdict)), reasons=(), checks=(), values={"a": 1.0}, sizes={"n": 1}, seeds=(0,),
+    )  # fmt: skip
+
+
+def _registered() -> Callable[..., Any]:
+    name = "tried by a test"
+    _REGISTRY.pop(name, None)
+
+    def add(fill: Any) -> Any:
+        try:
+            return features.register(name)(fill)
+        finally:
+            _REGISTRY.pop(name, None)
+
+    return add
+
+
+def _all_numbers(**options: Any) -> None:
+    drawn = on.draw(**options)
+    drawn.left(), drawn.right(), drawn.mask_left(), drawn.mask_right(), drawn.weights_digest()
+
+
+def _run_interval_rule(function: Any) -> Any:
+    from onlynorm.reconstruction import interval_tensor
+
+    before = dict(interval_tensor._RULES) if hasattr(interval_tensor, "_RULES") else None
+    try:
+        return reconstruction.interval_rule(function)
+    finally:
+        if before is not None:
+            interval_tensor._RULES.clear()
+            interval_tensor._RULES.update(before)
+
+
+def _checked(key: Any, function: Any) -> Any:
+    before = dict(on.theorems._checks)
+    try:
+        return on.theorems.check(key)(function)
+    finally:
+        on.theorems._checks.clear()
+        on.theorems._checks.update(before)
+
+
+def _unchecked() -> str:
+    return next(one.key for one in on.theorems.statements() if one.restates)
+
+
+def _random_block(seed: Any) -> None:
+    with models.own_randomness(seed):
+        pass
+
+
+def _walked(chain: Any, depths: Any, inputs: Any = None) -> Any:
+    return list(rank.walk(chain, depths, inputs=inputs))
+
+
+def _signals() -> Any:
+    return _diagnosis().layers
+
+
+def _judged() -> Callable[..., Any]:
+    return rank.judge
+
+
+def _plain_linear() -> nn.Linear:
+    return nn.Linear(3, 2).double()
+
+
+def fn(function: Callable[..., Any], /, *, also: tuple[str, ...] = (), legal: tuple[tuple[str, str], ...] = (),
+       untried: tuple[str, ...] = (), **arguments: Any) -> Call:  # fmt: skip
+    """A call of a function or class."""
+    return Call(lambda: function, arguments, also, legal, untried)
+
+
+def method(make: Callable[[], Any], called: str, /, **arguments: Any) -> Call:
+    """A call of a method of a copy of what `make` returns."""
+    return Call(lambda: getattr(copy.deepcopy(_cached(make)), called), arguments)
+
+
+RECIPE = ("construction", "features", "excess", "density", "seed", "activation", "norms", "storage", "tolerance",
+          "window", "precision", "margin", "kernel", "width", "source_kernel", "rank", "rank_tolerance", "n_layers",
+          "narrow", "skip")  # fmt: skip
+CHOICE = ("features", "excess", "density", "seed", "layer", "condition", "spectrum", "n_blocks", "shared_column")
+net, normed, rebuilt_network = copied(_net), copied(_normed), copied(_rebuilt_network)
+H = normal(3, 4)
+
+CALLS: dict[str, Call] = {
+    # ---------------------------------------------------------------------------------------------------- features
+    "features.draw": fn(on.draw, name="er_normal", shape=(2, 3), excess=1.5, seed=1, layer="a", density=0.5),
+    **{
+        f"features.draw({name})": fn(
+            _all_numbers, name=name, shape=(2, 3), excess=None, n_features=None, seed=1, layer="a", kernel="first",
+            density=None, shared_column=0, untried=("name", "dtype", "device", "layer", "seed"),
+        )
+        for name in ("he_normal", "orthogonal", "er_sign", "id_cond", "id_cond_minimal", "ortho_cond")
+    },
+    "features.register": fn(features.register, name="never added", density=0.5),
+    "features.register()": Call(_registered, {"fill": _drawn}),
+    "features.structural_rank": fn(features.structural_rank, left_mask=LEFT > 0, right_mask=RIGHT > 0),
+    "features.is_generically_invertible": fn(
+        features.is_generically_invertible, left_mask=LEFT > 0, right_mask=RIGHT > 0
+    ),
+    "features.Features.left": method(_drawn, "left", start=1, stop=3),
+    "features.Features.right": method(_drawn, "right", start=1, stop=3),
+    "features.Features.mask_left": method(_drawn, "mask_left", start=1, stop=3),
+    "features.Features.mask_right": method(_drawn, "mask_right", start=1, stop=3),
+    "features.Features.as_matrix": method(_drawn, "as_matrix", weight=TARGET),
+    "features.Features.as_weight": method(_drawn, "as_weight", matrix=TARGET),
+    # ----------------------------------------------------------------------------------------------------- solvers
+    "solvers.solve": fn(on.solve, left=LEFT, right=RIGHT, target=TARGET, tolerance=1e-6, memory=1e9),
+    "solvers.solve_features": fn(on.solve_features, features=once(_drawn), target=TARGET, tolerance=1e-6, memory=1e9),
+    "solvers.solve_operator": fn(
+        solvers.solve_operator, operator=once(_operator), target=TARGET, near=normal(7), memory=1e9
+    ),
+    "solvers.solve_multilayer": fn(
+        solvers.solve_multilayer, weights=[normal(5, 3), normal(2, 5)], target=TARGET, max_steps=3
+    ),
+    "solvers.widths_for": fn(solvers.widths_for, shape=(2, 3), n_layers=3, excess=1.1),
+    "solvers.choose": fn(
+        on.choose, n_outputs=2, n_inputs=3, n_features=7, memory=10**9, tolerance=1e-10, condition=10.0, block=4
+    ),
+    "solvers.KhatriRao": fn(on.KhatriRao, left=LEFT, right=RIGHT, block=4),
+    "solvers.KhatriRao.regenerating": fn(on.KhatriRao.regenerating, source=once(_drawn), block=4),
+    "solvers.KhatriRao.apply": method(_operator, "apply", gamma=normal(7)),
+    "solvers.KhatriRao.transpose": method(_operator, "transpose", residual=TARGET),
+    "solvers.KhatriRao.row_gram_apply": method(_operator, "row_gram_apply", residual=TARGET),
+    "solvers.KhatriRao.materialise": method(_operator, "materialise", dtype=torch.float32),
+    "solvers.KhatriRao.to": method(_operator, "to", dtype=torch.float32),
+    "solvers.KhatriRao.empty_factors": method(_operator, "empty_factors", dtype=torch.float32),
+    "solvers.KhatriRao.cast": method(_operator, "cast", dtype=torch.float32),
+    "solvers.KhatriRao.restrict": method(
+        _operator, "restrict", outputs=torch.tensor([True, False]), inputs=torch.tensor([True, False, True])
+    ),
+    "solvers.KhatriRao.scaled": method(_operator, "scaled", left_power=1, right_power=-2),
+    "solvers.KhatriRao.sample": method(_operator, "sample", step=2),
+    "spectrum.edges": fn(spectrum.edges, n_equations=4, n_features=6),
+    "spectrum.density": fn(spectrum.density, x=np.linspace(0.0, 2.0, 3), n_equations=4, n_features=6),
+    "spectrum.cumulative": fn(spectrum.cumulative, x=np.linspace(0.0, 2.0, 3), n_equations=4, n_features=6),
+    "spectrum.condition_number": fn(spectrum.condition_number, n_equations=4, n_features=6),
+    "spectrum.predict_condition": fn(
+        spectrum.predict_condition, n_outputs=4, n_inputs=5, n_features=30, density=0.5, is_orthogonal=True
+    ),
+    "spectrum.predict_iterations": fn(spectrum.predict_iterations, prediction=10.0, tolerance=1e-6),
+    "spectrum.estimate_condition": fn(spectrum.estimate_condition, operator=on.KhatriRao(LEFT, RIGHT), n_products=5),
+    "spectrum.iterations_for": fn(spectrum.iterations_for, condition=10.0, tolerance=1e-6),
+    "spectrum.condition_for": fn(spectrum.condition_for, iterations=10, tolerance=1e-6),
+    "spectrum.features_for_condition": fn(spectrum.features_for_condition, n_equations=4, condition=10.0),
+    "spectrum.empirical_spectrum": fn(spectrum.empirical_spectrum, left=LEFT, right=RIGHT, unit_length=True),
+    # --------------------------------------------------------------------------------------------------- alignment
+    "alignment.align": fn(on.align, target=TARGET, left=LEFT_FEW, right=RIGHT_FEW, method="greedy", seed=1),
+    "alignment.align_within": fn(
+        alignment.align_within, target=TARGET, directions=once(_directions), method="greedy", seed=1, preparation=0.5
+    ),
+    "alignment.find_directions": fn(alignment.find_directions, left=LEFT_FEW, right=RIGHT_FEW),
+    "alignment.objective_for": fn(alignment.objective_for, target=TARGET, directions=once(_directions)),
+    "alignment.PerOutput.costs": method(_per_output, "costs", target=TARGET),
+    "alignment.Objective.total": method(_objective, "total", order=torch.arange(2)),
+    "alignment.Objective.missed": method(_objective, "missed", order=torch.arange(2)),
+    # ------------------------------------------------------------------------------------------------------ models
+    "models.mlp": fn(models.mlp, widths=(3, 4, 2), activation=nn.ReLU, norm="batch", init="standard", seed=1),
+    "models.vgg": fn(models.vgg, stages=((2,), (2,)), norm="batch", n_classes=2, image_size=4, seed=1),
+    "models.cifar_resnet": fn(models.cifar_resnet, depth=8, n_classes=2, width=1, norm="batch", seed=1),
+    "models.CifarResNet": fn(models.CifarResNet, depth=8, n_classes=2, width=1, norm="batch"),
+    "models.CifarBlock": fn(models.CifarBlock, n_in=2, n_out=2, stride=1),
+    "models.resnet": fn(models.resnet, depth=18, n_classes=2, width=1, seed=1),
+    "models.ResNet": fn(models.ResNet, depth=18, n_classes=2, width=1),
+    "models.vit": fn(models.vit, patch=2, depth=1, width=4, heads=2, image_size=4, n_classes=2, seed=1),
+    "models.ViT": fn(
+        models.ViT, patch=2, depth=1, width=4, heads=2, n_patches=4, in_channels=3, n_classes=2
+    ),
+    "models.own_randomness": fn(_random_block, seed=1),
+    "models.make_model": fn(models.make_model, spec="mlp"),
+    "models.load_model": fn(models.load_model, spec="mlp"),
+    "models.load_weights": fn(models.load_weights, network=net, path=written("weights")),
+    "models.run_factory": fn(models.run_factory, spec="torch.nn:ReLU", what="a model"),
+    # ---------------------------------------------------------------------------------------------------- theorems
+    "theorems.statements": fn(on.theorems.statements, paper="giannou2023"),
+    "theorems.statement": fn(on.theorems.statement, key="giannou2023:thm-1"),
+    "theorems.check": fn(_checked, key=Fresh(_unchecked), function=Fresh(lambda: _unchecked)),
+    "theorems.has_check": fn(on.theorems.has_check, key="giannou2023:thm-1"),
+    "theorems.where": fn(on.theorems.where, key="giannou2023:thm-1"),
+    "theorems.run_check": fn(on.theorems.run_check, key="giannou2023:thm-10", seed=0),
+    "theorems.run_checks": fn(on.theorems.run_checks, keys=("giannou2023:thm-10",), seed=0, legal=(("keys", "None"),)),
+    # ------------------------------------------------------------------------------------------------------- optim
+    "optim.follow_weights": fn(
+        on.optim.follow_weights, kind=torch.optim.SGD, model=copied(_norm_only_random), memory=1e9
+    ),
+    "optim.release": fn(on.optim.release, model=copied(_norm_only)),
+    # ---------------------------------------------------------------------------------------------- reconstruction
+    "reconstruction.plan": fn(on.plan, network=net, inputs=X, also=RECIPE),
+    "reconstruction.reconstruct": fn(on.reconstruct, network=net, inputs=X, features="id_cond", also=RECIPE),
+    "reconstruction.verify": fn(
+        on.verify, target=net, network=rebuilt_network, inputs=X, batch_size=4, box=once(_box)
+    ),
+    "reconstruction.collapse": fn(on.collapse, network=rebuilt_network),
+    "reconstruction.save": fn(on.save, network=rebuilt_network, path=out("saved")),
+    "reconstruction.load": fn(on.load, path=written("network"), into=net),
+    "reconstruction.Box": fn(on.Box, low=X.amin(0), high=X.amax(0)),
+    "reconstruction.Recipe": fn(reconstruction.Recipe, excess=1.25, seed=1, window=1e-10, margin=0.1),
+    "reconstruction.Affine": fn(reconstruction.Affine, num_features=3),
+    "reconstruction.certified_price": fn(
+        reconstruction.certified_price, network=net, inputs=X, box=once(_box), n_features=2, seed=1
+    ),
+    "reconstruction.deep_table": fn(reconstruction.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
+    "reconstruction.find_layers": fn(reconstruction.find_layers, network=net),
+    "reconstruction.fold_network": fn(reconstruction.fold_network, network=normed, inputs=X),
+    "reconstruction.interval_rule": fn(_run_interval_rule, function=torch.atan2),
+    "reconstruction.linearize": fn(
+        reconstruction.linearize, activation=Fresh(nn.Tanh), low=-1.0, high=1.0, tolerance=1e-6
+    ),
+    "reconstruction.pad_equal": fn(reconstruction.pad_equal, network=rebuilt_network, width=20),
+    "reconstruction.tradeoff": fn(
+        reconstruction.tradeoff, shape=(2, 3), n_layers=(2, 3), excess=1.5, measured=(3, 3), seed=1
+    ),
+    "reconstruction.unique_solution": fn(reconstruction.unique_solution, target=normal(4, 4), narrow=2, seed=1),
+    "reconstruction.LayerResult.from_dict": fn(
+        reconstruction.LayerResult.from_dict, written=Fresh(lambda: _layer_result())
+    ),
+    "reconstruction.Calibration.of": fn(
+        reconstruction.Calibration.of, layers=Fresh(lambda: _cached(_rebuilt).layers), n_samples=8, margin=0.1
+    ),
+    "reconstruction.fold": fn(reconstruction.fold, norm=Fresh(lambda: nn.BatchNorm1d(3).double().eval())),
+    "reconstruction.unfold": fn(
+        reconstruction.unfold, map=Fresh(lambda: reconstruction.Affine(3)), mean=normal(3), variance=normal(3).square(),
+        axes=0,
+    ),
+    "reconstruction.Verification.is_same": method(_verification, "is_same", tolerance=1e-6),
+    # ------------------------------------------------------------------------------------------------------ layers
+    "layers.NormOnlyLinear": fn(on.NormOnlyLinear, n_in=3, n_out=2, seed=1, also=CHOICE),
+    "layers.NormOnlyConv2d": fn(on.NormOnlyConv2d, n_in=3, n_out=2, kernel_size=2, stride=1, padding=1, seed=1),
+    "layers.norm_only": fn(on.norm_only, model=net, seed=1, keep="2", also=CHOICE),
+    "layers.converted": fn(on.converted, model=copied(_norm_only)),
+    "layers.save_norm_only": fn(on.save_norm_only, model=copied(_norm_only), path=out("saved")),
+    "layers.load_norm_only": fn(on.load_norm_only, path=written("norm_only"), into=net),
+    "layers.semicircle_spectrum": fn(on.semicircle_spectrum, n=4, condition=10.0, seed=1, layer="a"),
+    "layers.Choice": fn(layers.Choice, features="he_normal", excess=1.5, seed=1),
+    "layers.draw_blocks": fn(layers.draw_blocks, name="he_normal", shape=(2, 3), n_blocks=2, excess=1.5, seed=1),
+    "layers.BlockFeatures.left": method(_blocks, "left", start=1, stop=3),
+    "layers.BlockFeatures.right": method(_blocks, "right", start=1, stop=3),
+    "layers.BlockFeatures.as_blocks": method(_blocks, "as_blocks", weight=TARGET),
+    "layers.wrap": fn(layers.wrap, plain=copied(_plain_linear), choice=Fresh(layers.Choice)),
+    "layers.NormOnlyLayer": fn(layers.NormOnlyLayer, plain=copied(_plain_linear), choice=Fresh(layers.Choice)),
+    "layers.NormOnlyLayer.set_weight": Call(lambda: _norm_only()[0].set_weight, {"weight": normal(4, 3)}),
+    # ------------------------------------------------------------------------------------------------------ tuning
+    "tuning.Adapters": fn(on.Adapters, model=normed),
+    "tuning.Adapters.add": method(_adapters, "add", name="c", adapter=once(_adapter)),
+    "tuning.Adapters.capture": method(_adapters, "capture", name="c"),
+    "tuning.Adapters.remove": method(_adapters, "remove", name="a"),
+    "tuning.Adapters.switch": method(_adapters, "switch", name="a"),
+    "tuning.Adapters.average": method(_adapters, "average", weights={"a": 0.5, "b": 0.5}, name="c"),
+    "tuning.Schedule": fn(
+        on.Schedule, epochs=1, batch_size=4, lr=0.1, momentum=0.9, weight_decay=0.1, warmup=0.1, drops=(0.5,),
+        label_smoothing=0.1, patience=2, clip=1.0, seed=1,
+    ),
+    "tuning.Schedule.lr_at": method(lambda: on.Schedule(epochs=1), "lr_at", step=1, n_steps=4),
+    "tuning.fit": fn(
+        on.fit, model=Fresh(lambda: _cached_copy(_normed).float()), data=(X.float(), LABELS),
+        schedule=once(lambda: on.Schedule(epochs=1, batch_size=8)), save_every=2,
+        legal=(("devices", "-1"),),
+    ),
+    "tuning.accuracy": fn(tuning.accuracy, model=net, data=(X, LABELS), batch_size=4),
+    "tuning.find_norms": fn(on.find_norms, model=normed),
+    "tuning.fold": fn(on.fold, model=normed, inputs=X),
+    "tuning.unfold": fn(on.unfold, model=copied(_folded_normed)),
+    "tuning.only_norms": Call(lambda: on.only_norms, {"model": normed, "also": ("1",)}),
+    "tuning.NormHandle.recalibrate": Call(lambda: _handle().recalibrate, {"batches": [X, X]}),
+    "tuning.init_gamma": fn(tuning.init_gamma, handle=Fresh(_handle), how="uniform", seed=1),
+    "tuning.take_adapter": fn(tuning.take_adapter, model=normed),
+    "tuning.save_adapter": fn(on.save_adapter, model=normed, path=out("adapter")),
+    "tuning.load_adapter": fn(on.load_adapter, model=normed, path=written("adapter")),
+    "tuning.read_adapter": fn(tuning.read_adapter, path=written("adapter")),
+    "tuning.write_adapter": fn(tuning.write_adapter, adapter=once(_adapter), path=out("adapter")),
+    "tuning.apply_adapter": fn(tuning.apply_adapter, model=normed, adapter=once(_adapter)),
+    "tuning.read_peft": fn(tuning.read_peft, model=normed, folder=written("peft")),
+    "tuning.write_peft": fn(tuning.write_peft, adapter=once(_adapter), folder=out("peft")),
+    # -------------------------------------------------------------------------------------------------------- rank
+    "rank.diagnose": fn(on.diagnose, model=net, inputs=X, targets=LABELS, max_columns=8, seed=1),
+    "rank.repair": fn(
+        on.repair, model=Fresh(lambda: models.mlp((3, 4, 4, 2)).double()), inputs=X, method="rank", targets=LABELS,
+        n_steps=1, max_ratio=10.0, seed=1, legal=(("n_steps", "2**40"),),
+    ),
+    "rank.simulate": fn(
+        on.simulate, chain=once(_chain), n_steps=3, inputs=normal(3, 3), quantities=("r",), every=1, burn_in=1,
+        legal=(("n_steps", "2**40"), ("burn_in", "2**40")),
+    ),
+    "rank.Chain": fn(on.Chain, width=3, gamma=1.0, n_samples=4, n_chains=2, seed=1),
+    "rank.Chain.ready_inputs": method(_chain, "ready_inputs", inputs=normal(1, 3, 3)),
+    "rank.Chain.step": method(_chain, "step", H=normal(1, 3, 3), W=normal(1, 3, 3, seed=1), scale=1.0),
+    "rank.walk": fn(_walked, chain=once(_chain), depths=(1, 2), inputs=normal(3, 3)),
+    "rank.ChainAverages.__getitem__": method(lambda: on.simulate(_chain(), 2), "__getitem__", name="r"),
+    "rank.soft_rank": fn(on.soft_rank, H=H, tau=0.5),
+    "rank.rank_ratio": fn(on.rank_ratio, H=H),
+    "rank.as_matrix": fn(rank.as_matrix, activations=normal(2, 3, 4), channels=1),
+    "rank.cosines": fn(rank.cosines, H=H, between="samples"),
+    "rank.drift_of_eigenvalues": fn(rank.drift_of_eigenvalues, eigenvalues=torch.tensor([1.5, 1.0, 0.5]).double()),
+    "rank.effective_rank": fn(rank.effective_rank, H=H),
+    "rank.exact_rank": fn(rank.exact_rank, H=H, tolerance=1e-6),
+    "rank.frobenius_drift": fn(rank.frobenius_drift, M=torch.eye(3, dtype=torch.float64)),
+    "rank.judge": fn(
+        rank.judge, layers=once(_signals), alignment=0.5, input_cosine=0.5, contrast=0.5, directions=0.5,
+        thresholds=Fresh(rank.Thresholds),
+    ),
+    "rank.read_signal": fn(rank.read_signal, activation=H, channels=1, max_columns=8, generator=None),
+    "rank.regularity": fn(rank.regularity, H=H),
+    "rank.second_moments": fn(rank.second_moments, H=H),
+    "rank.top_eigenvalues": fn(rank.top_eigenvalues, H=H, k=2),
+    "rank.unit_rows": fn(rank.unit_rows, H=H),
+    "rank.unit_scale": fn(rank.unit_scale, H=H),
+    "rank.Thresholds": fn(rank.Thresholds, contrast=1e-5, rank=1e-3),
+    # ---------------------------------------------------------------------------------------------------- identity
+    "identity.factorize": fn(on.factorize, matrix=normal(2, 2), depth=4, tolerance=1e-6),
+    "identity.Factorization.apply": method(_factorization, "apply", x=normal(3, 2)),
+    "identity.memorize": fn(on.memorize, x=X, labels=LABELS, width=8, n_classes=2, seed=1),
+    "identity.Memorizer": fn(on.Memorizer, n_inputs=3, n_outputs=2, width=4, n_blocks=2, n_cues=2),
+    "identity.Memorizer.forward": method(_memorizer, "forward", x=X),
+    "identity.Memorizer.rows": method(_memorizer, "rows", x=X),
+    "identity.Memorizer.classify": method(_memorizer, "classify", x=X),
+    "identity.memorize_norms": fn(on.memorize_norms, x=X, labels=LABELS, excess=1.25, seed=1),
+    "identity.NormMemorizer": fn(identity.NormMemorizer, features=once(_drawn), code="number"),
+    "identity.NormMemorizer.forward": method(_norm_memorizer, "forward", x=X),
+    "identity.NormMemorizer.classify": method(_norm_memorizer, "classify", x=X),
+    "identity.activation_distances": fn(identity.activation_distances, network=copied(_memorizer), x=X),
+    "identity.class_radii": fn(identity.class_radii, network=copied(_memorizer), x=X),
+    "identity.measure_off_sample": fn(
+        identity.measure_off_sample, network=copied(_memorizer), x=X, labels=LABELS, held_out=(X, LABELS),
+        sizes=(0.0, 0.1), most=4, seed=1,
+    ),
+    "identity.all_convolutional": fn(
+        identity.all_convolutional, depth=7, width=2, n_classes=2, in_channels=3, norm="batch", seed=1
+    ),
+    "identity.branch_bounds": fn(identity.branch_bounds, network=copied(_conv_net)),
+    "identity.least_norm": fn(identity.least_norm, matrix=normal(2, 2), depth=4),
+    "identity.nearest_invertible": fn(identity.nearest_invertible, matrix=normal(2, 2), smallest=0.1),
+    "identity.paper_bound": fn(identity.paper_bound, stretch=1.5, depth=20),
+    "identity.spiral_bound": fn(identity.spiral_bound, stretch=1.5, depth=20),
+    "identity.random_matrix": fn(identity.random_matrix, dim=2, seed=1, name="a"),
+    "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2)),
+    "identity.save_factors": fn(identity.save_factors, factors=once(_factorization), path=out("factors")),
+    "identity.load_factors": fn(identity.load_factors, path=written("factors")),
+    "identity.save_memorizer": fn(identity.save_memorizer, network=copied(_memorizer), path=out("memorizer")),
+    "identity.load_memorizer": fn(identity.load_memorizer, path=written("memorizer")),
+    "identity.Landscape": fn(
+        identity.Landscape, target=normal(2, 2), covariance=torch.eye(2, dtype=torch.float64), noise=0.5
+    ),
+    "identity.Landscape.risk": method(_landscape, "risk", layers=0.1 * normal(3, 2, 2)),
+    "identity.Landscape.gradient": method(_landscape, "gradient", layers=0.1 * normal(3, 2, 2)),
+    "identity.Landscape.dominance": method(_landscape, "dominance", layers=0.1 * normal(3, 2, 2)),
+    "identity.Landscape.usual_rate": method(_landscape, "usual_rate", depth=3),
+    "identity.Landscape.descend": Call(
+        lambda: _landscape().descend, {"start": 0.1 * normal(3, 2, 2), "n_steps": 2, "rate": 0.01},
+        legal=(("n_steps", "2**40"),),
+    ),
+    "identity.Landscape.on_plane": method(
+        _landscape, "on_plane", across=0.1 * normal(3, 2, 2), up=0.1 * normal(3, 2, 2, seed=1), reach=1.0, n_places=3
+    ),
+    # -------------------------------------------------------------------------------------------------------- data
+    "data.Split.smaller": method(_split, "smaller", side=2),
+    "data.corrupt": fn(
+        data.corrupt, images=IMAGES, kind="noise", severity=3.0, seed=1, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)
+    ),
+    "data.digits": fn(data.digits, seed=1, test_share=0.2),
+    "data.teacher": fn(data.teacher, widths=(3, 2), n_train=4, n_test=4, seed=1),
+    "data.find_data": fn(data.find_data, name="."),
+    "data.load_data": fn(data.load_data, spec=Fresh(lambda: str(_file("inputs")))),
+    "data.seeded": fn(data.seeded, seed=1),
+    "report.Curve": fn(report.Curve, label="a", x=(1.0, 2.0), y=(1.0, 2.0)),
+    "report.Panel": fn(report.Panel, name="a", x_names=("b",)),
+    "report.Table": fn(report.Table, columns=("a", "b"), rows=((1.0, "c"),)),
+    "report.read_record": fn(report.read_record, path=Fresh(record_file)),
+    "report.read_records": fn(report.read_records, folder=written("records")),
+    "report.render_page": fn(report.render_page, records=Fresh(lambda: [_record()])),
+    "report.write_report": fn(report.write_report, records_dir=written("records"), out=out("report")),
+}  # fmt: skip
+
+
+def _layer_result() -> dict[str, Any]:
+    import dataclasses
+
+    result = dataclasses.asdict(_cached(_rebuilt).layers[0])
+    return {**result, "shape": list(result["shape"])}
+
+
+def _cached_copy(make: Callable[[], Any]) -> Any:
+    return copy.deepcopy(_cached(make))
