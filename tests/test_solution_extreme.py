@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 import onlynorm as on
 from onlynorm.data import seeded
 from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
+from onlynorm.solvers import ladder
 
 
 def _mixing(n: int, spread: float, seed: int) -> Tensor:
@@ -186,6 +188,25 @@ def test_too_few_features_with_extreme_rows_still_give_the_least_squares_optimum
     assert "the least-squares optimum" in solution.shortfall
     n = _named(solution, r"(\d+) more reach 1e-10" if power == 6 else r"(\d+) more (?:dense|reach)")
     assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
+
+
+@pytest.mark.parametrize("seed", [0, 3, 5])
+def test_the_features_it_names_reach_the_tolerance_with_rows_of_unequal_size(seed: int) -> None:
+    left, right, target = draw_system(14, 14, 166, seed=seed)
+    left = left * torch.logspace(-4, 4, 14, dtype=torch.float64)[:, None]
+    solution = on.solve(left, right, target)
+    assert "30 more dense features make the system solvable" in solution.shortfall
+    n = _named(solution, r"(\d+) more reach 1e-10")
+    assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
+
+
+def test_a_huge_gamma_that_seems_to_leave_less_is_not_preferred() -> None:
+    target = normal(3, 4)
+    small = ladder.Attempt(normal(12), "qr", 1, 1e16, "", 0.4)
+    huge = ladder.Attempt(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
+    assert ladder._is_better(small, huge, target, 1e-10)
+    assert not ladder._is_better(huge, small, target, 1e-10)
+    assert ladder._is_better(replace(small, left_over=0.1), replace(small, left_over=0.2), target, 1e-10)
 
 
 def test_a_result_that_is_no_optimum_says_so() -> None:

@@ -41,7 +41,7 @@ from onlynorm.solvers.needs import (
     nonzero_fraction,
     to_middle,
 )
-from onlynorm.solvers.spectrum import Prediction, predict_condition
+from onlynorm.solvers.spectrum import Prediction, condition_number, predict_condition
 
 EPS = torch.finfo(torch.float64).eps
 ROUNDED = 1e-12
@@ -427,7 +427,7 @@ def _cure(operator: KhatriRao, solution: Solution, attempt: Attempt, method: str
             note = f" (their rank is {rank})"
         if attempt.rank is None:
             note = " if those there are independent"
-        elif rank > 0 and attempt.condition * EPS > 0.1 * wanted:
+        if rank > 0 and _completed_condition(equations, rank, attempt.condition) * EPS > 0.1 * wanted:
             note += f" up to rounding, and {equations} more reach {max(wanted, ROUNDED):.0e}"
         elif has_near and solution.optimality > 0.1 * wanted:
             note += " up to the rounding of near, which is large beside the target"
@@ -435,6 +435,15 @@ def _cure(operator: KhatriRao, solution: Solution, attempt: Attempt, method: str
     if is_best or rounding >= 1.0:
         return f"{equations} more dense features make the system solvable."
     return f"What is left is rounding: a tolerance of {rounding:.0e} can be met."
+
+
+def _completed_condition(equations: int, rank: int, condition: float) -> float:
+    """The condition number to expect once dense features have made the system square.
+
+    A square system is far worse conditioned than one with fewer features, and what makes those there worse than the law
+    (rows of unequal size, say) stays.
+    """
+    return max(1.0, condition / condition_number(equations, rank)) * condition_number(equations, equations)
 
 
 def _rounded_up(value: float) -> float:
