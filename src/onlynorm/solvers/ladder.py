@@ -26,7 +26,7 @@ from onlynorm.solvers.krylov import KrylovResult, Progress, anisotropy, solve_kr
 from onlynorm.solvers.memory import memory_limit, need_memory
 from onlynorm.solvers.spectrum import Prediction, estimate_condition
 
-TINY = torch.finfo(torch.float64).tiny
+TINY, EPS = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).eps
 ANISOTROPIC = 2.0
 """Whitening pays for itself where it shortens the iteration by about this factor."""
 SMALL_BYTES = 64 * 2**20
@@ -132,7 +132,7 @@ def climb(
             found = replace(found, reason=f"{tried[-2]}, so {rung} took over")
         else:
             found = replace(found, reason=choice.reason)
-        if best is None or _is_better(found, best, tolerance):
+        if best is None or _is_better(found, best, target, tolerance):
             best = found
     if best is None:
         gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
@@ -178,10 +178,20 @@ def _iterations(choice: Choice, limit: int) -> int:
     return int(min(MAX_ITERATIONS, max(2 * krylov.iterations + 20, affordable)))
 
 
-def _is_better(other: Attempt, best: Attempt, tolerance: float) -> bool:
+def _is_better(other: Attempt, best: Attempt, target: Tensor, tolerance: float) -> bool:
     if best.is_singular and other.left_over <= tolerance:
         return True  # LU of a singular matrix need not give the solution of least norm
-    return other.left_over < best.left_over
+    return other.left_over + _rounding(other, target) < best.left_over + _rounding(best, target)
+
+
+def _rounding(attempt: Attempt, target: Tensor) -> float:
+    """What rounding alone may change in M gamma beside the target, the worst of the batch.
+
+    A huge gamma, as LU of a singular matrix gives, can seem to leave little: its residual differs from one way of
+    computing it to the next by this much.
+    """
+    sizes = torch.linalg.vector_norm(target, dim=(-2, -1)).clamp_min(TINY)
+    return EPS * float((torch.linalg.vector_norm(attempt.gamma, dim=-1) / sizes).nan_to_num(nan=math.inf).max())
 
 
 def _run(
