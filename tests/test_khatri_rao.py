@@ -267,6 +267,19 @@ def test_arguments_of_wrong_shape_and_impossible_blocks_are_refused() -> None:
         KhatriRao(torch.ones(2, 5), torch.ones(5, 3), block=0)
 
 
+@pytest.mark.parametrize("shape", [(1, 150), (150, 1), (3, 70), (20, 15)])
+@pytest.mark.parametrize("n_features", [96, 97, 140])
+def test_the_gram_of_features_is_that_of_the_matrix_whatever_the_size(shape: tuple[int, int], n_features: int) -> None:
+    generator = torch.Generator().manual_seed(n_features)
+    left = torch.randn(shape[0], n_features, generator=generator, dtype=torch.float64)
+    right = torch.randn(n_features, shape[1], generator=generator, dtype=torch.float64)
+    found = KhatriRao(left, right).gram()
+    matrix = (left[:, None, :] * right.mT[None]).flatten(0, 1)
+    lengths = matrix.norm(dim=0)
+    limit = 2 * shape[0] * shape[1] * EPS * torch.outer(lengths, lengths)
+    assert bool(((found - matrix.mT @ matrix).abs() <= limit).all())
+
+
 def test_a_matrix_beyond_the_memory_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(khatri_rao, "memory_limit", lambda: 1000)
     operator = KhatriRao(torch.ones(10, 20), torch.ones(20, 10))

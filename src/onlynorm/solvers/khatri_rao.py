@@ -270,9 +270,12 @@ class KhatriRao:
         return max(float((left.abs().sum(-1) * right.abs().sum(-1)).max()) for _, left, right in self.blocks())
 
     def gram(self) -> Float[Tensor, "feat feat"]:
-        """M^T M, elementwise from two small products; n_features squared numbers."""
+        """M^T M, elementwise from two small symmetric products; n_features squared numbers."""
         left, right = self.dense()
-        return (left.mT @ left).mul_(right @ right.mT)
+        if min(self.out, self.inp) == 1:
+            columns = left.mT * right
+            return _self_product(columns)
+        return _self_product(left.mT).mul_(_self_product(right))
 
     def row_gram(self) -> Float[Tensor, "eq eq"]:
         """M M^T; equations squared entries, M is not built."""
@@ -446,6 +449,20 @@ def _accumulate(total: Tensor, scaled: Tensor, broad: Tensor) -> None:
         total.addmm_(scaled, broad)
     else:
         total += scaled @ broad
+
+
+def _self_product(rows: Float[Tensor, "n k"]) -> Float[Tensor, "n n"]:
+    """rows @ rows^T: the lower triangle in block columns, then mirrored."""
+    n = len(rows)
+    if n <= COLUMNS:
+        return rows @ rows.mT
+    step = max(COLUMNS, -(-n // 8))
+    product = rows.new_empty(n, n)
+    for start in range(0, n, step):
+        stop = start + step
+        torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        product[start:stop, stop:] = product[stop:, start:stop].mT
+    return product
 
 
 def _pairs(rows: Float[Tensor, "feat n"]) -> Float[Tensor, "feat pairs"]:
