@@ -83,6 +83,16 @@ def test_dead_outputs_and_inputs_are_found() -> None:
     assert inputs.tolist() == [True, True, True, False]
 
 
+@pytest.mark.parametrize("last", [0, 15, 16, 39])
+def test_an_output_that_one_feature_reaches_is_alive_wherever_that_feature_is(last: int) -> None:
+    left, right = _ones(3, 40), _ones(40, 4)
+    left[1], right[:, 2] = 0.0, 0.0
+    left[1, last] = right[last, 2] = 1.0
+    for block in (None, 7):
+        outputs, inputs = needs.live(KhatriRao(left, right, block=block))
+        assert bool(outputs.all() and inputs.all())
+
+
 def test_weights_that_no_feature_makes_are_named() -> None:
     operator = _operator()
     outputs, inputs = torch.tensor([True, False, True]), torch.tensor([True, True, True, False])
