@@ -171,10 +171,10 @@ def _options(
             obstacle = f"needs {readable(n_bytes)} of memory"
         return Option(method, seconds, math.ceil(n_bytes), iterations, obstacle)
 
-    refinement = 4.0 * equations * n_features / (0.5 * double) + 2.0 * smaller**2 / ELEMENTS + 4 * CALL
+    refinement = 4.0 * equations * n_features / (0.5 * double) + 2.0 * smaller**2 / ELEMENTS + CALL
     lu = option(
         "lu",
-        2 / 3 * equations**3 / (EFFICIENCY["lu"] * single) + equations**2 / ELEMENTS + 3 * refinement,
+        2 / 3 * equations**3 / (EFFICIENCY["lu"] * single) + equations**2 / ELEMENTS + 3 * refinement + 5 * CALL,
         5.2 * equations**2, 1, "" if n_features == equations else "the system is not square",
     )  # fmt: skip
     dtype = factor_dtype(kappa, smaller)
@@ -182,7 +182,7 @@ def _options(
     cholesky = option(
         "cholesky",
         _gram_seconds(n_outputs, n_inputs, n_features, rate)
-        + smaller**3 / 3 / (EFFICIENCY["cholesky"] * rate) + (4 - width) * refinement + 10 * CALL,
+        + smaller**3 / 3 / (EFFICIENCY["cholesky"] * rate) + (4 - width) * refinement + 3 * CALL,
         cholesky_memory(n_outputs, n_inputs, n_features, dtype or torch.float64), 1,
         "" if dtype is not None else "the squared condition number is too large",
     )  # fmt: skip
@@ -196,11 +196,11 @@ def _options(
         "" if count <= MAX_ITERATIONS else f"would take about {count} iterations",
     )  # fmt: skip
     qr = option(
-        "qr", 4.0 * smaller**2 * larger / (EFFICIENCY["qr"] * double) + 10 * CALL, 20.0 * equations * n_features, 1, ""
+        "qr", 4.0 * smaller**2 * larger / (EFFICIENCY["qr"] * double) + 7 * CALL, 20.0 * equations * n_features, 1, ""
     )
     svd = option(
         "svd",
-        20.0 * smaller**2 * larger / (EFFICIENCY["svd"] * double) + 10 * CALL,
+        20.0 * smaller**2 * larger / (EFFICIENCY["svd"] * double) + 7 * CALL,
         32.0 * equations * n_features,
         1,
         "",
@@ -223,9 +223,10 @@ def _gram_seconds(n_outputs: int, n_inputs: int, n_features: int, rate: float) -
     pairs, wide_pairs = thin * (thin + 1) / 2, wide * (wide + 1) / 2
     filled = 3.0 * (thin * wide) ** 2 / ELEMENTS
     if thin < THIN:
-        scaled = n_features * wide * pairs / ELEMENTS + pairs * CALL
+        scaled = n_features * wide * pairs / ELEMENTS + 0.5 * pairs * CALL
         return 1.2 * n_features * pairs * wide**2 / by_pairs + scaled + filled
-    return 2.0 * n_features * pairs * wide_pairs / rate + n_features * wide_pairs / ELEMENTS + filled + wide * CALL
+    gathered = n_features * wide_pairs / ELEMENTS + 0.1 * wide * CALL
+    return 2.0 * n_features * pairs * wide_pairs / rate + gathered + filled
 
 
 def cholesky_memory(n_outputs: int, n_inputs: int, n_features: int, dtype: torch.dtype) -> int:
