@@ -386,7 +386,7 @@ def test_numpy_numbers_are_numbers() -> None:
     assert draw("he_normal", (2, 5), n_features=np.int32(7)).n_features == 7  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("excess", [1e300, 2.0**62, np.float64(1e300), float("nan"), float("-inf")])
+@pytest.mark.parametrize("excess", [1e300, 10**400, 2.0**62, np.float64(1e300), float("nan"), float("-inf")])
 @pytest.mark.usefixtures("unchecked")
 def test_an_excess_beyond_all_memory_is_refused(excess: Any) -> None:
     with pytest.raises(

@@ -107,6 +107,8 @@ def choose(
 ) -> Choice:
     """The fastest method that reaches the tolerance within `memory` bytes, with the reason.
 
+        choose(32, 288, 11_520, memory=8e9).method    # "krylov": 32 outputs, 288 inputs, 11,520 features
+
     `condition` replaces the prediction for dense random features where the caller knows better (`predict_features`).
     `block` is the number of features made at a time where they come from their seed; Krylov then needs no copy of them.
     """
