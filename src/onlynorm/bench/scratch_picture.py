@@ -38,12 +38,12 @@ def _draw(axes: Axes, bench: ScratchBench, data: str) -> None:
     if ordinary.n > 1:
         low, high = ordinary.mean - ordinary.half, ordinary.mean + ordinary.half
         axes.axhspan(100 * low, 100 * high, color="#222222", alpha=0.12, linewidth=0)
-    for number, (label, name) in enumerate(_NAMES.items()):
+    for index, (label, name) in enumerate(_NAMES.items()):
         found = [bench.accuracy(data, name(place)) for place in places]
         halves = [100 * np.nan_to_num(one.half) for one in found]
         axes.errorbar(
             places, [100 * one.mean for one in found], yerr=halves, marker="o", markersize=4, linewidth=1.2,
-            capsize=3, color=COLOURS[number], label=label,
+            capsize=3, color=COLOURS[index], label=label,
         )  # fmt: skip
     axes.axvline(BOUND, color="#7f7f7f", linewidth=0.8, linestyle=":")
     axes.set(title=data, xlabel="features per weight", ylabel="test accuracy, %")

@@ -157,8 +157,8 @@ class Features:
             digest.update(build_structure(self).digest_bytes())  # in float64, whatever the dtype
             return digest.hexdigest()
         for side in (self._right_side, self._left_side):
-            for numbers in self._numbers_by_piece(side, 0, self.n_features):
-                digest.update(numbers.astype("<f8", copy=False).tobytes())
+            for piece in self._numbers_by_piece(side, 0, self.n_features):
+                digest.update(piece.astype("<f8", copy=False).tobytes())
         return digest.hexdigest()
 
     def __str__(self) -> str:

@@ -62,6 +62,7 @@ class Block(nn.Module):
     """
 
     kind: ClassVar[str]
+    keeps_precision: ClassVar[bool] = True  # the precision of a network is that of its other tensors
     watch: Watch | None = None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError
 from onlynorm.modules import as_tensor
-from onlynorm.reconstruction.blocks import Block
 
 Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A batch, or a tuple of batches for a network that takes several."""
@@ -59,7 +58,8 @@ def cast(inputs: Inputs, dtype: torch.dtype, device: torch.device | str | None =
 
 def precision(network: nn.Module) -> torch.dtype:
     """The precision of the network's inputs: that of its tensors outside blocks, else of its blocks, else float64."""
-    inner = {id(module) for block in network.modules() if isinstance(block, Block) for module in block.modules()}
+    kept = (module for module in network.modules() if getattr(module, "keeps_precision", False))
+    inner = {id(module) for outer in kept for module in outer.modules()}
     others = [module for module in network.modules() if id(module) not in inner]
     tensors = itertools.chain(
         (p for module in others for p in module.parameters(recurse=False)),

@@ -24,7 +24,7 @@ from torch import nn
 from onlynorm.errors import ValueRangeError
 from onlynorm.features import Features, draw
 from onlynorm.features.registry import STRUCTURED
-from onlynorm.reconstruction.blocks import layer_options
+from onlynorm.reconstruction.blocks import CHUNK_BYTES, layer_options
 from onlynorm.reconstruction.costs import (
     ALONE,
     LAYER_SECONDS,
@@ -37,7 +37,7 @@ from onlynorm.reconstruction.costs import (
     draw_seconds,
     hidden_costs,
 )
-from onlynorm.reconstruction.multilayer_block import CHUNK_BYTES, MultilayerBlock
+from onlynorm.reconstruction.multilayer_block import MultilayerBlock
 from onlynorm.reconstruction.multilayer_norms import choose_norms
 from onlynorm.reconstruction.ranges import Seen
 from onlynorm.reconstruction.recipe import Rebuilt, Recipe, construction

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from onlynorm.features import Features
 from onlynorm.reconstruction.blocks import (
+    CHUNK_BYTES,
     Block,
     explicit_padding,
     options_from_settings,
@@ -31,7 +32,6 @@ from onlynorm.reconstruction.blocks import (
 from onlynorm.reconstruction.norms import Norm, affine, make_norm, normalise
 from onlynorm.reconstruction.streaming import whole_lines
 
-CHUNK_BYTES = 64 * 2**20
 """Hidden activations of the widest layer alive at one time."""
 
 
