@@ -122,10 +122,11 @@ def judge(
         raise ShapeError("judge needs a layer or more; got none. Pass those of a Diagnosis.")
     need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
     values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
-              "told": told, "start": start, "loss": loss, "unobserved": unobserved}  # fmt: skip
+              "told": told, "start": start, "loss": loss}  # fmt: skip
     for name, value in values.items():
         if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
             need_number(name, value, cure="Pass None where it was not measured.")
+    unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out where all was observed.")
     odd = next((layer for layer in layers if not layer.is_finite), None)
     if odd is not None:
         where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
