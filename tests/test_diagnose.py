@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from onlynorm.data import find_data, seeded
 from onlynorm.errors import ConversionError, MissingDataError, ShapeError, UnknownNameError
-from onlynorm.models import load_model, own_randomness, resnet
-from onlynorm.rank import diagnose
+from onlynorm.models import load_model, mlp, own_randomness, resnet
+from onlynorm.rank import diagnose, repair
 from onlynorm.report.diagnosis import render_diagnosis
 
 # ------------------------------------------------------------------------------- no trace
@@ -159,7 +159,9 @@ def test_a_deep_plain_network_is_unhealthy_and_with_batch_norms_it_is_not() -> N
         "for random inputs",
     ):
         assert words in str(ill.verdict)
-    assert ill.verdict.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair."
+    assert ill.verdict.advice == (
+        'Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair with method="mirrored".'
+    )
     assert ill.alignment == pytest.approx(1.0, abs=1e-6)
     # the deltas of different classes point away from each other, so the whole gradients do not align
     assert ill.sample_cosine is not None
@@ -286,6 +288,26 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.last(self.lstm(self.first(x)[:, None])[0][:, 0])
         return logits
+
+
+@pytest.mark.parametrize("value", [1e30, float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_no_sign_of_health(value: float) -> None:
+    found = diagnose(mlp((64, 32, 32, 10)), INPUTS, torch.full((len(INPUTS), 10), value))
+    assert (found.score, found.verdict.word, found.is_trainable) == (0.0, "unhealthy", False)
+    assert f"the loss is {found.loss}" in found.verdict.findings[0]
+    assert "targets" in found.verdict.advice
+
+
+def test_the_repair_that_is_advised_makes_positive_weights_healthy() -> None:
+    model = deep(depth=3, width=32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.abs_()
+    found = diagnose(model, INPUTS, CLASSES)
+    assert not found.is_trainable
+    assert 'run repair with method="mirrored"' in found.verdict.advice
+    assert repair(model, INPUTS).method == "nothing"  # neither rank nor gradient changes from layer to layer
+    assert diagnose(repair(model, INPUTS, method="mirrored").model, INPUTS, CLASSES).is_trainable
 
 
 def test_repair_is_not_advised_where_it_cannot_change_the_layers() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ValueRangeError
-from onlynorm.models import cifar_resnet, own_randomness, vit
+from onlynorm.models import cifar_resnet, mlp, own_randomness, vit
 from onlynorm.rank import diagnose, repair
 
 
@@ -258,6 +258,24 @@ def test_wrappers_are_looked_through() -> None:
         again = diagnose(wrapped, INPUTS, CLASSES)
         assert again.layers == found.layers
         assert again.last_layer == "6"
+
+
+def test_compiled_parts_are_read_and_repaired_like_others() -> None:
+    def network(*, is_compiled: bool) -> nn.Sequential:
+        with own_randomness(0):
+            model = mlp((64, 32, 32, 32, 10))
+        if is_compiled:
+            model[2] = torch.compile(model[2], backend="eager")
+            with torch.no_grad():
+                model(INPUTS)  # compiled before the hooks come
+        return model
+
+    plain, compiled = (diagnose(network(is_compiled=some), INPUTS, CLASSES) for some in (False, True))
+    assert compiled.n_layers == plain.n_layers == 4
+    assert compiled.score == pytest.approx(plain.score)
+    before, after = (repair(network(is_compiled=some), INPUTS, method="lsuv") for some in (False, True))
+    assert not after.unseen
+    assert [one.scale for one in after.after] == pytest.approx([one.scale for one in before.after])
 
 
 def test_arrays_are_taken_as_inputs_and_targets() -> None:

@@ -44,6 +44,12 @@ def test_a_sound_network_is_healthy_and_that_is_said() -> None:
     }  # fmt: skip
 
 
+def test_a_healthy_verdict_says_how_much_it_did_not_see() -> None:
+    judged = {"alignment": 0.3, "input_cosine": 0.3, "thresholds": Thresholds()}
+    assert len(judge(network(), unobserved=0.05, **judged).findings) == 1
+    assert "78% of the parameters" in judge(network(), unobserved=0.78, **judged).findings[1]
+
+
 T = Thresholds()
 SIGNS = {
     "rank": network(r=1.0 + T.rank),
@@ -90,7 +96,8 @@ def test_a_loss_far_above_that_of_no_outputs_is_told() -> None:
 
     assert parts(1.0 + T.start).parts["start"] == pytest.approx(0.5)
     assert parts(0.1).parts["start"] == parts(1.0).parts["start"] == 1.0
-    assert parts(100.0).findings == ("the initial loss is 100.0 times that of zero outputs",)
+    assert parts(100.0).findings == ("the initial loss is 100 times that of zero outputs",)
+    assert parts(3e25).findings == ("the initial loss is 3e+25 times that of zero outputs",)
     assert "Draw smaller weights" in parts(100.0).advice
 
 
@@ -102,7 +109,9 @@ def test_rank_alignment_and_vanishing_explain_lost_differences_and_are_not_judge
     assert set(well.parts) == {"alive", "growing", "shrinking", "contrast", "directions", "input", "exploding"}
     ill = differences(layers, contrast=T.contrast)
     assert [words.split(" ")[1] for words in ill.findings] == ["signal", "gradient", "of", "gradient"]
-    assert ill.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair."
+    assert ill.advice == (
+        'Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair with method="mirrored".'
+    )
     grown = [*layers[:3], layer(4, scale=10 * T.growing)]
     assert len(differences(grown).findings) == 1  # a sign that stands for itself needs no reasons
 

@@ -147,6 +147,25 @@ def test_a_matrix_far_from_scale_one_is_met_at_enough_depth() -> None:
         assert found.is_promised
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [1e-307, 1e-200, 1e-30, 1e200, 1e300])
+def test_the_logarithm_of_tiny_and_huge_matrices_neither_warns_nor_fails(scale: float) -> None:
+    for seed in range(6):
+        matrix = random_matrix(4, seed=seed)
+        found = factorize(matrix * scale, 2000)
+        assert found.product_error < 1e-9
+        options = {option.method: option.max_norm for option in found.options}
+        if not math.isnan(options["log"]):  # the scale adds the same number to every logarithm
+            assert options["log"] >= found.max_norm * (1.0 - 1e-9)
+
+
+def test_the_logarithm_does_not_depend_on_the_scale() -> None:
+    matrix = torch.tensor([[2.0, 1.0, 0.0], [-1.0, 1.0, 0.5], [0.0, -0.5, 3.0]], dtype=torch.float64)
+    near = torch.eye(3) + factorize(matrix, 500, method="log").runs[0].core
+    far = torch.eye(3) + factorize(matrix * 2.0**-300, 500, method="log").runs[0].core
+    torch.testing.assert_close(far, near * 2.0 ** (-300 / 500), rtol=0.0, atol=1e-13)
+
+
 def test_integers_and_single_precision_are_taken_in_double() -> None:
     whole = factorize(torch.tensor([[2, 1], [0, 3]]), 8)
     assert whole.product().dtype == torch.float64

@@ -105,6 +105,11 @@ def test_a_layer_near_the_identity_is_square() -> None:
         NearIdentity(torch.ones(2, 3))
 
 
+def test_singular_values_that_overflow_are_refused() -> None:
+    with pytest.raises(ValueRangeError, match=r"singular values within float64; got entries up to 1\.5e\+308"):
+        factorize(torch.full((3, 3), 1.5e308, dtype=torch.float64) * torch.eye(3).add(0.5).clamp(max=1.0), 10)
+
+
 def test_a_tolerance_is_positive() -> None:
     with pytest.raises(ValueRangeError, match="tolerance needs"):
         factorize(positive(2), 3, tolerance=-1.0)

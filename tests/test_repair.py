@@ -400,6 +400,21 @@ def test_a_tied_embedding_is_measured_and_not_changed_unless_forced(method: str)
         assert torch.equal(forced.model.get_parameter("tokens.weight"), model.tokens.weight) == (method == "paper")
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_that_share_memory_are_tied(in_place: bool) -> None:
+    model = Tied()
+    model.head.weight = nn.Parameter(torch.empty_like(model.tokens.weight))
+    model.head.weight.data = model.tokens.weight.data
+    before = model.tokens.weight.detach().clone()
+    result = repair(model, TOKENS, targets=TOKENS, method="lsuv", in_place=in_place)
+    made = result.model
+    assert isinstance(made, Tied)
+    assert made.head.weight is not made.tokens.weight
+    assert made.head.weight.data_ptr() == made.tokens.weight.data_ptr()
+    assert torch.equal(made.tokens.weight, before)
+    assert "its weight is tied to that of 'tokens'" in str(result)
+
+
 def test_without_any_layer_to_change_the_modules_are_named() -> None:
     model = nn.Sequential(nn.Linear(20, 5)).requires_grad_(False)
     with pytest.raises(ConversionError, match=r"that can be trained; got '0' \(Linear: frozen\)"):

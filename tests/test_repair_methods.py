@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from diagnosed import INPUTS
 from torch import Tensor, nn
 
 from onlynorm.data import seeded
@@ -247,3 +248,14 @@ def test_a_visit_shows_every_layer_what_it_receives_after_the_changes_before_it(
             assert torch.equal(received.pop(0), signal)
         signal = layer(signal).detach()
     assert received == []
+
+
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_inputs_whose_squares_leave_float64_are_scaled_like_others(size: float) -> None:
+    model = mlp((64, *[32] * 6, 10)).double()
+    for method in ("mirrored", "lsuv", "orthogonal"):
+        result = repair(model, INPUTS.double() * size, method=method)
+        usual = repair(model, INPUTS.double(), method=method)
+        for one, other in zip(result.after[1:], usual.after[1:], strict=True):
+            assert one.scale == pytest.approx(other.scale, rel=1e-6)
+            assert one.r == pytest.approx(other.r, rel=1e-6)

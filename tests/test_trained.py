@@ -120,6 +120,22 @@ def test_networks_that_were_trained_look_so(norm: str, init: str, adam: bool) ->
     assert sign(trained(model, adam=adam, n_steps=150 if adam else 400)) != ""
 
 
+def test_a_little_in_every_weight_is_a_sign_that_no_weight_shows_alone() -> None:
+    def network(n_layers: int) -> nn.Sequential:
+        with own_randomness(2), torch.no_grad():
+            model = mlp((48, *[48] * n_layers))
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight *= torch.linspace(0.92, 1.08, 48)[:, None]
+                    nn.init.zeros_(module.bias)
+        return model
+
+    assert sign(network(1)) == ""
+    found = sign(network(32))
+    assert "rows of different size" in found
+    assert "in all weights together" in found
+
+
 def test_a_pretrained_network_looks_trained() -> None:
     try:
         model = load_model("resnet20")

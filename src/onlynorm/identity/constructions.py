@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import scipy.linalg
 import torch
 from jaxtyping import Float
@@ -100,10 +102,15 @@ def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
     on_axis = (values.imag == 0) & (values.real <= 0)
     if on_axis.any():
         raise ObstacleError(f"needs no eigenvalue on the negative axis; got {float(values.real[on_axis].min()):.2g}")
+    # log R = log(R / c) + log(c) I: scipy's squares neither overflow nor vanish around one
+    scale = 2.0 ** round(float(parts.found.values.log2().mean()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # its guess at the error; ours is measured
-        logarithm = scipy.linalg.logm(parts.matrix.cpu().numpy())
-    step = torch.from_numpy(scipy.linalg.expm(logarithm.real / depth)).to(parts.matrix)
+        warnings.simplefilter("ignore")  # its guess at the error, and at the rank; ours are measured
+        logarithm = scipy.linalg.logm((parts.matrix / scale).cpu().numpy()).real
+    grown = logarithm / depth + math.log(scale) / depth * np.eye(len(logarithm))
+    step = torch.from_numpy(scipy.linalg.expm(grown)).to(parts.matrix)
+    if not bool(torch.isfinite(step).all()):
+        raise ObstacleError("needs a logarithm within float64; got NaN or infinity")
     return (Run(step - torch.eye(len(step)).to(step), depth),)
 
 

@@ -76,6 +76,11 @@ def need_depth(depth: int, *, what: str = "factorize") -> int:
 
 def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
     """Raises where the matrix is singular, and says how far the nearest one is that can be factored."""
+    if not bool(torch.isfinite(found.values).all()):
+        raise ValueRangeError(
+            f"{what} needs singular values within float64; got entries up to {float(found.matrix.abs().max()):.1e}, "
+            "for which they overflow. Scale the matrix down."
+        )
     if not found.is_singular:
         return
     rank = int((found.values > len(found.values) * EPS * found.values[0]).sum())

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onlynorm.rank.trained import find_norms, find_training
@@ -81,7 +82,7 @@ def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
         if not _reason(module, called, tied=tied, name=name):
             seen += size
             layers.append((name, module))
-        elif not any(id(p) in tied for p in parameters):  # a tied head is fine as it is
+        elif not any(_memory(p) in tied for p in parameters):  # a tied head is fine as it is
             unseen += size
     if not layers or unseen > MOST_UNSEEN * (seen + unseen):
         return False
@@ -90,12 +91,26 @@ def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
 
 
 def find_tied(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The names of the modules that share a parameter, by the id of the parameter."""
+    """The names of the modules that share a parameter, or the memory of one, by that memory."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
+            owners.setdefault(_memory(parameter), []).append(name)
     return {key: tuple(names) for key, names in owners.items() if len(names) > 1}
+
+
+def tie_like(model: nn.Module, source: nn.Module) -> None:
+    """Lets parameters of a copy share their memory where those of its source do: copies of tensors do not."""
+    first: dict[tuple[int, int], nn.Parameter] = {}
+    for own, old in zip(model.parameters(), source.parameters(), strict=True):
+        shared = first.setdefault((_memory(old), old.numel()), own)
+        if shared is not own:
+            own.data = torch.as_strided(shared.data, old.shape, old.stride())
+
+
+def _memory(parameter: Tensor) -> int:
+    """Where the entries are: `head.weight.data = tokens.weight.data` ties two parameters too."""
+    return parameter.data_ptr() or id(parameter)
 
 
 def _reason(module: nn.Module, called: Collection[nn.Module], *, tied: dict[int, tuple[str, ...]], name: str) -> str:
@@ -113,7 +128,7 @@ def _reason(module: nn.Module, called: Collection[nn.Module], *, tied: dict[int,
         return "not called as a module on these inputs"
     if not weight.requires_grad:
         return "frozen"
-    shared = [other for p in module.parameters() for other in tied.get(id(p), ()) if other != name]
+    shared = [other for p in module.parameters() for other in tied.get(_memory(p), ()) if other != name]
     return f"its weight is tied to that of {shared[0]!r}" if shared else ""
 
 

@@ -18,6 +18,7 @@ from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.modules import Loss, Output, default_loss, find_output
 from onlynorm.rank.measures import rank_ratio
+from onlynorm.rank.rescale import root_mean_square
 from onlynorm.rank.visits import LayerModule, Route, as_trained, signal
 from onlynorm.reconstruction.calls import outputs_of
 
@@ -126,5 +127,4 @@ def _measure(layer: LayerModule, output: Tensor, name: str) -> tuple[float, floa
             "layers before it: a repair starts from finite ones."
         )
     H = signal(layer, output)
-    scale = float(H.double().square().mean().sqrt())
-    return (float(rank_ratio(H)) if bool(H.any()) else math.nan), scale
+    return (float(rank_ratio(H)) if bool(H.any()) else math.nan), root_mean_square(H)

@@ -113,6 +113,7 @@ class _Run:
         self.input_cosine: float | None = None
         self.contrast: float | None = None
         self.start: float | None = None
+        self.unobserved = 0.0
         self.skipped: list[str] = []
 
     def result(self, thresholds: Thresholds, *, mode: str, n_samples: int, started: float) -> Diagnosis:
@@ -137,7 +138,14 @@ class _Run:
         }
         return Diagnosis(
             layers=layers,
-            verdict=judge(layers, thresholds=thresholds, can_repair=self._can_repair, **facts),
+            verdict=judge(
+                layers,
+                loss=self.loss,
+                unobserved=self.unobserved,
+                thresholds=thresholds,
+                can_repair=self._can_repair,
+                **facts,
+            ),
             loss=self.loss,
             sample_cosine=None if self.last is None else sample_cosine(self.last),
             last_layer=None if self.last is None else self.last.name,
@@ -158,9 +166,11 @@ class _Run:
         with probes:
             value, output = self._forward(inputs, probes)
             self.readings = probes.readings
-            hidden = probes.unobserved()
-            if hidden >= WORTH_A_NOTE:
-                self.skipped.append(f"{hidden:.0%} of the parameters, which belong to no layer that was called")
+            self.unobserved = probes.unobserved()
+            if self.unobserved >= WORTH_A_NOTE:
+                self.skipped.append(
+                    f"{self.unobserved:.0%} of the parameters, which belong to no layer that was called"
+                )
             trained = [p for p in self._model.parameters() if p.requires_grad]
             obstacle = self._obstacle(value, trained)
             if obstacle or value is None:

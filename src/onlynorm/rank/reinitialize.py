@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from onlynorm.data import seeded
 from onlynorm.rank.coverage import TRANSPOSED, is_conv1d, weight_of
-from onlynorm.rank.rescale import clear_bias, draw_orthogonal, set_scale
+from onlynorm.rank.rescale import clear_bias, draw_orthogonal, root_mean_square, set_scale
 from onlynorm.rank.visits import LayerModule, Place, Route, channel_axis
 
 NOISE = 0.1
@@ -123,7 +123,8 @@ def _differs(received: Tensor, layer: LayerModule) -> bool:
     if received.shape[axis] % 2:
         return True
     first, second = received.chunk(2, axis)
-    return float((first - second).double().norm()) > _CANCELLED * float(received.double().norm())
+    # the difference has half as many entries
+    return root_mean_square(first - second) > math.sqrt(2.0) * _CANCELLED * root_mean_square(received)
 
 
 def _overlaps(layer: LayerModule) -> bool:

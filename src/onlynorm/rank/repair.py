@@ -30,7 +30,7 @@ from onlynorm.modules import (
     need_number,
     need_seed,
 )
-from onlynorm.rank.coverage import Unseen
+from onlynorm.rank.coverage import Unseen, tie_like
 from onlynorm.rank.depth_evidence import LayerState, Lesson, gradient_ratio, harm, look
 from onlynorm.rank.insert_norms import insert_batch_norms
 from onlynorm.rank.rank_ascent import MOST_STEPS, paper_ascent, rank_ascent, whole_ascent
@@ -261,7 +261,7 @@ def repair(
     with torch.inference_mode(False), full_precision():
         first = job(network)
         before = first.look()
-        made, method, remark = _choose(copy_network(network), method, job=job)
+        made, method, remark = _choose(_copy(network), method, job=job)
         if in_place:
             if method in METHODS and METHODS[method].is_structural:
                 METHODS[method].run(job(network))
@@ -297,12 +297,18 @@ def _choose(work: nn.Module, method: str, *, job: Callable[[nn.Module], _Job]) -
         return work, NOTHING, f"badness {own:.2f}, but it looks trained: {sign}; force=True changes it anyway"
     tried = [(own, work, NOTHING, f"no repair does better than its badness, {own:.2f}")]
     for name in AUTO:
-        made = copy_network(work)
+        made = _copy(work)
         remark = METHODS[name].run(job(made))
         tried.append((job(made).harm(), made, name, remark))
         if tried[-1][0] <= GOOD_ENOUGH:
             break
     return min(tried, key=lambda one: one[0])[1:]
+
+
+def _copy(network: nn.Module) -> nn.Module:
+    copied = copy_network(network)
+    tie_like(copied, network)
+    return copied
 
 
 @torch.no_grad()

@@ -17,8 +17,7 @@ from onlynorm.rank.visits import LayerModule, Place, Route, as_trained, find_rou
 
 def set_scale(place: Place, received: Tensor, *, scale: float = 1.0) -> None:
     """Multiplies weight and bias of the layer so that its output has this root mean square over the batch."""
-    output = place.layer.forward(received)
-    own = float(output.double().square().mean().sqrt())
+    own = root_mean_square(place.layer.forward(received))
     if own == 0.0:
         raise ValueRangeError(
             f"a repair needs a signal in every layer; {place.name!r} ({place.number + 1} of {place.n_layers}) gives "
@@ -27,6 +26,12 @@ def set_scale(place: Place, received: Tensor, *, scale: float = 1.0) -> None:
     place.layer.weight.mul_(scale / own)
     if place.layer.bias is not None:
         place.layer.bias.mul_(scale / own)
+
+
+def root_mean_square(values: Tensor) -> float:
+    """The root of the mean of the squares, which may themselves be too large or too small for float64."""
+    largest = float(values.abs().max())
+    return largest * float((values.double() / largest).square().mean().sqrt()) if largest > 0.0 else 0.0
 
 
 def clear_bias(layer: LayerModule) -> None:

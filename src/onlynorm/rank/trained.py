@@ -3,7 +3,8 @@
 Initialisations leave marks that training removes, in weights, biases and norms:
 
 - Entries of a weight are drawn independently from one law, so that shuffling them changes nothing. Training makes rows
-  and columns differ in size and lets rows resemble each other. Both are compared with shuffled entries.
+  and columns differ in size and lets rows resemble each other. Both are compared with shuffled entries, in every weight
+  and over all of them: short training leaves a little in each.
 - Orthogonal weights are orthogonal to rounding. Training leaves them nearly so.
 - Biases are constant, or uniform as torch draws them, or drawn like the weights of their layer.
 - Shifts of norms are constant, or their scales are.
@@ -48,13 +49,19 @@ def find_training(layers: Iterable[tuple[str, nn.Module, Tensor, bool]], norms: 
         if _is_norm_trained(norm):
             return f"scales and shifts of the norm {name!r} differ between channels"
     biased: list[tuple[Tensor, Tensor]] = []
+    scores: list[Tensor] = []
     for name, layer, weight, is_last in layers:
         bias, own = getattr(layer, "bias", None), getattr(layer, "weight", None)
         if isinstance(bias, Tensor) and isinstance(own, Tensor) and not is_last and not _is_constant(bias):
             biased.append((bias.detach(), own.detach()))
-        found = _weight_sign(weight.detach())
+        found, score = _weight_sign(weight.detach())
         if found:
             return f"{found} of {name!r}"
+        scores += [] if score is None else [score]
+    if scores:
+        together = torch.stack(scores).sum(0) / math.sqrt(len(scores))  # independent, of mean zero and variance one
+        if float(together.max()) >= MIN_Z:
+            return f"{_words(together)} are in all weights together"
     if biased and not _are_uniform(biased) and not _are_like_weights(biased):
         return "biases are neither constant nor drawn from a usual law"
     return ""
@@ -110,30 +117,33 @@ def _plain(values: Tensor) -> Tensor:
     return values.double().cpu().flatten()
 
 
-def _weight_sign(weight: Tensor) -> str:
+def _weight_sign(weight: Tensor) -> tuple[str, Tensor | None]:
+    """(sign of training, or "", and how far the weight is from shuffled ones, if that can be said)."""
     generator = seeded(0)
     A = _without_copies(weight.cpu().flatten(1))
     if min(A.shape) < MIN_SIDE or not bool(torch.isfinite(A).all()):
-        return ""
+        return "", None
     rows, columns = (
         torch.randperm(n, generator=generator)[:most].sort().values
         for n, most in zip(A.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
     )
     if _is_nearly_orthogonal(A.double(), eps=torch.finfo(weight.dtype).eps):
-        return "rows that are nearly orthogonal, and not exactly, are in the weight"
+        return "rows that are nearly orthogonal, and not exactly, are in the weight", None
     A = A[rows][:, columns].double()
     A = A - A.mean()
     if float(A.abs().max()) == 0.0:
-        return ""
+        return "", None
     flat = A.flatten()
     shuffled = [flat[torch.randperm(len(flat), generator=generator)].view_as(A) for _ in range(N_SHUFFLES)]
     null = torch.stack([_unevenness(B) for B in shuffled])
     z = (_unevenness(A) - null.mean(0)) / null.std(0).clamp(min=1e-9)
+    return (f"{_words(z)} are in the weight" if float(z.max()) >= MIN_Z else ""), z
+
+
+def _words(z: Tensor) -> str:
     words = ("rows of different size", "columns of different size", "correlated rows")
     worst = int(z.argmax())
-    if float(z[worst]) < MIN_Z:
-        return ""
-    return f"{words[worst]} ({float(z[worst]):.0f} standard deviations from independent entries) are in the weight"
+    return f"{words[worst]} ({float(z[worst]):.0f} standard deviations from independent entries)"
 
 
 def _unevenness(A: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ are computed by torch.autograd.grad, which does not touch `.grad`.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -41,7 +42,7 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
     python, numbers = random.getstate(), np.random.get_state()
     try:
         devices = _gpus(model, tensors)
-        with torch.inference_mode(False), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with _eager(), torch.inference_mode(False), torch.random.fork_rng(devices=devices), torch.enable_grad():
             model.train(is_training)
             yield
     finally:
@@ -52,6 +53,17 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         for module, name, value in attributes:
             vars(module)[name] = value
         _restore([module for module, _ in modes], buffers)
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Inside, nothing runs compiled: parts of a model that torch.compile has made do not call hooks added later."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    if set_stance is None or "torch._dynamo" not in sys.modules:  # which takes seconds to load
+        yield
+        return
+    with set_stance("force_eager"):
+        yield
 
 
 @torch.no_grad()

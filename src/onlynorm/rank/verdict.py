@@ -31,6 +31,9 @@ EXPLAINED = frozenset({"rank", "alignment", "vanishing"})
 """Signs that stand in for them where they were not measured, and explain them where they were."""
 UNLIKELY = "Plain SGD is unlikely to train this network; Adam may."
 """What a score below one half means."""
+ADVICE_ON_LOSS = "Check the targets (NaN, or too large for the precision), and the loss for labels that it ignores."
+MOST_UNOBSERVED = 0.1
+"""Fraction of the parameters that may go unobserved before a healthy verdict says so."""
 HOPE = 0.1
 """The share that the targets are granted of differences in which they do not show: earlier layers may learn to."""
 
@@ -102,12 +105,15 @@ def judge(
     directions: float | None = None,
     told: float | None = None,
     start: float | None = None,
+    loss: float | None = None,
+    unobserved: float = 0.0,
     thresholds: Thresholds,
     can_repair: Callable[[], bool] | None = None,
 ) -> Verdict:
     """The verdict on these signals and cosines; what was not measured is not judged.
 
-    `can_repair` is asked before a repair is recommended. Theory: daneshmand2020:prop-8
+    `unobserved` is the fraction of the parameters in layers that were not observed. `can_repair` is asked before a
+    repair is recommended. Theory: daneshmand2020:prop-8
     """
     layers = need_items("layers", layers, cure="Pass those of a Diagnosis.")
     for layer in layers:
@@ -116,15 +122,19 @@ def judge(
         raise ShapeError("judge needs a layer or more; got none. Pass those of a Diagnosis.")
     need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
     values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
-              "told": told, "start": start}  # fmt: skip
+              "told": told, "start": start, "loss": loss}  # fmt: skip
     for name, value in values.items():
         if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
             need_number(name, value, cure="Pass None where it was not measured.")
+    unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out where all was observed.")
     odd = next((layer for layer in layers if not layer.is_finite), None)
     if odd is not None:
         where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
         return Verdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
                        _advice_on_numbers(odd), thresholds)  # fmt: skip
+    if loss is not None and not math.isfinite(loss):
+        finding = f"the loss is {loss}, though every signal is finite"
+        return Verdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
     differences = [*_contrast(contrast, told, thresholds), *_directions(directions, told, thresholds)]
     signs = [  # causes before what follows from them
         *_dead(layers, thresholds), *_scales(layers, thresholds), *_start(start, thresholds),
@@ -143,7 +153,7 @@ def judge(
     names = [sign.name for sign in complaints]
     advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < HALF, can_repair=can_repair)
     words = tuple(sign.words for sign in complaints)
-    return Verdict(score, parts, words or _all_well(layers), advice, thresholds)
+    return Verdict(score, parts, words or _all_well(layers, unobserved), advice, thresholds)
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,7 @@ def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
 
 def _start(start: float | None, t: Thresholds) -> Iterable[_Sign]:
     if start is not None:
-        words = f"the initial loss is {start:.1f} times that of zero outputs"
+        words = f"the initial loss is {start:.3g} times that of zero outputs"
         yield _Sign("start", 1.0 / (start - 1.0) if start > 1.0 else math.inf, 1.0 / t.start, words)
 
 
@@ -263,10 +273,13 @@ def _has_norms(layers: Sequence[Layer]) -> bool:
     return any(layer.kind.endswith(" norm") for layer in layers)
 
 
-def _all_well(layers: Sequence[Layer]) -> tuple[str, ...]:
+def _all_well(layers: Sequence[Layer], unobserved: float) -> tuple[str, ...]:
     hidden = _hidden(layers)
     least = f", and its rank r is at least {min(layer.r for layer in hidden):.3g}" if hidden else ""
-    return (f"the signal survives all {layers[-1].depth} layers{least}",)
+    well = f"the signal survives all {layers[-1].depth} layers{least}"
+    if unobserved < MOST_UNOBSERVED:
+        return (well,)
+    return (well, f"{unobserved:.0%} of the parameters belong to no layer that was called, and were not judged")
 
 
 def _advice(
@@ -283,7 +296,8 @@ def _advice(
     if complaints[0] in ("shrinking", "gradient"):
         return outlook + "Draw larger weights (He's), or add norms."
     steps = ["draw the weights symmetric around zero", "use batch norms"] if has_norms else ["add batch norms"]
-    steps += ["run repair"] if can_repair is None or can_repair() else []
+    # "auto" judges gradients and rank alone and may leave alone what the samples' differences make unhealthy
+    steps += ['run repair with method="mirrored"'] if can_repair is None or can_repair() else []
     advice = " or ".join(filter(None, [", ".join(steps[:-1]), steps[-1]]))
     return f"{outlook}{advice[0].upper()}{advice[1:]}."
 
