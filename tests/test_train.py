@@ -146,6 +146,51 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_state(tmp_pat
     assert all(bool(torch.isfinite(p).all()) for p in kept.parameters())
 
 
+class Kinked(nn.Module):
+    """Adds nothing, with a gradient of NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (0.0 * x).sqrt()
+
+
+def test_a_step_to_nan_with_a_finite_loss_is_neither_returned_nor_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(make(), Kinked())
+    path = tmp_path / "run.safetensors"
+    once = Schedule(epochs=1, batch_size=300)
+    with pytest.raises(
+        TrainingError, match=r"finite value of 0\.0\.weight; got nan at step 1 \(there is no checkpoint"
+    ):
+        fit(model, data(), schedule=once, checkpoint=path)
+    assert not path.exists()
+    with pytest.raises(TrainingError, match="finite norm of the gradient; got nan at step 0"):
+        fit(nn.Sequential(make(), Kinked()), data(), schedule=Schedule(clip=1.0))
+    with pytest.raises(TrainingError, match=r"finite value of 1\.running_var; got inf at step 1"):
+        fit(make(), (1e30 * data()[0], data()[1]), schedule=once)
+
+
+def test_running_statistics_that_were_infinite_before_do_not_stop_a_run() -> None:
+    model = make()
+    only_norms(model, also="4", statistics="freeze")
+    model[1].running_var.fill_(float("inf"))
+    fit(model, data(), schedule=QUICK)
+
+
+def test_a_loss_that_what_is_trained_does_not_change_is_refused() -> None:
+    with pytest.raises(ConversionError, match="loss that depends on what is trained; got one without a gradient"):
+        fit(make(), data(), schedule=QUICK, loss=lambda output, _: output.detach().mean())
+    model = make()
+    model.unused = nn.LayerNorm(3)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    only_norms(model, which="unused")
+    with pytest.raises(ConversionError, match="loss that depends on what is trained"):
+        fit(model, data(), schedule=QUICK)
+
+
+def test_label_smoothing_is_not_ignored_silently_by_a_loss_of_the_caller() -> None:
+    with pytest.raises(ValueRangeError, match=r"label_smoothing needs the default loss; got 0\.1"):
+        fit(make(), data(), schedule=Schedule(label_smoothing=0.1), loss=nn.functional.cross_entropy)
+
+
 def test_training_stops_early_when_nothing_gets_better() -> None:
     schedule = Schedule(epochs=50, batch_size=64, lr=0.0, patience=2)
     model = make()
@@ -419,7 +464,7 @@ def test_numbers_drawn_by_a_data_set_are_those_of_the_seed() -> None:
 # ------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("damage", ["optimizer", "slot", "generator", "progress", "numbers", "missing"])
+@pytest.mark.parametrize("damage", ["optimizer", "slot", "type", "part", "generator", "progress", "numbers", "missing"])
 def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     fit(make(), data(), schedule=QUICK, checkpoint=path)
@@ -429,6 +474,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: P
         tensors["optimizer/nobody/momentum_buffer"] = tensors.pop(name)
     elif damage == "slot":
         tensors[name] = torch.zeros(3)
+    elif damage == "type":
+        tensors[name] = tensors[name].long()
+    elif damage == "part":
+        tensors[name.replace("momentum_buffer", "velocity")] = tensors.pop(name)
     elif damage == "generator":
         tensors["generator"] = torch.zeros(7, dtype=torch.uint8)
     elif damage == "progress":
@@ -449,7 +498,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: P
 
 
 def test_more_processes_than_cores_are_refused() -> None:
-    for devices in (99, "99", 0, -1):
+    for devices in (99, "99", " 99", 0, -1):
         with pytest.raises(ValueRangeError, match=rf"devices needs 1 to \d+ processes on a CPU .*got {devices}"):
             fit(make(), data(), schedule=QUICK, accelerator="cpu", devices=devices)
     for wrong in ({"accelerator": "abacus"}, {"strategy": "magic"}, {"precision": "3"}):

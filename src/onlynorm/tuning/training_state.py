@@ -30,6 +30,8 @@ from onlynorm.tuning.fingerprint import is_plain, state_of
 from onlynorm.tuning.norms import plain_name
 
 FORMAT = 1
+_SLOTS = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}
+"""What the optimizers of `fit` remember of each parameter."""
 _DIGESTS = {"data_digest": "other inputs or labels", "frozen_digest": "other values of what is not trained"}
 """Settings that are digests, and what it means that they differ."""
 
@@ -181,6 +183,7 @@ def load_state(
         values[name] = value
     try:
         slots = _optimizer_slots(named, tensors, document["numbers"])
+        _need_whole_slots(optimizer, slots)
         progress = _progress(document["progress"])
         states = {name: tensors[name] for name in randomness.states}
         randomness.restore(states)
@@ -207,8 +210,8 @@ def _optimizer_slots(
         if key.startswith("optimizer/"):
             name, _, slot = key.removeprefix("optimizer/").rpartition("/")
             parameter = named[name]
-            if value.ndim and value.shape != parameter.shape:
-                raise ValueError(f"{key} has the shape {tuple(value.shape)}")
+            if value.ndim and (value.shape != parameter.shape or value.dtype != parameter.dtype):
+                raise ValueError(f"{key} has the shape {tuple(value.shape)} and the type {value.dtype}")
             # Adam keeps its step on the CPU whatever the device; moments live beside their parameter.
             found.append((parameter, slot, value.to(parameter.device if value.ndim else torch.device("cpu"))))
     for key, number in numbers.items():
@@ -217,6 +220,19 @@ def _optimizer_slots(
             raise TypeError(f"{key} is not a number")
         found.append((named[name], slot, number))
     return found
+
+
+def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]) -> None:
+    """Raises ValueError unless each parameter has all that the optimizer remembers of it, or nothing."""
+    known = _SLOTS.get(type(optimizer).__name__.removeprefix("Fabric"))
+    found: dict[int, set[str]] = {}
+    for parameter, slot, value in slots:
+        found.setdefault(id(parameter), set()).add(slot)
+        if slot == "step" and not 1.0 <= float(value) < 2.0**53:
+            raise ValueError(f"a step counter is {float(value)}")
+    for names in found.values():
+        if known is not None and names != known:
+            raise ValueError(f"the optimizer remembers {', '.join(sorted(names))} of a parameter")
 
 
 def _progress(saved: dict[str, Any]) -> Progress:
