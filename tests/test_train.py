@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from onlynorm.data import digits
 from onlynorm.errors import ConversionError, FormatError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
 from onlynorm.layers import NormOnlyLayer, norm_only
+from onlynorm.models import load_model
 from onlynorm.optim import follow_weights
+from onlynorm.rank import diagnose
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning import Schedule, accuracy, fit, only_norms
 
@@ -107,6 +110,33 @@ def test_a_killed_run_resumes_with_the_same_numbers(
     assert result.n_steps == wanted.n_steps
     assert [row["epoch"] for row in result.history] == [0.0, 1.0, 2.0]
     assert [row["loss"] for row in result.history] == [row["loss"] for row in wanted.history]
+
+
+class Centered(nn.Module):
+    """Subtracts a running mean that is not in the state dict, and keeps a cache that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(64), persistent=False)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(x.mean(0), 0.1)
+        if len(self.cache) < len(x):
+            self.cache = torch.ones(len(x))
+        return x - self.average
+
+
+def test_a_run_resumes_with_the_buffers_that_are_not_in_the_state_dict(tmp_path: Path) -> None:
+    whole, broken, again = (nn.Sequential(Centered(), make()) for _ in range(3))
+    path = tmp_path / "run.safetensors"
+    fit(whole, data(), schedule=QUICK)
+    with pytest.raises(KilledError):
+        fit(broken, data(), schedule=QUICK, checkpoint=path, save_every=2, step=killer(7))  # type: ignore[arg-type]
+    fit(again, data(), schedule=QUICK, checkpoint=path)
+    assert same(whole, again)
+    assert torch.equal(whole[0].average, again[0].average)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
@@ -431,6 +461,27 @@ def test_runs_in_threads_are_each_a_function_of_their_seed() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda model: fit(model, data(), schedule=QUICK), models))
     assert [same(model, wanted) for model in models] == [True] * 4
+
+
+@pytest.mark.parametrize("other", ["a model", "a diagnosis"])
+def test_what_onlynorm_draws_in_other_threads_does_not_change_a_run(other: str) -> None:
+    wanted, models, drawn = make(), [make() for _ in range(3)], make()
+    fit(wanted, data(), schedule=QUICK)
+    is_over = threading.Event()
+
+    def draw() -> None:
+        while not is_over.is_set():
+            load_model("mlp_bn") if other == "a model" else diagnose(drawn, *data())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for model in models:
+            fit(model, data(), schedule=QUICK)
+    finally:
+        is_over.set()
+        thread.join()
+    assert [same(model, wanted) for model in models] == [True] * 3
 
 
 def test_numbers_drawn_by_callbacks_and_by_fits_inside_them_change_nothing(tmp_path: Path) -> None:

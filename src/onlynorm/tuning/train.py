@@ -183,7 +183,8 @@ def fit(
     which a killed run resumes, with the same data and the same frozen weights; it is written after every epoch, every
     `save_every` steps too if given, and stays when the run ends. `logs` is a folder for a CSV table and TensorBoard
     events. `step` is called with (step, steps in all, loss). Runs in several threads take turns, step by step, and are
-    each a function of their seed.
+    each a function of their seed, as long as no thread draws from torch's global generator meanwhile: make the models,
+    whose layers draw their weights, before the threads start.
     """
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):

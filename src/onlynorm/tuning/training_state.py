@@ -11,7 +11,6 @@ state is due to be saved (`settle`), killed or not, so that both go on with the 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,9 +23,10 @@ from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, FormatError
 from onlynorm.layers import NormOnlyLayer
+from onlynorm.modules import GLOBAL_GENERATORS
 from onlynorm.storage import make_checked, read_tensors, write_tensors
 from onlynorm.tuning.adapter import write_values
-from onlynorm.tuning.fingerprint import is_plain, state_of
+from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
 from onlynorm.tuning.norms import plain_name
 
 FORMAT = 1
@@ -57,11 +57,10 @@ class Randomness:
     """The random state of one run: that of the CPU, and that of the device it trains on.
 
     Dropout draws from torch's global generators. `own()` lends them the run's state for as long as it takes and gives
-    them back as they were, so that a run is a function of its seed whatever other code, callbacks or threads draw
-    meanwhile. One run at a time can have them: `fit` in other threads waits for its turn, step by step.
+    them back as they were, so that a run is a function of its seed whatever other code and callbacks draw. One run at a
+    time can have them: `fit`, the models and `diagnose` of onlynorm in other threads wait for their turn. Nothing can
+    stop other threads that draw from the global generators by themselves, as `nn.Linear(...)` does.
     """
-
-    _lock = threading.RLock()
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -72,7 +71,7 @@ class Randomness:
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
         """Inside, the global generators go on from the run's state."""
-        with self._lock:
+        with GLOBAL_GENERATORS:
             before = self._present()
             self._set(self.states)
             try:
@@ -106,7 +105,8 @@ class Randomness:
 def state_tensors(model: nn.Module, trained: set[str]) -> dict[str, Tensor]:
     """The tensors of the model that training changes: trained parameters and all buffers."""
     taken = trained | {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {name: t.detach() for name, t in state_of(model).items() if name in taken and is_plain(t)}
+    state = state_of(model) | hidden_buffers(model)
+    return {name: t.detach() for name, t in state.items() if name in taken and is_plain(t)}
 
 
 def stepped_on(model: nn.Module) -> dict[str, Tensor]:
@@ -176,8 +176,11 @@ def load_state(
         raise ConversionError(f"resuming needs the settings of the run in {path.name}; got others ({listed}). {cure}")
     named = stepped_on(model)
     values: dict[str, Tensor] = {}
+    hidden = hidden_buffers(model)
     for name, held in state_tensors(model, set(named)).items():
         value = tensors.get(f"model/{name}")
+        if name in hidden and (value is None or value.shape != held.shape):
+            continue  # a cache, which forward makes again
         if value is None or value.shape != held.shape or value.dtype != held.dtype:
             raise ConversionError(f"resuming needs the model of the run in {path.name}; {name!r} does not fit. {cure}")
         values[name] = value
