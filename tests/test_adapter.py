@@ -377,6 +377,20 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_the_model_as_it_was(mon
     assert same(bits(fresh), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_an_added_scale_of_another_kind_of_number_is_refused(dtype: torch.dtype) -> None:
+    model = mixed(nn.BatchNorm2d(4, affine=False))
+    handle = only_norms(model, add_affine=True)
+    adapter = take_adapter(model)
+    (name,) = [f"{place}.weight" for place in adapter.added]
+    odd = dataclasses.replace(adapter, tensors=adapter.tensors | {name: adapter.tensors[name].to(dtype)})
+    handle.undo()
+    before = bits(model)
+    with pytest.raises(ConversionError, match=rf"own shapes; got {name} \(4,\) {dtype} for \(4,\) floating-point"):
+        apply_adapter(model, odd)
+    assert same(bits(model), before)
+
+
 def test_a_head_whose_parts_do_not_fit_together_is_refused() -> None:
     model = make(n_classes=5)
     only_norms(model, also="5.weight")

@@ -220,8 +220,10 @@ def need_fit(model: nn.Module, adapter: Adapter) -> None:
         held = state.get(name, hidden.get(name))
         place = places.get(name.rpartition(".")[0])
         if held is None and place is not None and can_get_affine(place) and name.rpartition(".")[0] in adapter.added:
-            if value.shape != affine_shape(place):
-                odd.append(f"{name} {tuple(value.shape)} for {affine_shape(place)}")
+            if value.shape != affine_shape(place) or not value.is_floating_point():
+                odd.append(
+                    f"{name} {tuple(value.shape)} {value.dtype} for {affine_shape(place)} floating-point numbers"
+                )
         elif held is None or not is_plain(held):
             missing.append(name)
         elif not _fits(value, held, place, is_head=name in adapter.heads, values=values, name=name):
