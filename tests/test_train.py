@@ -515,7 +515,13 @@ def test_numbers_drawn_by_a_data_set_are_those_of_the_seed() -> None:
 # ------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("damage", ["optimizer", "slot", "type", "part", "generator", "progress", "numbers", "missing"])
+DAMAGES = (
+    "optimizer", "slot", "scalar", "type", "part", "generator", "progress", "step", "n_losses", "epoch", "batch",
+    "stale", "history", "numbers", "missing",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     fit(make(), data(), schedule=QUICK, checkpoint=path)
@@ -525,6 +531,12 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: P
         tensors["optimizer/nobody/momentum_buffer"] = tensors.pop(name)
     elif damage == "slot":
         tensors[name] = torch.zeros(3)
+    elif damage == "scalar":
+        tensors[name] = torch.zeros(())
+    elif damage in ("step", "n_losses", "epoch", "batch", "stale"):
+        document["progress"][damage] = 10**400
+    elif damage == "history":
+        document["progress"]["history"].pop()
     elif damage == "type":
         tensors[name] = tensors[name].long()
     elif damage == "part":

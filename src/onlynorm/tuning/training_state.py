@@ -26,6 +26,7 @@ from onlynorm.layers import NormOnlyLayer
 from onlynorm.modules import GLOBAL_GENERATORS
 from onlynorm.storage import make_checked, read_tensors, write_tensors
 from onlynorm.tuning.adapter import write_values
+from onlynorm.tuning.batches import n_batches
 from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
 from onlynorm.tuning.norms import plain_name
 
@@ -187,7 +188,7 @@ def load_state(
     try:
         slots = _optimizer_slots(named, tensors, document["numbers"])
         _need_whole_slots(optimizer, slots)
-        progress = _progress(document["progress"])
+        progress = _progress(document["progress"], settings)
         states = {name: tensors[name] for name in randomness.states}
         randomness.restore(states)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -213,7 +214,8 @@ def _optimizer_slots(
         if key.startswith("optimizer/"):
             name, _, slot = key.removeprefix("optimizer/").rpartition("/")
             parameter = named[name]
-            if value.ndim and (value.shape != parameter.shape or value.dtype != parameter.dtype):
+            layout = (torch.Size(), torch.float32) if slot == "step" else (parameter.shape, parameter.dtype)
+            if (value.shape, value.dtype) != layout:
                 raise ValueError(f"{key} has the shape {tuple(value.shape)} and the type {value.dtype}")
             # Adam keeps its step on the CPU whatever the device; moments live beside their parameter.
             found.append((parameter, slot, value.to(parameter.device if value.ndim else torch.device("cpu"))))
@@ -238,9 +240,17 @@ def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]
             raise ValueError(f"the optimizer remembers {', '.join(sorted(names))} of a parameter")
 
 
-def _progress(saved: dict[str, Any]) -> Progress:
-    """Where a run stands, with fields of the right types."""
+def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> Progress:
+    """Where a run stands, with fields of the right types and counts that a run of these settings can have."""
     progress = make_checked(Progress, saved)
-    if min(progress.epoch, progress.batch, progress.step, progress.stale, progress.n_losses) < 0:
-        raise ValueError("its progress has negative counts")
+    per_epoch = n_batches(settings["n_samples"], settings["batch_size"])
+    is_possible = (
+        0 <= progress.epoch <= settings["epochs"]
+        and 0 <= progress.batch <= (per_epoch if progress.epoch < settings["epochs"] else 0)
+        and progress.step == progress.epoch * per_epoch + progress.batch
+        and progress.n_losses == progress.batch
+        and 0 <= progress.stale <= progress.epoch == len(progress.history)
+    )
+    if not is_possible:
+        raise ValueError(f"no run of these settings stands at epoch {progress.epoch}, step {progress.step!s:.20}")
     return progress
