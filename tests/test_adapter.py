@@ -377,6 +377,20 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_the_model_as_it_was(mon
     assert same(bits(fresh), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_an_added_scale_of_another_kind_of_number_is_refused(dtype: torch.dtype) -> None:
+    model = mixed(nn.BatchNorm2d(4, affine=False))
+    handle = only_norms(model, add_affine=True)
+    adapter = take_adapter(model)
+    (name,) = [f"{place}.weight" for place in adapter.added]
+    odd = dataclasses.replace(adapter, tensors=adapter.tensors | {name: adapter.tensors[name].to(dtype)})
+    handle.undo()
+    before = bits(model)
+    with pytest.raises(ConversionError, match=rf"own shapes; got {name} \(4,\) {dtype} for \(4,\) floating-point"):
+        apply_adapter(model, odd)
+    assert same(bits(model), before)
+
+
 def test_a_head_whose_parts_do_not_fit_together_is_refused() -> None:
     model = make(n_classes=5)
     only_norms(model, also="5.weight")
@@ -679,3 +693,44 @@ def test_heads_of_any_memory_layout_are_saved(tmp_path: Path) -> None:
     save_adapter(model, tmp_path / "a.safetensors")
     load_adapter(base, tmp_path / "a.safetensors")
     assert torch.equal(base[0].weight, model[0].weight)
+
+
+class Drift(nn.Module):
+    """Scales by two buffers that training moves, one of them an integer; a third grows with the batch, as a cache."""
+
+    def __init__(self, *, is_persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4), persistent=is_persistent)
+        self.register_buffer("calls", torch.tensor(0), persistent=is_persistent)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            self.calls += 1
+        if len(self.cache) < len(x):
+            self.cache = torch.ones(len(x))
+        return (x - self.mean) * (1.0 + self.calls) * self.cache[: len(x), None]
+
+
+@pytest.mark.parametrize("is_persistent", [True, False])
+@pytest.mark.parametrize("statistics", ["track", "freeze"])
+def test_buffers_of_any_type_in_the_state_dict_or_not_are_in_the_adapter(
+    is_persistent: bool, statistics: str, tmp_path: Path
+) -> None:
+    base = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Drift(is_persistent=is_persistent))
+    model, fresh = copy.deepcopy(base), copy.deepcopy(base)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    adapters = Adapters(model)
+    only_norms(model, statistics=statistics)
+    model.train()(x + 3.0)
+    trained = model.eval()(x)
+    saved = save_adapter(model, tmp_path / "a.safetensors")
+    assert set(saved.buffers) == {"2.mean", "2.calls"}
+    load_adapter(fresh, tmp_path / "a.safetensors")
+    assert torch.equal(fresh.eval()(x), trained)
+    adapters.capture("a")
+    adapters.disable()
+    assert torch.equal(model(x), base.eval()(x))
+    adapters.switch("a")
+    assert torch.equal(model(x), trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from onlynorm.data import digits
 from onlynorm.errors import ConversionError, FormatError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
 from onlynorm.layers import NormOnlyLayer, norm_only
+from onlynorm.models import load_model
 from onlynorm.optim import follow_weights
+from onlynorm.rank import diagnose
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning import Schedule, accuracy, fit, only_norms
 
@@ -109,6 +112,33 @@ def test_a_killed_run_resumes_with_the_same_numbers(
     assert [row["loss"] for row in result.history] == [row["loss"] for row in wanted.history]
 
 
+class Centered(nn.Module):
+    """Subtracts a running mean that is not in the state dict, and keeps a cache that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(64), persistent=False)
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.average.lerp_(x.mean(0), 0.1)
+        if len(self.cache) < len(x):
+            self.cache = torch.ones(len(x))
+        return x - self.average
+
+
+def test_a_run_resumes_with_the_buffers_that_are_not_in_the_state_dict(tmp_path: Path) -> None:
+    whole, broken, again = (nn.Sequential(Centered(), make()) for _ in range(3))
+    path = tmp_path / "run.safetensors"
+    fit(whole, data(), schedule=QUICK)
+    with pytest.raises(KilledError):
+        fit(broken, data(), schedule=QUICK, checkpoint=path, save_every=2, step=killer(7))  # type: ignore[arg-type]
+    fit(again, data(), schedule=QUICK, checkpoint=path)
+    assert same(whole, again)
+    assert torch.equal(whole[0].average, again[0].average)
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     model = make()
     path = tmp_path / "run.safetensors"
@@ -144,6 +174,51 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_state(tmp_pat
     kept = make()
     fit(kept, data(), schedule=QUICK, checkpoint=path)
     assert all(bool(torch.isfinite(p).all()) for p in kept.parameters())
+
+
+class Kinked(nn.Module):
+    """Adds nothing, with a gradient of NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (0.0 * x).sqrt()
+
+
+def test_a_step_to_nan_with_a_finite_loss_is_neither_returned_nor_saved(tmp_path: Path) -> None:
+    model = nn.Sequential(make(), Kinked())
+    path = tmp_path / "run.safetensors"
+    once = Schedule(epochs=1, batch_size=300)
+    with pytest.raises(
+        TrainingError, match=r"finite value of 0\.0\.weight; got nan at step 1 \(there is no checkpoint"
+    ):
+        fit(model, data(), schedule=once, checkpoint=path)
+    assert not path.exists()
+    with pytest.raises(TrainingError, match="finite norm of the gradient; got nan at step 0"):
+        fit(nn.Sequential(make(), Kinked()), data(), schedule=Schedule(clip=1.0))
+    with pytest.raises(TrainingError, match=r"finite value of 1\.running_var; got inf at step 1"):
+        fit(make(), (1e30 * data()[0], data()[1]), schedule=once)
+
+
+def test_running_statistics_that_were_infinite_before_do_not_stop_a_run() -> None:
+    model = make()
+    only_norms(model, also="4", statistics="freeze")
+    model[1].running_var.fill_(float("inf"))
+    fit(model, data(), schedule=QUICK)
+
+
+def test_a_loss_that_what_is_trained_does_not_change_is_refused() -> None:
+    with pytest.raises(ConversionError, match="loss that depends on what is trained; got one without a gradient"):
+        fit(make(), data(), schedule=QUICK, loss=lambda output, _: output.detach().mean())
+    model = make()
+    model.unused = nn.LayerNorm(3)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    only_norms(model, which="unused")
+    with pytest.raises(ConversionError, match="loss that depends on what is trained"):
+        fit(model, data(), schedule=QUICK)
+
+
+def test_label_smoothing_is_not_ignored_silently_by_a_loss_of_the_caller() -> None:
+    with pytest.raises(ValueRangeError, match=r"label_smoothing needs the default loss; got 0\.1"):
+        fit(make(), data(), schedule=Schedule(label_smoothing=0.1), loss=nn.functional.cross_entropy)
 
 
 def test_training_stops_early_when_nothing_gets_better() -> None:
@@ -388,6 +463,27 @@ def test_runs_in_threads_are_each_a_function_of_their_seed() -> None:
     assert [same(model, wanted) for model in models] == [True] * 4
 
 
+@pytest.mark.parametrize("other", ["a model", "a diagnosis"])
+def test_what_onlynorm_draws_in_other_threads_does_not_change_a_run(other: str) -> None:
+    wanted, models, drawn = make(), [make() for _ in range(3)], make()
+    fit(wanted, data(), schedule=QUICK)
+    is_over = threading.Event()
+
+    def draw() -> None:
+        while not is_over.is_set():
+            load_model("mlp_bn") if other == "a model" else diagnose(drawn, *data())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for model in models:
+            fit(model, data(), schedule=QUICK)
+    finally:
+        is_over.set()
+        thread.join()
+    assert [same(model, wanted) for model in models] == [True] * 3
+
+
 def test_numbers_drawn_by_callbacks_and_by_fits_inside_them_change_nothing(tmp_path: Path) -> None:
     wanted, model = make(), make()
     fit(wanted, data(), schedule=QUICK)
@@ -419,7 +515,13 @@ def test_numbers_drawn_by_a_data_set_are_those_of_the_seed() -> None:
 # ------------------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("damage", ["optimizer", "slot", "generator", "progress", "numbers", "missing"])
+DAMAGES = (
+    "optimizer", "slot", "scalar", "type", "part", "generator", "progress", "step", "n_losses", "epoch", "batch",
+    "stale", "history", "numbers", "missing",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "run.safetensors"
     fit(make(), data(), schedule=QUICK, checkpoint=path)
@@ -429,6 +531,16 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: P
         tensors["optimizer/nobody/momentum_buffer"] = tensors.pop(name)
     elif damage == "slot":
         tensors[name] = torch.zeros(3)
+    elif damage == "scalar":
+        tensors[name] = torch.zeros(())
+    elif damage in ("step", "n_losses", "epoch", "batch", "stale"):
+        document["progress"][damage] = 10**400
+    elif damage == "history":
+        document["progress"]["history"].pop()
+    elif damage == "type":
+        tensors[name] = tensors[name].long()
+    elif damage == "part":
+        tensors[name.replace("momentum_buffer", "velocity")] = tensors.pop(name)
     elif damage == "generator":
         tensors["generator"] = torch.zeros(7, dtype=torch.uint8)
     elif damage == "progress":
@@ -449,7 +561,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage: str, tmp_path: P
 
 
 def test_more_processes_than_cores_are_refused() -> None:
-    for devices in (99, "99", 0, -1):
+    for devices in (99, "99", " 99", 0, -1):
         with pytest.raises(ValueRangeError, match=rf"devices needs 1 to \d+ processes on a CPU .*got {devices}"):
             fit(make(), data(), schedule=QUICK, accelerator="cpu", devices=devices)
     for wrong in ({"accelerator": "abacus"}, {"strategy": "magic"}, {"precision": "3"}):

@@ -12,7 +12,7 @@ from torch import nn
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ShapeError, shown
-from onlynorm.modules import need_choice, need_free_memory
+from onlynorm.modules import GLOBAL_GENERATORS, need_choice, need_free_memory
 
 NORMS = ("batch", "layer", "group", "none")
 """Norms by name."""
@@ -24,7 +24,7 @@ _MOST_GROUPS, _LEAST_CHANNELS = 8, 4
 @contextlib.contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
     """Inside, torch draws from this seed; outside, the global generator has not moved."""
-    with torch.random.fork_rng(devices=[]):
+    with GLOBAL_GENERATORS, torch.random.fork_rng(devices=[]):
         torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach the generators of GPUs too
         yield
 

@@ -26,9 +26,18 @@ from onlynorm.modules.validate import (
     need_sizes,
     need_text,
 )
-from onlynorm.modules.walk import Output, find_output, is_autocast, tensors_in, unwrap, without_autocast
+from onlynorm.modules.walk import (
+    GLOBAL_GENERATORS,
+    Output,
+    find_output,
+    is_autocast,
+    tensors_in,
+    unwrap,
+    without_autocast,
+)
 
 __all__ = [
+    "GLOBAL_GENERATORS",
     "Loss",
     "Output",
     "as_real",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError
 
 Output = Callable[[Any], Any]
+GLOBAL_GENERATORS = threading.RLock()
+"""Held while a function of onlynorm has lent torch's global generators another state: threads take turns."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError
-from onlynorm.modules import need_model, unwrap
+from onlynorm.modules import GLOBAL_GENERATORS, need_model, unwrap
 
 
 @contextmanager
@@ -42,7 +42,8 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
     python, numbers = random.getstate(), np.random.get_state()
     try:
         devices = _gpus(model, tensors)
-        with _eager(), torch.inference_mode(False), torch.random.fork_rng(devices=devices), torch.enable_grad():
+        forked = torch.random.fork_rng(devices=devices)
+        with GLOBAL_GENERATORS, _eager(), torch.inference_mode(False), forked, torch.enable_grad():
             model.train(is_training)
             yield
     finally:

@@ -24,7 +24,17 @@ from onlynorm.errors import ConversionError, FormatError, StorageError
 from onlynorm.modules import need_choice, need_flag, need_instance, need_path
 from onlynorm.reconstruction.folding import folded_places
 from onlynorm.storage import read_tensors, write_tensors
-from onlynorm.tuning.fingerprint import Digests, digests, encode, few, is_plain, need_same_base, state_of, ties
+from onlynorm.tuning.fingerprint import (
+    Digests,
+    digests,
+    encode,
+    few,
+    hidden_buffers,
+    is_plain,
+    need_same_base,
+    state_of,
+    ties,
+)
 from onlynorm.tuning.norms import (
     add_affine,
     affine_shape,
@@ -86,18 +96,20 @@ def take_adapter(model: nn.Module, *, statistics: bool | None = None) -> Adapter
     """The present values of the model's norms (those that `only_norms` chose, else all) and heads, as an adapter.
 
     `statistics` says whether running statistics are saved too; None saves them unless they were frozen and are still
-    the same. Other buffers that changed since `only_norms` are saved in any case; a parameter that changed and was not
-    to be trained raises `ConversionError`. Wrappers (DDP, DataParallel, torch.compile) are looked through.
+    the same. Other buffers that changed since `only_norms` are saved in any case, those outside the state dict too
+    unless their shape changed, as that of a cache does. A parameter that changed and was not to be trained raises
+    `ConversionError`. Wrappers (DDP, DataParallel, torch.compile) are looked through.
     """
     model = need_module("an adapter", model)
     need_own_preparation("an adapter", model)
     if statistics is not None:
         statistics = need_flag("statistics", statistics)
-    state = state_of(model)
+    hidden = hidden_buffers(model)
+    state = state_of(model) | hidden
     before = preparation_of(model)
     trained = set(before.trained) & state.keys() if before is not None else _all_norms(model)
     found = digests({name: value for name, value in state.items() if name not in trained})
-    changed = set() if before is None else _changed(model, state, found, before)
+    changed = set() if before is None else _changed(model, state, found, before, hidden)
     moved = {name for name in statistics_of(model) if name in state}
     buffers = changed - moved
     is_still = before is not None and before.statistics == "freeze" and not changed & moved
@@ -105,7 +117,8 @@ def take_adapter(model: nn.Module, *, statistics: bool | None = None) -> Adapter
         statistics = not is_still
     held = trained | buffers | (moved if statistics else set())
     is_free = not statistics and not is_still
-    outside = {name: value for name, value in found.items() if name not in held | (moved if is_free else set())}
+    apart = held | hidden.keys() | (moved if is_free else set())
+    outside = {name: value for name, value in found.items() if name not in apart}
     norms = norm_tensors(model)
     tensors, tied = _untie({name: value for name, value in state.items() if name in held})
     return Adapter(
@@ -201,13 +214,16 @@ def need_fit(model: nn.Module, adapter: Adapter) -> None:
     if (gone := folded_places(model)) and any(name.rpartition(".")[0] in gone for name in adapter.tensors):
         raise ConversionError("the adapter needs the norms of the model; they are folded. Call unfold(model) first.")
     values, state, places = adapter.values, state_of(model), modules_of(model)
+    hidden = hidden_buffers(model)
     missing, odd = [], []
     for name, value in sorted(values.items()):
-        held = state.get(name)
+        held = state.get(name, hidden.get(name))
         place = places.get(name.rpartition(".")[0])
         if held is None and place is not None and can_get_affine(place) and name.rpartition(".")[0] in adapter.added:
-            if value.shape != affine_shape(place):
-                odd.append(f"{name} {tuple(value.shape)} for {affine_shape(place)}")
+            if value.shape != affine_shape(place) or not value.is_floating_point():
+                odd.append(
+                    f"{name} {tuple(value.shape)} {value.dtype} for {affine_shape(place)} floating-point numbers"
+                )
         elif held is None or not is_plain(held):
             missing.append(name)
         elif not _fits(value, held, place, is_head=name in adapter.heads, values=values, name=name):
@@ -295,11 +311,15 @@ def _untie(held: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: value.detach().clone() for name, value in held.items() if name not in tied}, tied
 
 
-def _changed(model: nn.Module, state: Mapping[str, Any], found: Digests, before: Preparation) -> set[str]:
+def _changed(
+    model: nn.Module, state: Mapping[str, Any], found: Digests, before: Preparation, hidden: Mapping[str, Tensor]
+) -> set[str]:
     """The buffers that changed since `only_norms`; raises if anything else did."""
     buffers = {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     changed = {name for name, value in found.items() if before.digests.get(name) != value}
-    lost = [name for name in before.digests if name not in state]
+    # Buffers outside the state dict that come, go or change their shape are caches, which forward makes again.
+    changed -= {name for name in changed & hidden.keys() if before.digests.get(name, (b"",))[0] != found[name][0]}
+    lost = [name for name in before.digests if name not in state and name not in before.hidden]
     new = sorted(name for name in changed if name not in before.digests)
     if lost or new:
         raise ConversionError(

@@ -34,7 +34,7 @@ from onlynorm.tuning.adapter import (
     take_adapter,
     write_values,
 )
-from onlynorm.tuning.fingerprint import digests, few, fingerprint, is_plain, state_of
+from onlynorm.tuning.fingerprint import digests, few, fingerprint, hidden_buffers, is_plain, state_of
 from onlynorm.tuning.norms import add_affine, can_get_affine, need_module, number_like, plain_name, remove_affine
 from onlynorm.tuning.only_norms import preparation_of
 
@@ -46,11 +46,11 @@ class Adapters:
         self.model = need_module("Adapters", model)
         self.active: str | None = None
         self._adapters: dict[str, Adapter] = {}
-        state = state_of(self.model)
+        state = self._state()
         self._digests = digests(state)
-        floating = {plain_name(n) for n, b in self.model.named_buffers(remove_duplicate=False) if b.is_floating_point()}
+        buffers = {plain_name(name) for name, _ in self.model.named_buffers(remove_duplicate=False)}
         prepared = preparation_of(self.model)
-        keys = norm_tensors(self.model) | floating | set(() if prepared is None else prepared.trained)
+        keys = norm_tensors(self.model) | buffers | set(() if prepared is None else prepared.trained)
         self._base = {key: state[key].detach().clone() for key in state if key in keys and is_plain(state[key])}
         self._bare: set[str] = set()  # scales and shifts that the base model's norms do not have
         self._merged: list[dict[str, Tensor]] = []
@@ -167,7 +167,7 @@ class Adapters:
         """Copies what the base model has under an adapter, and under what `only_norms` chose since the last time."""
         prepared = preparation_of(self.model)
         trained = {} if prepared is None else prepared.initial
-        state, places = state_of(self.model), modules_of(self.model)
+        state, places = self._state(), modules_of(self.model)
         wanted = dict.fromkeys([*trained, *(() if adapter is None else adapter.values)])
         for key in [key for key in wanted if key not in self._base]:
             place = key.rpartition(".")[0]
@@ -213,14 +213,22 @@ class Adapters:
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
         """Gives the model these values; norms that have no scale in the base model lose it unless there is one here."""
-        write_values(self.model, values)
+        hidden = hidden_buffers(self.model)
+        names = self._digests.keys() - state_of(self.model).keys()
+        # A buffer outside the state dict that came, went or changed its shape is a cache, which forward makes again.
+        caches = {k for k in names & values.keys() if k not in hidden or hidden[k].shape != values[k].shape}
+        write_values(self.model, {key: value for key, value in values.items() if key not in caches})
         places = modules_of(self.model)
         for place in {key.rpartition(".")[0] for key in self._bare - values.keys()}:
             if not can_get_affine(places[place]):
                 remove_affine(places[place])
 
+    def _state(self) -> dict[str, Any]:
+        """The tensors of the model by name, with the buffers that are not in its state dict."""
+        return state_of(self.model) | hidden_buffers(self.model)
+
     def _present(self) -> dict[str, Tensor]:
-        state = state_of(self.model)
+        state = self._state()
         return {key: state[key].detach().clone() for key in self._base if key in state}
 
     def _need(self, name: str) -> Adapter:

@@ -47,6 +47,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return state | {name: value for name, value in buffers if is_statistic(name) and name not in state}
 
 
+def hidden_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are neither in the state dict nor running statistics: caches, and what training may change."""
+    known = state_of(model)
+    buffers = ((plain_name(name), value) for name, value in model.named_buffers(remove_duplicate=False))
+    return {name: value for name, value in buffers if name not in known and is_plain(value)}
+
+
 def base_tensors(model: nn.Module, without: Iterable[str]) -> dict[str, Any]:
     """The tensors of the model that adapters of this kind leave alone, in the order of their names."""
     taken = set(without)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
 from onlynorm.modules import as_tensor, need_choice, need_flag, need_instance, need_items, need_seed
-from onlynorm.tuning.fingerprint import Digests, digests, state_of, ties
+from onlynorm.tuning.fingerprint import Digests, digests, hidden_buffers, state_of, ties
 from onlynorm.tuning.norms import (
     NormLayer,
     SkippedNorm,
@@ -60,7 +60,8 @@ class Preparation:
     """What `only_norms` did to a model, as far as adapters need it; it is copied and pickled with the model.
 
     `trained` has the names of all trained tensors, `added` the norms that got a scale and a shift. `initial` holds the
-    values that trained tensors had, and `digests` those of every tensor of the model.
+    values that trained tensors had, and `digests` those of every tensor of the model. `hidden` names the buffers that
+    are not in its state dict.
     """
 
     trained: tuple[str, ...]
@@ -69,6 +70,7 @@ class Preparation:
     added: tuple[str, ...]
     initial: dict[str, Tensor]
     digests: Digests
+    hidden: frozenset[str] = frozenset()
 
 
 def preparation_of(model: nn.Module) -> Preparation | None:
@@ -265,13 +267,14 @@ def _prepare(
         parameter.requires_grad_(id(parameter) in kept)
     if statistics != "track":
         undo += [_keep_statistics(module) for module in model.modules() if may_track(module)]
-    state = state_of(model)
+    state, hidden = state_of(model), hidden_buffers(model)
     trained = {plain_name(name) for name, parameter in parameters.items() if id(parameter) in kept}
     trained |= {name for group in ties(state) if trained & set(group) for name in group}
     initial = {name: state[name].detach().clone() for name in sorted(trained & state.keys())}
     model.__dict__[_NOTE] = Preparation(
-        tuple(sorted(trained)), also, statistics, tuple(sorted(added)), initial, digests(state)
-    )
+        tuple(sorted(trained)), also, statistics, tuple(sorted(added)), initial, digests(state | hidden),
+        frozenset(hidden),
+    )  # fmt: skip
     return NormHandle(model, norms=tuple(chosen), skipped=tuple(skipped), also=also, statistics=statistics, undo=undo)
 
 

@@ -61,7 +61,7 @@ from onlynorm.tuning.batches import (
     n_batches,
 )
 from onlynorm.tuning.fingerprint import base_tensors, digests, encode
-from onlynorm.tuning.norms import need_module
+from onlynorm.tuning.norms import is_statistic, need_module
 from onlynorm.tuning.training_state import (
     Progress,
     Randomness,
@@ -183,7 +183,8 @@ def fit(
     which a killed run resumes, with the same data and the same frozen weights; it is written after every epoch, every
     `save_every` steps too if given, and stays when the run ends. `logs` is a folder for a CSV table and TensorBoard
     events. `step` is called with (step, steps in all, loss). Runs in several threads take turns, step by step, and are
-    each a function of their seed.
+    each a function of their seed, as long as no thread draws from torch's global generator meanwhile: make the models,
+    whose layers draw their weights, before the threads start.
     """
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
@@ -197,7 +198,12 @@ def fit(
     _need_function("loss", loss, 2)
     _need_function("step", step, 3)
     pairs, judged = as_pairs(data), None if test is None else as_pairs(test)
-    if loss is None and schedule.label_smoothing and not _has_classes(pairs):
+    if loss is not None and schedule.label_smoothing:
+        raise ValueRangeError(
+            f"label_smoothing needs the default loss; got {schedule.label_smoothing} and a loss of your own. Smooth "
+            "the labels in that loss, or leave one of the two out."
+        )
+    if schedule.label_smoothing and not _has_classes(pairs):
         raise ValueRangeError(
             f"label_smoothing needs class labels; got {schedule.label_smoothing} and floating-point targets. Leave it "
             "out, or pass whole numbers as labels."
@@ -250,7 +256,7 @@ def make_fabric(accelerator: str, devices: int | str, strategy: str, precision: 
     is_cpu = accelerator == "cpu" or (
         accelerator == "auto" and not (torch.cuda.is_available() or torch.backends.mps.is_available())
     )
-    asked = str(devices)
+    asked = str(devices).strip()
     most = max(2, n_cores)  # two can always be tried, on one core as well
     if is_cpu and asked.lstrip("-").isdecimal() and not 1 <= int(asked) <= most:
         raise ValueRangeError(
@@ -373,6 +379,8 @@ class _Run:
         self.randomness = Randomness(schedule.seed, fabric.device)
         self.has_classes = test is None or _has_classes(test)
         self.checkpoint: Path | None = None
+        self.odd: set[str] = set()  # running statistics that were NaN or infinite before
+        self.odd = {name for name, value in self._watched().items() if not bool(torch.isfinite(value).all())}
         self.per_epoch = n_batches(len(pairs), schedule.batch_size)
         self.n_steps = schedule.epochs * self.per_epoch
 
@@ -425,10 +433,19 @@ class _Run:
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ShapeError(f"training needs a loss that is one number; got {what}. Return its mean from loss=.")
-        self._need_finite(float(value.detach()))
+        self._need_finite("loss", float(value.detach()))
+        if not value.requires_grad:
+            raise ConversionError(
+                "training needs a loss that depends on what is trained; got one without a gradient. Use the trained "
+                "layers in forward, and detach nothing on the way to the loss."
+            )
         self.fabric.backward(value)
         if schedule.clip is not None:
-            self.fabric.clip_gradients(self.wrapped, self.optimizer, max_norm=schedule.clip)
+            norm = self.fabric.clip_gradients(
+                self.wrapped, self.optimizer, max_norm=schedule.clip, error_if_nonfinite=False
+            )
+            if getattr(self.fabric._precision, "scaler", None) is None:  # which skips such a step, and goes on
+                self._need_finite("norm of the gradient", float(norm))
         self.optimizer.step()
         return float(value.detach())
 
@@ -457,15 +474,30 @@ class _Run:
                 total += n * float(self.loss(output, targets))
         return {"test_loss": total / len(self.test)}
 
-    def _need_finite(self, value: float) -> None:
+    def _need_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
-            saved = f"the last good state is in {self.checkpoint.name}" if self.checkpoint else "there is no checkpoint"
+            saved = "there is no checkpoint"
+            if self.checkpoint is not None and self.checkpoint.exists():
+                saved = f"the last good state is in {self.checkpoint.name}"
             raise TrainingError(
-                f"training needs a finite loss; got {value} at step {self.progress.step} ({saved}). Lower lr, clip "
+                f"training needs a finite {what}; got {value} at step {self.progress.step} ({saved}). Lower lr, clip "
                 "gradients, or look for bad inputs."
             )
 
+    def _need_finite_state(self) -> None:
+        """Raises if a step with a finite loss left a NaN or infinity in what is trained or in running statistics."""
+        for name, value in self._watched().items():
+            if not bool(torch.isfinite(value).all()):
+                self._need_finite(f"value of {name}", float(value[~torch.isfinite(value)][0]))
+
+    def _watched(self) -> dict[str, Tensor]:
+        """The trained tensors, and the running statistics that were finite before the run."""
+        state = state_tensors(self.model, set())
+        moved = {name: value for name, value in state.items() if is_statistic(name) and name not in self.odd}
+        return moved | {name: value.detach() for name, value in stepped_on(self.model).items()}
+
     def _save(self) -> None:
+        self._need_finite_state()
         settle(self.model)  # whether or not a file is written: the numbers do not depend on it
         if self.checkpoint is not None and self.fabric.is_global_zero:
             save_state(

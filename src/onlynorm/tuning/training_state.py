@@ -11,7 +11,6 @@ state is due to be saved (`settle`), killed or not, so that both go on with the 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +23,16 @@ from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, FormatError
 from onlynorm.layers import NormOnlyLayer
+from onlynorm.modules import GLOBAL_GENERATORS
 from onlynorm.storage import make_checked, read_tensors, write_tensors
 from onlynorm.tuning.adapter import write_values
-from onlynorm.tuning.fingerprint import is_plain, state_of
+from onlynorm.tuning.batches import n_batches
+from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
 from onlynorm.tuning.norms import plain_name
 
 FORMAT = 1
+_SLOTS = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}
+"""What the optimizers of `fit` remember of each parameter."""
 _DIGESTS = {"data_digest": "other inputs or labels", "frozen_digest": "other values of what is not trained"}
 """Settings that are digests, and what it means that they differ."""
 
@@ -55,11 +58,10 @@ class Randomness:
     """The random state of one run: that of the CPU, and that of the device it trains on.
 
     Dropout draws from torch's global generators. `own()` lends them the run's state for as long as it takes and gives
-    them back as they were, so that a run is a function of its seed whatever other code, callbacks or threads draw
-    meanwhile. One run at a time can have them: `fit` in other threads waits for its turn, step by step.
+    them back as they were, so that a run is a function of its seed whatever other code and callbacks draw. One run at a
+    time can have them: `fit`, the models and `diagnose` of onlynorm in other threads wait for their turn. Nothing can
+    stop other threads that draw from the global generators by themselves, as `nn.Linear(...)` does.
     """
-
-    _lock = threading.RLock()
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -70,7 +72,7 @@ class Randomness:
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
         """Inside, the global generators go on from the run's state."""
-        with self._lock:
+        with GLOBAL_GENERATORS:
             before = self._present()
             self._set(self.states)
             try:
@@ -104,7 +106,8 @@ class Randomness:
 def state_tensors(model: nn.Module, trained: set[str]) -> dict[str, Tensor]:
     """The tensors of the model that training changes: trained parameters and all buffers."""
     taken = trained | {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {name: t.detach() for name, t in state_of(model).items() if name in taken and is_plain(t)}
+    state = state_of(model) | hidden_buffers(model)
+    return {name: t.detach() for name, t in state.items() if name in taken and is_plain(t)}
 
 
 def stepped_on(model: nn.Module) -> dict[str, Tensor]:
@@ -174,14 +177,18 @@ def load_state(
         raise ConversionError(f"resuming needs the settings of the run in {path.name}; got others ({listed}). {cure}")
     named = stepped_on(model)
     values: dict[str, Tensor] = {}
+    hidden = hidden_buffers(model)
     for name, held in state_tensors(model, set(named)).items():
         value = tensors.get(f"model/{name}")
+        if name in hidden and (value is None or value.shape != held.shape):
+            continue  # a cache, which forward makes again
         if value is None or value.shape != held.shape or value.dtype != held.dtype:
             raise ConversionError(f"resuming needs the model of the run in {path.name}; {name!r} does not fit. {cure}")
         values[name] = value
     try:
         slots = _optimizer_slots(named, tensors, document["numbers"])
-        progress = _progress(document["progress"])
+        _need_whole_slots(optimizer, slots)
+        progress = _progress(document["progress"], settings)
         states = {name: tensors[name] for name in randomness.states}
         randomness.restore(states)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -207,8 +214,9 @@ def _optimizer_slots(
         if key.startswith("optimizer/"):
             name, _, slot = key.removeprefix("optimizer/").rpartition("/")
             parameter = named[name]
-            if value.ndim and value.shape != parameter.shape:
-                raise ValueError(f"{key} has the shape {tuple(value.shape)}")
+            layout = (torch.Size(), torch.float32) if slot == "step" else (parameter.shape, parameter.dtype)
+            if (value.shape, value.dtype) != layout:
+                raise ValueError(f"{key} has the shape {tuple(value.shape)} and the type {value.dtype}")
             # Adam keeps its step on the CPU whatever the device; moments live beside their parameter.
             found.append((parameter, slot, value.to(parameter.device if value.ndim else torch.device("cpu"))))
     for key, number in numbers.items():
@@ -219,9 +227,30 @@ def _optimizer_slots(
     return found
 
 
-def _progress(saved: dict[str, Any]) -> Progress:
-    """Where a run stands, with fields of the right types."""
+def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]) -> None:
+    """Raises ValueError unless each parameter has all that the optimizer remembers of it, or nothing."""
+    known = _SLOTS.get(type(optimizer).__name__.removeprefix("Fabric"))
+    found: dict[int, set[str]] = {}
+    for parameter, slot, value in slots:
+        found.setdefault(id(parameter), set()).add(slot)
+        if slot == "step" and not 1.0 <= float(value) < 2.0**53:
+            raise ValueError(f"a step counter is {float(value)}")
+    for names in found.values():
+        if known is not None and names != known:
+            raise ValueError(f"the optimizer remembers {', '.join(sorted(names))} of a parameter")
+
+
+def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> Progress:
+    """Where a run stands, with fields of the right types and counts that a run of these settings can have."""
     progress = make_checked(Progress, saved)
-    if min(progress.epoch, progress.batch, progress.step, progress.stale, progress.n_losses) < 0:
-        raise ValueError("its progress has negative counts")
+    per_epoch = n_batches(settings["n_samples"], settings["batch_size"])
+    is_possible = (
+        0 <= progress.epoch <= settings["epochs"]
+        and 0 <= progress.batch <= (per_epoch if progress.epoch < settings["epochs"] else 0)
+        and progress.step == progress.epoch * per_epoch + progress.batch
+        and progress.n_losses == progress.batch
+        and 0 <= progress.stale <= progress.epoch == len(progress.history)
+    )
+    if not is_possible:
+        raise ValueError(f"no run of these settings stands at epoch {progress.epoch}, step {progress.step!s:.20}")
     return progress
