@@ -19,6 +19,7 @@ from torch.nn import functional
 from onlynorm.data import seeded
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
 from onlynorm.modules import as_tensor, need_choice, need_integer
+from onlynorm.storage import open_file
 
 AUGMENTATIONS = ("none", "flip", "crop-flip")
 MAX_PIXELS = 2**26
@@ -102,7 +103,7 @@ class ImageFolder:
         from PIL import Image
 
         try:
-            with Image.open(path, formats=_FORMATS) as image:
+            with open_file(path) as file, Image.open(file, formats=_FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
