@@ -277,8 +277,13 @@ def _take(lock: Path) -> int | None:
             except FileNotFoundError:
                 is_there = False
             if is_there:
-                os.ftruncate(handle, 0)
-                os.write(handle, str(os.getpid()).encode())
+                try:
+                    os.ftruncate(handle, 0)
+                    os.write(handle, str(os.getpid()).encode())
+                except BaseException:  # the disk is full
+                    with contextlib.suppress(OSError):
+                        os.unlink(lock)
+                    raise
                 return handle
         except BaseException:
             with contextlib.suppress(OSError):

@@ -54,9 +54,9 @@ def inflated_limit(n_bytes: int) -> int:
 
 def read_npy(path: Path) -> np.ndarray:
     """The array in a .npy file: real numbers or booleans of up to 64 bits, in the byte order of this machine."""
-    with _reading(path, "a whole .npy file of plain numbers", "Save it with numpy.save and without objects."):
-        with open_file(path) as file:
-            return _array(file, os.fstat(file.fileno()).st_size)
+    cure = "Save it with numpy.save and without objects."
+    with _reading(path, "a whole .npy file of plain numbers", cure), open_file(path) as file:
+        return _array(file, os.fstat(file.fileno()).st_size)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
