@@ -234,10 +234,10 @@ def claim(path: Path | str) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    target = Path(os.path.realpath(path))
-    lock = target.with_name(f".{_stem(target)}.lock")
     made: list[Path] = []
     try:
+        target = Path(os.path.realpath(path))
+        lock = target.with_name(f".{_stem(target)}.lock")
         made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = _take(lock)
