@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import numbers
-import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -22,7 +20,7 @@ from onlynorm.features.orthogonal import haar_columns
 from onlynorm.features.registry import Array, Side, lookup, names, register
 from onlynorm.features.streams import Stream, as_integer, check_density, check_seed
 from onlynorm.features.weights import Features, build_structure
-from onlynorm.modules import need_choice, need_device, need_float_dtype, need_free_memory
+from onlynorm.modules import is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
 
 __all__ = ["Features", "draw", "names", "register"]
 
@@ -187,8 +185,7 @@ def _count(n_features: object, excess: object, equations: int) -> int:
             )
         return count
     excess = DEFAULT_EXCESS if excess is None else excess
-    is_number = isinstance(excess, numbers.Real) and not isinstance(excess, bool)
-    if not is_number or not 0.0 < excess <= sys.float_info.max:  # type: ignore[operator]
+    if not is_real_number(excess) or not 0.0 < excess < math.inf:  # type: ignore[operator]
         raise ValueRangeError(
             f"excess needs a positive finite number, features per equation; got {shown(excess)} for {equations} "
             "equations. Pass excess=1.25."

@@ -157,8 +157,14 @@ def need_sizes(name: str, values: Any, *, low: int = 1, n_least: int = 0, cure: 
 
 
 def is_real_number(value: Any) -> bool:
-    """Whether `value` is a real number, NumPy's included; booleans are not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether `value` is a real number that a float can hold, NumPy's included; booleans are not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_whole_number(value: Any) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +61,7 @@ def widths_for(shape: Sequence[int], *, n_layers: int, excess: float = DEFAULT_E
             f"scale per output: take 2, or 3 and more for narrower layers; {MOST_LAYERS} are the most."
         )
     n_layers = count
-    if not is_real_number(excess) or not 0.0 < excess <= sys.float_info.max:
+    if not is_real_number(excess) or not 0.0 < excess < math.inf:
         raise ValueRangeError(
             f"excess needs a positive finite number; got {shown(excess)}. Pass 1.1, or 1.25 for ease."
         )
