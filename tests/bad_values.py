@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,14 @@ class Unprintable:
 
     def __repr__(self) -> str:
         return "x" * 5000
+
+
+@functools.cache
+def scripted() -> Any:
+    """A module that torch compiled; calling or indexing it is not what it is in Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch advises against scripting
+        return torch.jit.script(nn.Linear(3, 2))
 
 
 def does_nothing(*args: Any, **options: Any) -> None:
@@ -72,6 +83,20 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "0-d tensor": lambda: torch.tensor(1.0),
     "7-d tensor": lambda: torch.zeros((1,) * 7),
     "sparse tensor": lambda: torch.eye(3, dtype=torch.float64).to_sparse(),
+    "compressed sparse tensor": lambda: torch.eye(3, dtype=torch.float64).to_sparse_csr(),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(8, 3), 0.1, 0, torch.quint8),
+    "float8 tensor": lambda: torch.ones(8, 3).to(torch.float8_e4m3fn),
+    "tensor expanded to 4 TB": lambda: torch.ones(1).expand(2**20, 2**20),
+    "tensor without columns": lambda: torch.empty(3, 0, dtype=torch.float64),
+    "structured numpy array": lambda: np.zeros(2, dtype=[("a", "f8")]),
+    "10**400": lambda: 10**400,
+    "smallest float": lambda: 5e-324,
+    "fraction": lambda: Fraction(1, 3),
+    "iterator without end": lambda: iter(int, 1),
+    "path that is too long": lambda: "x" * 5000,
+    "path with a null byte": lambda: "a\0b",
+    "scripted module": lambda: scripted(),
     "meta tensor": lambda: torch.zeros(3, 3, device="meta"),
     "module without parameters": nn.Identity,
     "lazy module": lambda: nn.Sequential(nn.LazyLinear(2)),
@@ -81,7 +106,7 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "directory": lambda: Path("."),
 }
 """Tried in the place of every argument."""
-CALLABLE = ("class", "module without parameters", "lazy module", "meta module")
+CALLABLE = ("class", "scripted module", "module without parameters", "lazy module", "meta module")
 """Values that can be called, but only with arguments of their own."""
 
 

@@ -605,9 +605,15 @@ def forge_pickle(data: bytes, rng: random.Random) -> bytes:
 
 
 def forge_image(data: bytes, rng: random.Random) -> bytes:
-    """A PNG with other sizes or fields in its head and a right checksum; other formats are mutated."""
+    """A PNG with other sizes or fields in its head, or other pixels, and right checksums; other formats are mutated."""
     if not data.startswith(b"\x89PNG"):
         return mutate(data, rng)
+    if rng.random() < 0.4:
+        start = data.index(b"IDAT")
+        n = int.from_bytes(data[start - 4 : start], "big")
+        chunk = b"IDAT" + zlib.compress(mutate(zlib.decompress(data[start + 4 : start + 4 + n]), rng))
+        framed = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        return data[: start - 4] + framed + data[start + 8 + n :]
     size = rng.choice(((4, 4), (2**14, 2**14), (2**31 - 1, 1), (2**20, 2**20), (0, 4), (60000, 60000), (5, 3)))
     head = struct.pack(
         ">IIBBBBB", *size, rng.choice((8, 8, 16, 1, 7)), rng.choice((2, 2, 0, 3, 6, 9)), 0, 0, rng.choice((0, 1))
@@ -657,6 +663,14 @@ def data_kinds(samples: Samples) -> None:
     images = {"data_batch_1.bin": binary, "test_batch.bin": binary}
     read = in_folder("cifar-10-batches-bin", images, lambda: need_split(cifar10(), (3, 32, 32), 10))
     samples.kinds["CIFAR-10, binary"] = Kind(binary, read, weight=4)
+    binary = np.column_stack([[1, 19], [3, 99], pixels]).astype(np.uint8).tobytes()
+    files = {"train.bin": binary, "test.bin": binary}
+    read = in_folder("cifar-100-binary", files, lambda: need_split(cifar100(), (3, 32, 32), 100))
+    samples.kinds["CIFAR-100, binary"] = Kind(binary, read, weight=2)
+    pickled = pickle.dumps({b"data": pixels, b"labels": [3, 9]}, protocol=2)
+    files = {"data_batch_1": pickled, "test_batch": pickled}
+    read = in_folder("cifar-10-batches-py", files, lambda: need_split(cifar10(), (3, 32, 32), 10))
+    samples.kinds["CIFAR-10, pickle"] = Kind(pickled, read, forge=forge_pickle, weight=4)
     for protocol in (2, 4):
         content = {"data": pixels, "fine_labels": [3, 99], "coarse_labels": [1, 2], "filenames": ["a", "b"]}
         pickled = pickle.dumps(content, protocol=protocol)
@@ -671,10 +685,10 @@ def data_kinds(samples: Samples) -> None:
             ("images-idx3-ubyte.gz", struct.pack(">IIII", 0x803, 2, 28, 28) + bytes(2 * 784)),
         )
     }
-    for last in ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"):
+    for last in small:
         files = {**{name: data for name, data in small.items() if name != last}, last: small[last]}
         read = in_folder("fashion-mnist", files, lambda: need_split(fashion_mnist(), (1, 28, 28), 10))
-        samples.kinds[f"idx, {last}"] = Kind(small[last], read, forge=forge_gzip, weight=5)
+        samples.kinds[f"idx, {last}"] = Kind(small[last], read, forge=forge_gzip, weight=3)
 
     file = io.BytesIO()
     np.save(file, np.arange(6.0).reshape(2, 3))
@@ -717,6 +731,17 @@ def data_kinds(samples: Samples) -> None:
         safetensors.torch.save(tensors), read_tensors, "file.safetensors", forge=forge_safetensors
     )
 
+    samples.kinds["safetensors, points"] = Kind(
+        safetensors.torch.save(tensors), read_points, "file.safetensors", forge=forge_safetensors, weight=5
+    )
+    samples.kinds["safetensors, matrix"] = Kind(
+        safetensors.torch.save({"a": X}),
+        lambda p: need(read_matrix(p).ndim == 2, "no matrix"),
+        "file.safetensors",
+        forge=forge_safetensors,
+        weight=5,
+    )
+
     def read_weights(path: Path) -> None:
         network = load_weights(tiny(1), path)
         need_usable(network, (9, 2), {})
@@ -734,7 +759,7 @@ def data_kinds(samples: Samples) -> None:
     from PIL import Image
 
     picture = Image.fromarray((np.arange(48) * 5).astype(np.uint8).reshape(4, 4, 3))
-    for ending in ("png", "jpg", "gif", "bmp", "tif", "webp"):
+    for ending in ("png", "jpg", "gif", "bmp", "tif", "webp", "ppm"):
         file = io.BytesIO()
         picture.save(file, {"jpg": "JPEG", "tif": "TIFF"}.get(ending, ending.upper()))
         read = functools.partial(read_image, ending)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 from onlynorm import errors
-from onlynorm.errors import OnlynormError, UnknownNameError
+from onlynorm.errors import FormatError, OnlynormError, StorageError, UnknownNameError, shown
 
 OURS = [
     value
@@ -48,3 +49,21 @@ def test_unknown_names_travel_between_processes() -> None:
     error = UnknownNameError("method", "kryloff", ["lu", "krylov"])
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (UnknownNameError, str(error))
+
+
+def test_a_message_cannot_command_the_terminal() -> None:
+    name = "a\x1b[31m\x07\x9b2J\u202e.pth"
+    for error in (FormatError(f"{name} is bad"), StorageError(f"{name} is bad"), UnknownNameError("data", "x", [name])):
+        assert "a\\x1b[31m\\x07\\x9b2J\\u202e.pth" in str(error)
+        assert str(error).isprintable()
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_value_whose_attributes_raise_is_shown_by_its_class() -> None:
+    class Odd:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(name)
+
+    assert shown(Odd()) == "a Odd"
+    assert shown(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == "a Tensor"

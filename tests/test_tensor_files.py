@@ -9,6 +9,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm.data import load_data
+from onlynorm.data import cifar10, fashion_mnist, load_data
 from onlynorm.data.plain_pickle import MAX_OPERATIONS, read_plain
 from onlynorm.data.tensor_files import (
     INFLATED_BYTES,
@@ -33,6 +34,7 @@ from onlynorm.data.tensor_files import (
 from onlynorm.errors import FormatError, MissingDataError, StorageError
 from onlynorm.identity import load_memorizer, save_memorizer
 from onlynorm.models import load_weights
+from onlynorm.report import read_record
 from onlynorm.storage import MAX_NESTING, parse_json, read_file, read_tensors, write_tensors
 from onlynorm.tuning import read_peft
 from onlynorm.tuning.batches import MAX_PIXELS, ImageFolder
@@ -353,3 +355,124 @@ def test_data_that_claims_more_than_it_holds_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(file.getvalue()[:-1])
     with pytest.raises(FormatError, match=r"31 bytes for float64 of shape \(2, 2\)"):
         load_data(str(tmp_path / "a.npy"))
+
+
+# ------------------------------------------------------------------------------- two directories in one archive
+
+
+def nested_pickle(levels: int) -> bytes:
+    """A dict whose key is nested tuples: its hash takes a time that doubles per level."""
+    nested = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(levels))
+    return b"\x80\x02}" + nested + b"K\x01s."
+
+
+def archive_with(content: bytes | None, name: str = "archive/data.pkl") -> tuple[bytes, bytes, int]:
+    """(members, directory, number of members) of a PyTorch file, with another pickle if one is given."""
+    saved, out = io.BytesIO(), io.BytesIO()
+    torch.save({"a": torch.ones(2)}, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(out, "w") as new:
+        for member in old.infolist():
+            is_pickle = member.filename.endswith("data.pkl")
+            if is_pickle and name != "archive/data.pkl":
+                new.writestr(name, content or b"")
+                content = None
+            new.writestr(member.filename, content if is_pickle and content else old.read(member))
+    data = out.getvalue()
+    n, size, offset = struct.unpack("<HII", data[-12:-2])
+    return data[:offset], data[offset : offset + size], n
+
+
+def test_an_archive_in_which_pytorch_would_read_other_members_is_refused(tmp_path: Path) -> None:
+    first, first_directory, n = archive_with(nested_pickle(3))
+    first += bytes(2000)
+    second, second_directory, _ = archive_with(None)
+    before, moved = len(first) + len(first_directory), bytearray(second_directory)
+    place = 0
+    while place < len(moved):  # Python adds to each offset how much further back the directory is than declared
+        sizes = struct.unpack("<HHH", moved[place + 28 : place + 34])
+        (offset,) = struct.unpack("<I", moved[place + 42 : place + 46])
+        moved[place + 42 : place + 46] = struct.pack("<I", offset + before - (before + len(second) - len(first)))
+        place += 46 + sum(sizes)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, n, n, len(moved), len(first), 0)
+    path = tmp_path / "two.pth"
+    path.write_bytes(first + first_directory + second + moved + end)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("archive/data.pkl") != nested_pickle(3)
+    assert torch.load(path, weights_only=True) == {((((), ()), ((), ())), (((), ()), ((), ()))): 1}
+    with pytest.raises(FormatError, match=r"directory is not right before its end"):
+        read_torch(path)
+
+
+def test_an_archive_with_a_pickle_in_capital_letters_is_refused(tmp_path: Path) -> None:
+    members, directory, n = archive_with(nested_pickle(3), "archive/DATA.PKL")
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, n, n, len(directory), len(members), 0)
+    (tmp_path / "two.pth").write_bytes(members + directory + end)
+    with pytest.raises(FormatError, match=r"2 members named data\.pkl"):
+        read_torch(tmp_path / "two.pth")
+
+
+@pytest.mark.parametrize("tail", [b"\0", b"a comment"])
+def test_an_archive_with_something_after_its_end_is_refused(tmp_path: Path, tail: bytes) -> None:
+    saved = io.BytesIO()
+    torch.save({"a": torch.ones(2)}, saved)
+    (tmp_path / "a.pth").write_bytes(saved.getvalue()[:-2] + len(tail).to_bytes(2, "little") + tail)
+    with pytest.raises(FormatError, match=r"a\.pth needs to be a whole file of tensors"):
+        read_torch(tmp_path / "a.pth")
+
+
+def test_archives_with_and_without_sizes_of_64_bits_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pth")
+    members, directory, n = archive_with(None)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, n, n, len(directory), len(members), 0)
+    (tmp_path / "b.pth").write_bytes(members + directory + end)
+    for name in ("a.pth", "b.pth"):
+        assert torch.equal(read_torch(tmp_path / name)["a"], torch.ones(2))
+
+
+# ------------------------------------------------------------------------------- pipes in place of files
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+@pytest.mark.parametrize(
+    "read", [read_npy, read_npz, read_safetensors, read_torch, inflate, load_memorizer, read_record]
+)
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "file")
+    with pytest.raises((FormatError, StorageError), match=r"not an ordinary file"):
+        read(tmp_path / "file")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
+def test_a_pipe_in_place_of_an_image_or_a_data_set_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "classes/a/x.png",
+        "fashion-mnist/train-images-idx3-ubyte.gz",
+        "cifar-10-batches-bin/data_batch_1.bin",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True)
+        os.mkfifo(tmp_path / name)
+    monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path))
+    for read in (lambda: ImageFolder(tmp_path / "classes"), fashion_mnist, cifar10):
+        with pytest.raises((FormatError, StorageError), match=r"not an ordinary file"):
+            read()
+
+
+def test_what_is_appended_to_a_file_while_it_is_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "file", os.fstat
+    path.write_bytes(b"whole")
+
+    def grow(handle: int) -> os.stat_result:
+        found = real(handle)
+        with path.open("ab") as file:
+            file.write(b" and more")
+        return found
+
+    monkeypatch.setattr(os, "fstat", grow)
+    assert read_file(path, what="it", limit=40).startswith(b"whole")
+    assert len(read_file(path, what="it", limit=40)) <= 40

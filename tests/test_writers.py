@@ -31,7 +31,7 @@ from onlynorm.report.figure import write_figure
 from onlynorm.report.page import write_report
 from onlynorm.report.records import write_record
 from onlynorm.report.sealed import write_sealed
-from onlynorm.storage import write_atomically
+from onlynorm.storage import claim, write_atomically
 from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_adapter, write_peft
 
 X = torch.linspace(-1.0, 1.0, 27, dtype=torch.float64).reshape(9, 3)
@@ -178,6 +178,21 @@ def test_a_path_below_a_file_is_a_clear_error(name: str, tmp_path: Path) -> None
     assert content(tmp_path) == {"file": b"x"}
 
 
+def test_a_disk_too_full_for_the_lock_is_a_clear_error_and_no_lock_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match=r"got No space left on device"), claim(tmp_path / "folder" / "out"):
+            pytest.fail("the path was not claimed")
+    assert content(tmp_path) == {}
+    with claim(tmp_path / "folder" / "out"):
+        pass
+
+
 def test_commands_that_draw_end_with_one_line_where_they_cannot_write(tmp_path: Path, run: RunCli) -> None:
     (tmp_path / "file").write_text("x")
     for words in (
@@ -221,7 +236,7 @@ def test_a_limit_on_the_size_of_files_is_a_clear_error(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from onlynorm.storage import write_atomically
+from onlynorm.storage import claim, write_atomically
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 def wait(one, two, real=os.replace):

@@ -7,16 +7,26 @@ also derives from the built-in exception a caller would expect, so `except Value
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 60
 """Characters of a value that a message shows at most."""
 _SHOWN_BITS, _LISTED = 200, 24
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and newline, those that turn the direction of text, and bytes that are no Unicode."""
 
 
 def shown(value: Any) -> str:
     """A value in a message: its repr if that is short, shape and type of an array, else its class."""
+    try:
+        return _shown(value)
+    except Exception:  # attributes and the repr of a foreign object may raise anything, and must not hide the message
+        return f"a {type(value).__name__}"
+
+
+def _shown(value: Any) -> str:
     kind = type(value).__name__
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and len(shape) > 0:
@@ -27,15 +37,20 @@ def shown(value: Any) -> str:
         return f"{'the class' if isinstance(value, type) else 'the function'} {value.__qualname__}"[:SHOWN]
     if callable(getattr(value, "named_parameters", None)):
         return f"a {kind} module"
-    try:
-        written = repr(value)
-    except Exception:  # the repr of a foreign object may raise anything, and must not hide the message
-        return f"a {kind}"
+    written = repr(value)
     return written if len(written) <= SHOWN and written.isprintable() else f"a {kind}"
+
+
+def visible(text: str) -> str:
+    """The text with characters that could command a terminal written out, as in \\x1b."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class OnlynormError(Exception):
     """Base class: everything the library raises on purpose."""
+
+    def __str__(self) -> str:  # names of files and tensors stand in messages, and a traceback goes to the terminal
+        return visible(super().__str__())
 
 
 class ShapeError(OnlynormError, ValueError):
@@ -59,7 +74,7 @@ class UnknownNameError(OnlynormError, KeyError):
         super().__init__(f"{kind} needs a known name; got {got}. {cure}")
 
     def __str__(self) -> str:  # KeyError shows the repr of its argument, quotes included
-        return str(self.args[0])
+        return visible(str(self.args[0]))
 
     def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, Any, list[str]]]:
         return type(self), self._asked  # a worker sends its error home by pickle, which would call __init__ with args

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from rich.table import Table
 from onlynorm import theorems as registry
 from onlynorm.bench import Measured
 from onlynorm.bench import Table as BenchTable
+from onlynorm.errors import visible
 from onlynorm.papers import Progress as Stage
 from onlynorm.papers import Record
 from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
@@ -30,14 +30,6 @@ from onlynorm.reconstruction.plan import Plan
 from onlynorm.reconstruction.result import Reconstruction
 from onlynorm.solvers.needs import DEFAULT_TOLERANCE
 from onlynorm.theorems import Finding, Verdict
-
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, those that turn the direction of text, and bytes that are no Unicode."""
-
-
-def visible(text: str) -> str:
-    """The text with characters that could command a terminal written out, as in \\x1b."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Console(RichConsole):

@@ -28,7 +28,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 from safetensors.torch import load, save
@@ -234,10 +234,10 @@ def claim(path: Path | str) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    target = Path(os.path.realpath(path))
-    lock = target.with_name(f".{_stem(target)}.lock")
     made: list[Path] = []
     try:
+        target = Path(os.path.realpath(path))
+        lock = target.with_name(f".{_stem(target)}.lock")
         made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = _take(lock)
@@ -277,8 +277,13 @@ def _take(lock: Path) -> int | None:
             except FileNotFoundError:
                 is_there = False
             if is_there:
-                os.ftruncate(handle, 0)
-                os.write(handle, str(os.getpid()).encode())
+                try:
+                    os.ftruncate(handle, 0)
+                    os.write(handle, str(os.getpid()).encode())
+                except BaseException:  # the disk is full
+                    with contextlib.suppress(OSError):
+                        os.unlink(lock)
+                    raise
                 return handle
         except BaseException:
             with contextlib.suppress(OSError):
@@ -344,19 +349,36 @@ def seal(data: bytes) -> bytes:
     return bytes(blank)
 
 
-def read_file(path: Path, *, what: str, limit: int | None = None) -> bytes:
-    """The bytes of an ordinary file; `what` is what errors call its content, `limit` the most bytes it may have."""
+def open_file(path: Path | str) -> BinaryIO:
+    """An ordinary file, open for reading; OSError for anything else, such as a pipe, which may never have an end."""
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    # Opening a pipe that nobody writes to waits for a writer, and opening a terminal may make it ours.
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    handle = os.open(path, flags)
     try:
-        with open(path, "rb", buffering=0) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):  # a pipe or a device may have no end
-                raise OSError(errno.EINVAL, "not an ordinary file")
-            if limit is not None and state.st_size > limit:
-                raise FormatError(
-                    f"{what} needs at most {limit:,} bytes; {path.name} has {state.st_size:,}. Pass another file."
-                )
-            return file.read()
-    except MemoryError as error:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not an ordinary file")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_file(path: Path, *, what: str, limit: int | None = None) -> bytes:
+    """The bytes of an ordinary file; `what` is what errors call its content, `limit` the most bytes it may have.
+
+    What another process appends meanwhile is not read.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if limit is not None and size > limit:
+                raise FormatError(f"{what} needs at most {limit:,} bytes; {path.name} has {size:,}. Pass another file.")
+            return file.read(size)
+    except (MemoryError, OverflowError) as error:
         raise MemoryLimitError(f"{what} needs to be read at once; {path.name} does not fit into memory.") from error
     except FormatError:
         raise

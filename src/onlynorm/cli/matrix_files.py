@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from onlynorm.data.tensor_files import read_npy, read_safetensors
 from onlynorm.errors import FormatError, MissingDataError, OnlynormError, UnknownNameError
+from onlynorm.storage import read_file
 
 ENDINGS = (".npy", ".safetensors", ".csv")
 
@@ -55,7 +57,8 @@ def _read_npy(path: Path) -> np.ndarray:
 def _read_csv(path: Path) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # an empty file is an empty matrix, which is refused below
-        array = np.loadtxt(path, delimiter=",", ndmin=2, dtype=np.float64, encoding="utf-8-sig")
+        text = read_file(path, what="a matrix").decode("utf-8-sig")
+        array = np.loadtxt(io.StringIO(text, newline=None), delimiter=",", ndmin=2, dtype=np.float64)
     if not array.size:
         raise ValueError("no numbers")
     return array

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from onlynorm.errors import MissingDataError, ShapeError
-from onlynorm.modules.validate import need_integer, need_seed, need_text
+from onlynorm.modules.validate import need_integer, need_path, need_seed, need_text
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_data(name: str) -> Path:
     beside = Path(__file__).resolve().parents[4] / "shared" / "data"
     given = os.environ.get("ONLYNORM_DATA")
     folder = Path(given) if given else beside
-    if not (folder / name).exists():
+    if not need_path("find_data", folder / name).exists():
         raise MissingDataError(
             f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "
             "format, or set ONLYNORM_DATA to the folder that holds it."

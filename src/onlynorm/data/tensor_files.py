@@ -13,6 +13,7 @@ import io
 import math
 import mmap
 import os
+import struct
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from onlynorm.data.plain_pickle import OPERATIONS, need_plain
 from onlynorm.errors import FormatError, MemoryLimitError, MissingDataError, OnlynormError
+from onlynorm.storage import open_file
 
 INFLATED_BYTES = 2**28
 """Bytes to which compressed content may always expand: 256 MiB."""
@@ -52,17 +54,17 @@ def inflated_limit(n_bytes: int) -> int:
 
 def read_npy(path: Path) -> np.ndarray:
     """The array in a .npy file: real numbers or booleans of up to 64 bits, in the byte order of this machine."""
-    with _reading(path, "a whole .npy file of plain numbers", "Save it with numpy.save and without objects."):
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            return _array(file, size)
+    cure = "Save it with numpy.save and without objects."
+    with _reading(path, "a whole .npy file of plain numbers", cure), open_file(path) as file:
+        return _array(file, os.fstat(file.fileno()).st_size)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
     """The arrays in a .npz file by name, each as `read_npy` gives it."""
     with (
         _reading(path, "a whole .npz file of plain numbers", "Save it with numpy.savez and without objects."),
-        zipfile.ZipFile(path) as archive,
+        open_file(path) as file,
+        zipfile.ZipFile(file) as archive,
     ):
         _need_modest_archive(archive, path)
         found: dict[str, np.ndarray] = {}
@@ -78,7 +80,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors in a .safetensors file by name."""
     with _reading(path, "a whole safetensors file", "Save or copy it again."):
-        _need_file(path)
+        open_file(path).close()
         return load_file(path)
 
 
@@ -87,8 +89,7 @@ def read_torch(path: Path) -> Any:
     cure = "Save network.state_dict(): whole pickled networks are not read, because they could run code."
     with _reading(path, "to be a whole file of tensors", cure), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _need_file(path)
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if file.read(4) == b"PK\x03\x04":
                 _need_plain_archive(path)
             else:  # five pickles, then the numbers
@@ -106,7 +107,7 @@ def inflate(path: Path, n_bytes: int | None = None) -> bytes:
         if n_bytes is not None and n_bytes > limit:
             raise _too_large(path, n_bytes, limit)
         parts: list[bytes] = []
-        with gzip.open(path) as file:
+        with open_file(path) as raw, gzip.open(raw) as file:
             while wanted and (part := file.read(min(wanted, _CHUNK))):
                 parts.append(part)
                 wanted -= len(part)
@@ -131,11 +132,6 @@ def _reading(path: Path, what: str, cure: str) -> Iterator[None]:
         raise FormatError(f"{path.name} needs {what}; got {type(error).__name__}: {first}. {cure}") from error
 
 
-def _need_file(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise OSError("not an ordinary file")
-
-
 def _too_large(path: Path, n_bytes: int, limit: int) -> FormatError:
     return FormatError(
         f"{path.name} needs to expand to at most {limit:,} bytes (the larger of {INFLATED_BYTES:,} and "
@@ -156,12 +152,38 @@ def _need_modest_archive(archive: zipfile.ZipFile, path: Path) -> None:
 
 def _need_plain_archive(path: Path) -> None:
     """Raises unless a PyTorch file in zip format is modest in size and its pickle plain."""
-    with zipfile.ZipFile(path) as archive:
+    with open_file(path) as file, zipfile.ZipFile(file) as archive:
+        _need_one_directory(file)
         _need_modest_archive(archive, path)
-        pickles = [member for member in archive.infolist() if member.filename.endswith("data.pkl")]
-        if len(pickles) != 1:
-            raise ValueError(f"{len(pickles)} members named data.pkl")
+        # PyTorch's reader ignores case, and does not end names at a null byte as Python's does.
+        names = {member: member.orig_filename.lower() for member in archive.infolist()}
+        pickles = [member for member, name in names.items() if name.endswith("data.pkl")]
+        if len(pickles) != 1 or any("\0" in name for name in names.values()):
+            raise ValueError(f"{len(pickles)} members named data.pkl, or names with null bytes")
         need_plain(io.BytesIO(archive.read(pickles[0])), _TORCH_OPERATIONS, _TORCH_NAMES)
+
+
+def _need_one_directory(file: IO[bytes]) -> None:
+    """Raises unless the end of a zip file leaves no choice of where its directory is.
+
+    Python takes the directory right before the end, PyTorch the one at the offset that the end declares: of a file in
+    which these differ, we would check members that PyTorch does not read.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 98))
+    tail = file.read().rjust(98, b"\0")
+    signature, n_bytes, offset, n_comment = struct.unpack("<4s8xIIH", tail[-22:])
+    start = size - 22
+    is_one = signature == b"PK\5\6" and n_comment == 0
+    if tail[-42:-38] == b"PK\6\7":  # sizes of 64 bits, which PyTorch always writes
+        start = size - 98
+        place = int.from_bytes(tail[-34:-26], "little")
+        long_bytes, long_offset = struct.unpack("<QQ", tail[40:56])
+        is_one &= tail[:4] == b"PK\6\6" and place == start
+        is_one &= n_bytes in (2**32 - 1, long_bytes) and offset in (2**32 - 1, long_offset)
+        n_bytes, offset = long_bytes, long_offset
+    if not is_one or offset + n_bytes != start:
+        raise ValueError("a zip file whose directory is not right before its end")
 
 
 def _array(file: IO[bytes], size: int) -> np.ndarray:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import numbers
-import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
@@ -22,7 +20,7 @@ from onlynorm.features.orthogonal import haar_columns
 from onlynorm.features.registry import Array, Side, lookup, names, register
 from onlynorm.features.streams import Stream, as_integer, check_density, check_seed
 from onlynorm.features.weights import Features, build_structure
-from onlynorm.modules import need_choice, need_device, need_float_dtype, need_free_memory
+from onlynorm.modules import is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
 
 DEFAULT_EXCESS = 1.25
 _KERNELS = ("first", "second")
@@ -153,7 +151,8 @@ def _with_own_count(features: Features, n_features: int | None, excess: float | 
 
 def check_shape(shape: object) -> tuple[int, ...]:
     """The shape of a target's weight as ints, or an error that says what it may be."""
-    is_listed = isinstance(shape, Iterable) and not (isinstance(shape, torch.Tensor) and not shape.ndim)
+    is_listed = isinstance(shape, Iterable) and not isinstance(shape, torch.nn.Module)
+    is_listed = is_listed and not (isinstance(shape, torch.Tensor) and (shape.is_nested or not shape.ndim))
     sizes = [as_integer(size) for size in itertools.islice(shape, 6)] if is_listed else []  # type: ignore[call-overload]
     if not 2 <= len(sizes) <= 5 or any(size is None or size < 1 for size in sizes):
         raise ShapeError(
@@ -184,8 +183,7 @@ def _count(n_features: object, excess: object, equations: int) -> int:
             )
         return count
     excess = DEFAULT_EXCESS if excess is None else excess
-    is_number = isinstance(excess, numbers.Real) and not isinstance(excess, bool)
-    if not is_number or not 0.0 < excess <= sys.float_info.max:  # type: ignore[operator]
+    if not is_real_number(excess) or not 0.0 < excess < math.inf:  # type: ignore[operator]
         raise ValueRangeError(
             f"excess needs a positive finite number, features per equation; got {shown(excess)} for {equations} "
             "equations. Pass excess=1.25."

@@ -35,7 +35,7 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     """
     count = as_integer(n) or 0
     highest = MAX_CONDITION if count > 1 else 1.0
-    if count < 1 or not is_real_number(condition) or not 1.0 <= condition <= highest:
+    if not 1 <= count < 2**62 or not is_real_number(condition) or not 1.0 <= condition <= highest:
         raise ValueRangeError(
             "a spectrum needs at least two values and a condition of at least 1 and at most "
             f"{MAX_CONDITION:.0e}; got {shown(n)} values at condition {shown(condition)}. One value alone has "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from onlynorm.errors import AccuracyWarning, ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
 from onlynorm.layers.choice import Choice, make_choice
 from onlynorm.layers.modules import NormOnlyLayer, Plain, wrap
-from onlynorm.modules import need_flag, need_model, unwrap
+from onlynorm.modules import need_flag, need_items, need_model, unwrap
 from onlynorm.reconstruction.calls import copy_network
 from onlynorm.reconstruction.places import places_of, swap
 from onlynorm.reconstruction.target import Left, find_layers
@@ -193,13 +193,11 @@ def _shortfall(name: str, layer: NormOnlyLayer, weight: Tensor) -> list[str]:
 def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
     """The layers that the patterns name, themselves or by a module around them."""
     kept: set[str] = set()
-    is_many = isinstance(keep, Iterable) and not isinstance(keep, str | Tensor)
-    patterns = tuple(keep) if is_many else (keep,)
+    cure = "Write keep='head' or keep=['blocks.1.*']."
+    patterns = [keep] if isinstance(keep, str) else need_items("keep", keep, cure=cure)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ConversionError(
-                f"keep needs names of layers; got a {type(pattern).__name__}. Write keep='head' or keep=['blocks.1.*']."
-            )
+            raise ConversionError(f"keep needs names of layers; got a {type(pattern).__name__}. {cure}")
         hits = [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not hits:
             raise UnknownNameError("keep", pattern, names)

@@ -94,7 +94,7 @@ def run_factory(spec: str, *, what: str) -> Any:
             return found() if callable(found) and not isinstance(found, nn.Module) else found
     except Exception as error:  # whatever the user's code raises belongs beside the name of that code
         raise ConversionError(
-            f"{what} needs code that imports and runs; {spec} gave {type(error).__name__}: {error}. "
+            f"{what} needs code that imports and runs; {spec:.100} gave {type(error).__name__}: {error!s:.500}. "
             "The factory is called without arguments, from the current folder."
         ) from error
 

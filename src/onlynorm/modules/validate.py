@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import numbers
 import os
@@ -23,6 +25,8 @@ from onlynorm.errors import ConversionError, MemoryLimitError, ShapeError, Unkno
 _T = TypeVar("_T")
 _SEEDS = 2**64
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_MOST_ITEMS = 2**22
+_MOST_COUNT = 2**63
 _SMALL = 2**28  # bytes for which the free memory is not looked up, which takes 20 microseconds
 
 
@@ -81,11 +85,19 @@ def _need_dense(name: str, value: Tensor) -> Tensor:
         raise ConversionError(
             f"{name} needs a dense tensor; got a {kind.removeprefix('torch.')} one. Pass a dense copy, made by {cure}."
         )
+    if value.is_floating_point() and value.itemsize < 2:
+        raise ConversionError(
+            f"{name} needs a type that torch computes with; got {str(value.dtype).removeprefix('torch.')}. Pass "
+            "value.float()."
+        )
     if value.is_meta:
         raise ConversionError(
             f"{name} needs a tensor with values; got one of shape {tuple(value.shape)} on the meta device. Make it on "
             "a real device."
         )
+    n_bytes = value.numel() * value.itemsize
+    if n_bytes > _SMALL and n_bytes > value.untyped_storage().nbytes():  # one that `expand` made larger than its memory
+        need_free_memory(f"{name}, expanded to {shown(value)},", n_bytes, cure="Pass fewer samples, or a smaller one.")
     return value
 
 
@@ -121,9 +133,14 @@ def need_number(
 
 
 def need_integer(name: str, value: Any, *, low: int | None = None, high: int | None = None, cure: str) -> int:
-    """`value` as an int between `low` and `high`; whole floats and NumPy integers are accepted, booleans are not."""
+    """`value` as an int between `low` and `high`; whole floats and NumPy integers are accepted, booleans are not.
+
+    Without `high`, it has to be below 2^63, as torch's own sizes.
+    """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_whole = is_number and (isinstance(value, numbers.Integral) or (math.isfinite(value) and value == int(value)))
+    if is_whole and high is None and abs(int(value)) >= _MOST_COUNT:
+        high = _MOST_COUNT - 1
     if is_whole and (low is None or value >= low) and (high is None or value <= high):
         return int(value)
     bounds = [f"from {low}" if low is not None else "", f"to {high}" if high is not None else ""]
@@ -140,8 +157,14 @@ def need_sizes(name: str, values: Any, *, low: int = 1, n_least: int = 0, cure: 
 
 
 def is_real_number(value: Any) -> bool:
-    """Whether `value` is a real number, NumPy's included; booleans are not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Whether `value` is a real number that a float can hold, NumPy's included; booleans are not."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def is_whole_number(value: Any) -> bool:
@@ -181,12 +204,22 @@ def need_choice(kind: str, value: Any, known: Collection[str]) -> str:
 
 def need_items(name: str, value: Any, *, cure: str) -> list[Any]:
     """The elements of a list, tuple, one-dimensional array or other iterable; strings and mappings are refused."""
-    is_scalar = isinstance(value, Tensor | np.ndarray) and (value.ndim == 0 or getattr(value, "is_meta", False))
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        is_scalar = True
+    if isinstance(value, Tensor):
+        value = _need_dense(name, value)
+    is_scalar = isinstance(value, Tensor | np.ndarray) and value.ndim == 0
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict | nn.Module | type) and not is_scalar:
-        return value.tolist() if isinstance(value, Tensor | np.ndarray) else list(value)
+        if isinstance(value, Tensor | np.ndarray):
+            _need_few(name, math.prod(value.shape), cure)
+            return value.tolist()
+        found = list(itertools.islice(value, _MOST_ITEMS + 1))
+        _need_few(name, len(found), cure)
+        return found
     raise ConversionError(f"{name} needs a list or tuple; got {shown(value)}. {cure}")
+
+
+def _need_few(name: str, n: int, cure: str) -> None:
+    if n > _MOST_ITEMS:  # an iterator may have no end, and an expanded tensor more entries than memory
+        raise ValueRangeError(f"{name} needs at most {_MOST_ITEMS:,} items; got more. {cure}")
 
 
 def need_instance(name: str, value: Any, kind: type[_T] | tuple[type[_T], ...], *, cure: str) -> _T:
@@ -273,5 +306,18 @@ def need_path(name: str, value: Any) -> Path:
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and text and "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text):
+            _need_short(name, text)
             return Path(text)
     raise ConversionError(f"{name} needs a path; got {shown(value)}. Pass a string or a pathlib.Path.")
+
+
+def _need_short(name: str, path: str) -> None:
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            longest = max(map(len, Path(path).parts))
+            raise ConversionError(
+                f"{name} needs a path that the file system allows; got {len(path):,} characters, the longest part of "
+                f"{longest:,}. Choose a shorter name."
+            ) from error

@@ -39,6 +39,8 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
             f"as_matrix needs activations (samples, channels, positions...) and an axis of channels behind the first; "
             f"got {shape} and channels={channels}. Pass a whole batch, and channels=-1 where they come last."
         )
+    if not activations.numel():
+        raise ShapeError(f"as_matrix needs activations with entries; got shape {shape}. Pass a whole batch.")
     moved = activations.movedim(axis, 0) if positions == "pool" else activations.movedim(axis, 1).movedim(0, -1)
     matrix = moved.reshape(shape[axis], -1) if positions == "pool" else moved.reshape(-1, shape[0])
     return _ready(matrix, "as_matrix")

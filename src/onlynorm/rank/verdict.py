@@ -123,9 +123,11 @@ def judge(
     need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
     values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
               "told": told, "start": start, "loss": loss}  # fmt: skip
-    for name, value in values.items():
-        if value is not None and not (isinstance(value, float) and not math.isfinite(value)):
-            need_number(name, value, cure="Pass None where it was not measured.")
+    alignment, input_cosine, contrast, directions, told, start, loss = (
+        value if value is None or (isinstance(value, float) and not math.isfinite(value))
+        else need_number(name, value, cure="Pass None where it was not measured.")
+        for name, value in values.items()
+    )  # fmt: skip
     unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out where all was observed.")
     odd = next((layer for layer in layers if not layer.is_finite), None)
     if odd is not None:

@@ -142,7 +142,7 @@ def deep_table(
         target = torch.randn(width, width, dtype=torch.float64, generator=generator) / width**0.5
         for narrow in [k for k in ks if k <= width]:
             unique = unique_solution(target, narrow=narrow, seed=seed)
-            law = Law((width, width), narrow, is_orthogonal=features == "orthogonal")
+            law = Law((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
             for excess in excesses:
                 n_features = draw(features, (width, narrow), excess=excess).n_features
                 layers = draw_layers(features, (width, width), narrow=narrow, n_features=n_features, seed=seed)

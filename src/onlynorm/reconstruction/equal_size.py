@@ -54,7 +54,7 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
         raise ConversionError("pad_equal needs at least one rebuilt layer; got none. Call reconstruct first.")
     least = max(size for block in blocks for size in (block.n_features, *block.features[0].shape))
     width = least if width is None else width
-    if not is_whole_number(width) or width < least:
+    if not is_whole_number(width) or not least <= width < 2**31:
         raise ShapeError(
             f"pad_equal needs a width of at least {least}, the largest layer; got {shown(width)}. Leave it out."
         )

@@ -255,7 +255,8 @@ class KhatriRao:
 
     def _need_scratch(self, work: Tensor) -> None:
         needed = (self.block, min(self.out, self.inp))
-        if not isinstance(work, Tensor) or tuple(work.shape) != needed or work.dtype != self.dtype or work.is_sparse:
+        is_dense = isinstance(work, Tensor) and not work.is_nested
+        if not is_dense or tuple(work.shape) != needed or work.dtype != self.dtype or work.is_sparse:
             raise ShapeError(f"work needs a {self.dtype} buffer {needed}; got {shown(work)}. Pass scratch().")
 
     def column_squares(self) -> Float[Tensor, " feat"]:

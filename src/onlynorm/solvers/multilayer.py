@@ -156,7 +156,7 @@ def solve_multilayer(
     )  # fmt: skip
     if tolerance is not None and solution.shortfall:
         raise ToleranceError(
-            f"solve_multilayer needs a relative residual of {tolerance:.0e}; got {solution.shortfall}, or leave the "
+            f"solve_multilayer needs a relative residual of {wanted:.0e}; got {solution.shortfall}, or leave the "
             "tolerance out to take the best there is."
         )
     return solution

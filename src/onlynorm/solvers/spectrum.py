@@ -134,7 +134,7 @@ def iterations_for(condition: float, tolerance: float) -> int:
     condition = need_number("condition", condition, low=0.0, high=1e300, cure="It is at least 1.")
     if condition <= 1.0 + 1e-12:
         return 1
-    return max(1, math.ceil(math.log(2.0 / tolerance) / math.log1p(2.0 / (condition - 1.0))))
+    return max(1, math.ceil((math.log(2.0) - math.log(tolerance)) / math.log1p(2.0 / (condition - 1.0))))
 
 
 def condition_for(iterations: int, tolerance: float) -> float:
@@ -243,7 +243,7 @@ def predict_iterations(prediction: Prediction | float, tolerance: float) -> int:
     kappa = need_number("condition", kappa, low=1.0, high=1e300, cure="It is at least 1.")
     if kappa <= 1.0 + 1e-12:
         return 1
-    steps = math.log(1.0 / tolerance) / math.log1p(2.0 / (kappa - 1.0))
+    steps = -math.log(tolerance) / math.log1p(2.0 / (kappa - 1.0))
     if n is not None:
         steps = 1.0 / math.hypot(1.0 / steps, (1.0 + 3.0 / math.sqrt(n)) / (2.0 * n))
     return max(1, math.ceil(steps))

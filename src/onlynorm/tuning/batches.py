@@ -19,7 +19,9 @@ from torch.nn import functional
 from onlynorm.data import seeded
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
 from onlynorm.modules import as_tensor, need_choice, need_integer
+from onlynorm.storage import open_file
 
+_NO_DATA_SETS = (str, bytes, dict, type, Tensor, np.ndarray, torch.jit.ScriptModule)
 AUGMENTATIONS = ("none", "flip", "crop-flip")
 MAX_PIXELS = 2**26
 """Pixels of an image that is read: a compressed file of a few kB can hold so many that no memory would do."""
@@ -102,7 +104,7 @@ class ImageFolder:
         from PIL import Image
 
         try:
-            with Image.open(path, formats=_FORMATS) as image:
+            with open_file(path) as file, Image.open(file, formats=_FORMATS) as image:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
@@ -120,7 +122,7 @@ def as_pairs(data: Any) -> Pairs:
         return data
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         return TensorPairs(*data)
-    if not isinstance(data, Pairs) or isinstance(data, str | bytes | dict | type | Tensor | np.ndarray):
+    if not isinstance(data, Pairs) or isinstance(data, _NO_DATA_SETS):
         raise ShapeError(
             f"training needs (inputs, labels) or a data set of such pairs; got a {type(data).__name__}. Pass a tuple "
             "of two tensors."
