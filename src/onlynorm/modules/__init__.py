@@ -26,7 +26,15 @@ from onlynorm.modules.validate import (
     need_sizes,
     need_text,
 )
-from onlynorm.modules.walk import Output, find_output, is_autocast, tensors_in, unwrap, without_autocast
+from onlynorm.modules.walk import (
+    Output,
+    find_output,
+    is_autocast,
+    tensors_in,
+    unwrap,
+    without_autocast,
+    without_compiling,
+)
 
 __all__ = [
     "Loss",
@@ -57,4 +65,5 @@ __all__ = [
     "tensors_in",
     "unwrap",
     "without_autocast",
+    "without_compiling",
 ]

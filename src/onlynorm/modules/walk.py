@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,3 +68,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def without_compiling() -> AbstractContextManager[object]:
+    """A context in which parts that `torch.compile` made run as ordinary Python, hooks that come and go included."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled; loading it takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

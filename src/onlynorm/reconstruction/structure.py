@@ -59,6 +59,8 @@ def differences(
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
+    if "_orig_mod" in module._modules:  # a wrapper of torch.compile, which changes no function
+        return {"class": type(module).__name__}
     kind = nn.TransformerEncoder if type(module) is PaddedEncoder else type(module)
     values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     if "makes_nested" in values:
