@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from onlynorm.features import draw
 from onlynorm.reconstruction.blocks import (
+    CHUNK_BYTES,
     NormOnlyBlock,
     explicit_padding,
     find_blocks,
@@ -184,3 +185,11 @@ def test_the_text_of_a_block_names_its_source() -> None:
     assert "he_normal, 22 features" in str(make(nn.Conv2d(4, 6, 3, groups=2)))
     block = make(nn.Linear(5, 5), place="outside", skips=[])
     assert "identity skip, norm outside" in str(block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_chunk_of_frozen_weights_fits_as_it_is_drawn(dtype: torch.dtype) -> None:
+    features = draw("id_cond", (700, 900))
+    block = NormOnlyBlock({}, [draw("id_cond", (2, 3))], storage="seed")
+    start, stop = next(iter(block.chunks(features, torch.zeros(1, 900, dtype=dtype))))
+    assert (stop - start) * (700 + 900) * 8 <= CHUNK_BYTES  # drawn in float64, whatever the inputs are

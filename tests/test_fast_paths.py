@@ -110,6 +110,31 @@ def test_an_encoder_works_with_masks(padding: str, is_causal: bool, with_norm: b
     agree(make, batch(9, LENGTH, WIDTH), path=tmp_path)
 
 
+class Inherits(nn.TransformerEncoder):
+    """An encoder of one's own that has the forward of torch's."""
+
+
+class Calls(nn.TransformerEncoder):
+    """An encoder of one's own that calls the forward of torch's."""
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        made: Tensor = 2.0 * super().forward(*args, **named)
+        return made
+
+
+@pytest.mark.parametrize("kind", [Inherits, Calls])
+def test_subclasses_of_encoders_work_with_padding(kind: type[nn.TransformerEncoder], tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return Encode(kind(layer(), 2), padding="left")
+
+    result = agree(make, batch(9, LENGTH, WIDTH), path=tmp_path)
+    assert isinstance(result.network.inner, kind)
+    torch.save(result.network, tmp_path / "pickled.pt")
+    for again in (copy.deepcopy(result.network), torch.load(tmp_path / "pickled.pt", weights_only=False)):
+        assert on.verify(result, again, batch(9, LENGTH, WIDTH)).max_error == 0.0
+    assert type(on.collapse(result).inner) is kind
+
+
 def test_padding_is_zero_where_torch_makes_it_zero() -> None:
     torch.manual_seed(0)
     network = Encode(nn.TransformerEncoder(layer(), 1), padding="left").double().eval()

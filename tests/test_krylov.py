@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.solvers.khatri_rao import KhatriRao
-from onlynorm.solvers.krylov import Whitening, anisotropy, solve_krylov
+from onlynorm.solvers.krylov import Whitening, anisotropy, conjugate_gradients, solve_krylov
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -201,3 +202,17 @@ def test_progress_hears_of_every_round() -> None:
     assert [error for _, error in heard] == found.history
     assert heard[0] == (0, 1.0)
     assert heard[-1][0] == found.iterations
+
+
+def test_an_iteration_holds_no_more_tensors_the_longer_it_runs() -> None:
+    # A small tensor per step would keep the memory of the large ones around it from being used again.
+    diagonal, alive = torch.logspace(0, 3, 400, dtype=torch.float64), []
+
+    def gram(p: Tensor) -> Tensor:
+        alive.append(sum(type(one) is Tensor for one in gc.get_objects()))
+        return diagonal * p
+
+    _, n_steps, condition = conjugate_gradients(gram, torch.ones_like(diagonal), 1, tolerance=1e-10, max_iterations=300)
+    assert n_steps > 100
+    assert alive[-1] <= alive[2] + 5
+    assert condition == pytest.approx(math.sqrt(1000.0), rel=0.1)

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 import onlynorm as on
 from onlynorm.errors import ConversionError, FormatError
+from onlynorm.reconstruction.blocks import find_blocks
 from onlynorm.reconstruction.folding import find_pairs, fold_network
 
 TOLERANCE = 1e-9
@@ -183,6 +184,36 @@ def test_wrapped_networks_are_unwrapped(wrap: Any, tmp_path: Path) -> None:
     loaded = on.load(tmp_path / "net", into=wrap(net(6, 5, 4)))
     assert on.verify(result, loaded, X).max_error == 0.0
     assert on.verify(network, on.collapse(wrap(loaded)), X).is_same(TOLERANCE)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_layer_is_rebuilt_inside_its_wrapper(in_place: bool, tmp_path: Path) -> None:
+    def compiled() -> nn.Sequential:
+        network = net(6, 5, 4).float()
+        network[2] = torch.compile(network[2], backend="eager")
+        return network
+
+    network, inputs = compiled(), X.float()
+    result = on.reconstruct(network, inputs=inputs, features="id_cond", in_place=in_place)
+    assert result.warnings == ()
+    assert on.verify(compiled(), result, inputs).is_same(1e-5)
+    on.save(result, tmp_path / "net")
+    assert on.verify(result, on.load(tmp_path / "net", into=compiled()), inputs).max_error == 0.0
+    assert on.verify(compiled(), on.collapse(result), inputs).is_same(1e-5)
+    with torch.no_grad():
+        for block in find_blocks(result.network).values():
+            block.first_norm.weight.zero_()
+    assert on.verify(compiled(), result, inputs).relative_error > 0.1  # it is the block that is called
+
+
+def test_a_compiled_layer_becomes_norm_only_inside_its_wrapper() -> None:
+    network = net(6, 5, 4)
+    network[2] = torch.compile(network[2], backend="eager")
+    converted = on.norm_only(network)
+    assert on.verify(network, converted, X).is_same(TOLERANCE)
+    with torch.no_grad():
+        converted.get_submodule("2._orig_mod").gamma.zero_()
+    assert on.verify(network, converted, X).relative_error > 0.1  # it is the gammas that are applied
 
 
 def test_a_layer_at_two_places_keeps_its_hooks_at_both() -> None:

@@ -218,3 +218,10 @@ def test_gammas_and_matrices_of_another_size_are_refused(name: str) -> None:
 def test_output_gammas_of_another_size_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"output_gamma of id_cond_minimal needs a last dimension of 3; got \(2,\)"):
         IdCondMinimal(3, 4, 3).apply(torch.zeros(10), torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frozen_weights_are_laid_out_once(name: str) -> None:
+    structure = structure_of(draw(name, (5, 7)))
+    assert structure.left(2, 20).is_contiguous()
+    assert structure.right(2, 20).is_contiguous()

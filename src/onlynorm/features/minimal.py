@@ -87,7 +87,7 @@ class IdCondMinimal:
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
         row, _, is_shared = self._joins(start, stop)
-        left = one_hot(row, self.rows).T.contiguous()
+        left = one_hot(row, self.rows, axis=0)
         kernel_position = self.shared_column // self.cols
         left[kernel_position :: self.rows // self.n_outputs, is_shared] = 1.0
         return left

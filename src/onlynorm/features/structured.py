@@ -108,7 +108,7 @@ class IdCond:
         return self.transpose(target)
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
-        return one_hot(self.output_of(torch.arange(start, stop)), self.rows).T
+        return one_hot(self.output_of(torch.arange(start, stop)), self.rows, axis=0)
 
     def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
         return one_hot(self.input_of(torch.arange(start, stop)), self.cols)
@@ -183,10 +183,11 @@ class OrthoCond:
         )
 
 
-def one_hot(index: Int[Tensor, " block"], n: int) -> Float[Tensor, "block n"]:
-    """Rows of zeros with a one at `index`, in float64 on the CPU."""
-    hot = torch.zeros(len(index), n, dtype=torch.float64)
-    hot[torch.arange(len(index)), index.cpu()] = 1.0
+def one_hot(index: Int[Tensor, " block"], n: int, *, axis: int = 1) -> Float[Tensor, "_ _"]:
+    """Rows of n zeros with a one at `index`, or columns for axis 0, in float64 on the CPU; never laid out twice."""
+    which = (torch.arange(len(index)), index.cpu())
+    hot = torch.zeros((len(index), n) if axis else (n, len(index)), dtype=torch.float64)
+    hot[which if axis else which[::-1]] = 1.0
     return hot
 
 

@@ -34,6 +34,7 @@ from onlynorm.modules.walk import (
     tensors_in,
     unwrap,
     without_autocast,
+    without_compiling,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "tensors_in",
     "unwrap",
     "without_autocast",
+    "without_compiling",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -70,3 +71,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def without_compiling() -> AbstractContextManager[object]:
+    """A context in which parts that `torch.compile` made run as ordinary Python, hooks that come and go included."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    if set_stance is None or "torch._dynamo" not in sys.modules:  # nothing was compiled; loading it takes seconds
+        return contextlib.nullcontext()
+    stance: AbstractContextManager[object] = set_stance("force_eager")
+    return stance

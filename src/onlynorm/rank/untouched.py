@@ -8,7 +8,6 @@ are computed by torch.autograd.grad, which does not touch `.grad`.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from onlynorm.data import seeded
 from onlynorm.errors import ConversionError
-from onlynorm.modules import GLOBAL_GENERATORS, need_model, unwrap
+from onlynorm.modules import GLOBAL_GENERATORS, need_model, unwrap, without_compiling
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
     try:
         devices = _gpus(model, tensors)
         forked = torch.random.fork_rng(devices=devices)
-        with GLOBAL_GENERATORS, _eager(), torch.inference_mode(False), forked, torch.enable_grad():
+        with GLOBAL_GENERATORS, without_compiling(), torch.inference_mode(False), forked, torch.enable_grad():
             model.train(is_training)
             yield
     finally:
@@ -54,17 +53,6 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         for module, name, value in attributes:
             vars(module)[name] = value
         _restore([module for module, _ in modes], buffers)
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Inside, nothing runs compiled: parts of a model that torch.compile has made do not call hooks added later."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    if set_stance is None or "torch._dynamo" not in sys.modules:  # which takes seconds to load
-        yield
-        return
-    with set_stance("force_eager"):
-        yield
 
 
 @torch.no_grad()

@@ -40,6 +40,9 @@ CHUNK_BYTES = 64 * 2**20
 LOWEST = torch.float32
 """The lowest precision of a block."""
 
+DRAWN = torch.float64
+"""The precision in which frozen weights are drawn."""
+
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
@@ -270,8 +273,9 @@ class NormOnlyBlock(Block):
     def chunks(self, features: Features, inputs: Tensor) -> Iterator[tuple[int, int]]:
         """Ranges of features whose hidden activations, and whose frozen weights, fit into `CHUNK_BYTES`."""
         positions = inputs.numel() // max(1, inputs.shape[1])
-        widest = max(positions, features.rows + features.cols)
-        step = whole_lines(max(1, CHUNK_BYTES // (widest * inputs.element_size())))
+        # Frozen weights are drawn in float64, whatever the precision of the inputs.
+        widest = max(positions * inputs.element_size(), (features.rows + features.cols) * DRAWN.itemsize)
+        step = whole_lines(max(1, CHUNK_BYTES // widest))
         for start in range(0, features.n_features, step):
             yield start, min(start + step, features.n_features)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError
-from onlynorm.modules import as_tensor
+from onlynorm.modules import as_tensor, without_compiling
 
 Inputs: TypeAlias = "Tensor | tuple[Tensor, ...]"
 """A batch, or a tuple of batches for a network that takes several."""
@@ -118,7 +118,8 @@ def copy_network(network: nn.Module) -> nn.Module:
 def run(network: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """What the network returns for the inputs."""
     try:
-        return network(*inputs)
+        with without_compiling():
+            return network(*inputs)
     except OnlynormError:
         raise
     except (RuntimeError, TypeError, IndexError, ValueError) as error:

@@ -264,6 +264,7 @@ def _rebuild(
         raise type(why)(f"layer {target.name!r}: {why}") from why
     is_batch = seen.inputs.ndim >= len(target.shape)
     few = seen.inputs[:N_MEASURED] if is_batch else seen.inputs
+    release_free_memory()
     with torch.no_grad():
         # Without the layer's hooks: what it received has been through them already.
         measured = relative_difference([made.block(few)], [layer.forward(few)], scale=[few])

@@ -47,7 +47,7 @@ LAYER_SECONDS = 0.004
 SOLVE_SECONDS = 0.002
 ITERATIVE_SECONDS = 0.01
 STEP_SECONDS = 6e-5
-DRAW_SECONDS = {"he_uniform": 8e-9, "uniform": 7e-9, "er_sign": 17e-9, "id_cond": 9e-9, "id_cond_minimal": 9e-9,
+DRAW_SECONDS = {"he_uniform": 8e-9, "uniform": 7e-9, "er_sign": 17e-9, "id_cond": 7e-9, "id_cond_minimal": 7e-9,
                 "ortho_cond": 7e-9, "sparse_he_normal": 26e-9, "er_normal": 26e-9}  # fmt: skip
 """Per number of a frozen weight; normal numbers, the default of all others, take `NORMAL_SECONDS`."""
 NORMAL_SECONDS = 22e-9

@@ -8,6 +8,8 @@ nested tensors, the output at padding is zero before the encoder's last norm, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,9 @@ class PaddedEncoder(nn.TransformerEncoder):
     """An `nn.TransformerEncoder` that never makes nested tensors, with the outputs of one that does."""
 
     makes_nested: bool
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _make_empty, (plain_kind(self),), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -51,6 +56,29 @@ class PaddedEncoder(nn.TransformerEncoder):
         return not (torch.is_grad_enabled() and any(x.requires_grad for x in (src, *self.layers[0].parameters())))
 
 
+_padded_kinds: dict[type[nn.Module], type[PaddedEncoder]] = {nn.TransformerEncoder: PaddedEncoder}
+
+
+def _padded_kind(kind: type[nn.Module]) -> type[PaddedEncoder]:
+    """A subclass of this kind of encoder whose calls of `nn.TransformerEncoder.forward` reach `PaddedEncoder`."""
+    if kind not in _padded_kinds:
+        _padded_kinds[kind] = type(kind.__name__, (kind, PaddedEncoder), {})
+    return _padded_kinds[kind]
+
+
+def plain_kind(module: nn.Module) -> type[nn.Module]:
+    """The class that the module has outside a rebuilt network."""
+    if not isinstance(module, PaddedEncoder):
+        return type(module)
+    return nn.TransformerEncoder if type(module) is PaddedEncoder else type(module).__mro__[1]
+
+
+def _make_empty(kind: type[nn.Module]) -> PaddedEncoder:
+    """An encoder without any state, for copies and pickles: a class made on the fly has no name to find it by."""
+    padded = _padded_kind(kind)
+    return padded.__new__(padded)
+
+
 def set_fast_paths(network: nn.Module, *, calibrating: bool = False) -> nn.Module:
     """The network itself, with the fast path closed around blocks and open elsewhere; all closed to calibrate."""
     for module in network.modules():
@@ -77,13 +105,11 @@ def _set_encoder(encoder: nn.TransformerEncoder, *, is_open: bool) -> None:
     is_closed = "makes_nested" in vars(encoder)
     if is_open and is_closed:
         encoder.use_nested_tensor = vars(encoder).pop("makes_nested")
-        if type(encoder) is PaddedEncoder:
-            object.__setattr__(encoder, "__class__", nn.TransformerEncoder)
+        object.__setattr__(encoder, "__class__", plain_kind(encoder))
     elif not is_open and not is_closed:
         vars(encoder)["makes_nested"] = getattr(encoder, "use_nested_tensor", False)
         encoder.use_nested_tensor = False
-        if type(encoder) is nn.TransformerEncoder:
-            object.__setattr__(encoder, "__class__", PaddedEncoder)
+        object.__setattr__(encoder, "__class__", _padded_kind(type(encoder)))
 
 
 def _is_padding(mask: Tensor) -> Tensor:

@@ -22,7 +22,10 @@ def swap(network: nn.Module, name: str, module: nn.Module) -> nn.Module:
     if not name:
         return module
     parent, _, child = name.rpartition(".")
-    setattr(network.get_submodule(parent), child, module)
+    owner = network.get_submodule(parent)
+    setattr(owner, child, module)
+    if child == "_orig_mod":  # the wrapper of torch.compile keeps a call of the module it was made with
+        owner._initialize()  # type: ignore[operator]
     return network
 
 

@@ -28,6 +28,7 @@ from onlynorm.reconstruction.activations import Cubic, Ray, Segment, known
 from onlynorm.reconstruction.blocks import Block, NormOnlyBlock
 from onlynorm.reconstruction.intervals import Box as Box
 from onlynorm.reconstruction.intervals import Interval
+from onlynorm.solvers.memory import release_free_memory
 
 MARGIN = 1.0
 """Share of the calibrated width that is added on either side, where room costs precision (a sigmoid block loses 0.2
@@ -160,7 +161,7 @@ def calibrate(
     parts: list[tuple[Tensor, ...]] = []
     for group, features, seen in block.group_inputs(block.as_batch(inputs)):
         for start, stop in block.chunks(features, seen):
-            # One chunk is gone before the next is made.
+            release_free_memory()  # one chunk is gone before the next is made, for the system too
             parts.append(_statistics(block.hidden(seen, features, group, start, stop), held_back))
     low, high, mean, variance = (torch.cat(column) for column in zip(*parts, strict=True))
     return Ranges(*widen(low, high, margin), mean, variance)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from onlynorm.reconstruction.blocks import Block
-from onlynorm.reconstruction.fast_paths import PaddedEncoder
+from onlynorm.reconstruction.fast_paths import plain_kind
 from onlynorm.reconstruction.folding import FoldedNorm
 from onlynorm.storage import to_plain
 
@@ -59,13 +59,17 @@ def differences(
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
-    kind = nn.TransformerEncoder if type(module) is PaddedEncoder else type(module)
+    if "_orig_mod" in module._modules:  # a wrapper of torch.compile, which changes no function
+        return {"class": type(module).__name__}
     values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     if "makes_nested" in values:
         values["use_nested_tensor"] = values.pop("makes_nested")
     values.pop("fast_activation", None)
     plain = {name: _plain(value) for name, value in values.items() if name not in SKIPPED}
-    return {"class": kind.__name__, **{name: value for name, value in plain.items() if value is not _NOT_PLAIN}}
+    return {
+        "class": plain_kind(module).__name__,
+        **{name: value for name, value in plain.items() if value is not _NOT_PLAIN},
+    }
 
 
 _NOT_PLAIN = object()

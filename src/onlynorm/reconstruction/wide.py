@@ -280,6 +280,7 @@ def _row_sums(features: Features, constant: Tensor) -> Tensor:
     total = torch.zeros(features.rows, dtype=constant.dtype, device=constant.device)
     step = max(1, 2**22 // features.rows)
     for start in range(0, features.n_features, step):
+        release_free_memory()
         stop = min(start + step, features.n_features)
         total += features.left(start, stop).to(constant) @ constant[start:stop]
     return total.reshape(features.shape[0], -1).sum(1)

@@ -37,6 +37,8 @@ Progress = Callable[[int, float], None]
 
 DIGITS_PER_ROUND = 1e-5
 """What one float32 round is asked for; far enough above float32's rounding for condition numbers up to about 100."""
+MOST_STEPS = 400
+"""Steps of a round from which the condition number is read."""
 DIVERGED = 1e6
 """A residual grown by this factor: it may grow by kappa on the way, so the system is singular and has no solution."""
 
@@ -171,9 +173,12 @@ def conjugate_gradients(
     p = rhs.clone()
     rr = r.square().sum(axes, keepdim=True)
     stop, broken = rr * tolerance**2, rr * DIVERGED**2
-    steps: list[tuple[Tensor, Tensor]] = []
+    # Read at the end: a number asked for at once would stop the device at every step. One tensor holds them all: small
+    # ones would lie between the large ones that come and go, and keep that memory from being used again.
+    steps = rhs.new_empty(min(max_iterations, MOST_STEPS), 2)
+    n_steps = 0
     tiny = torch.finfo(rhs.dtype).tiny
-    while len(steps) < max_iterations and bool(((rr > stop) & (rr <= broken)).any()):
+    while n_steps < max_iterations and bool(((rr > stop) & (rr <= broken)).any()):
         q = gram(p)
         alpha = rr / (p * q).sum(axes, keepdim=True).clamp_min(tiny)
         x += alpha * p
@@ -181,15 +186,17 @@ def conjugate_gradients(
         previous, rr = rr, r.square().sum(axes, keepdim=True)
         beta = rr / previous.clamp_min(tiny)
         p = torch.add(r, beta * p, out=p)
-        steps.append((alpha, beta))  # read at the end: a number asked for here would stop the device at every step
-    return x, len(steps), _condition_from_steps(steps)
+        if n_steps < len(steps):
+            steps[n_steps, 0], steps[n_steps, 1] = alpha.flatten()[0], beta.flatten()[0]
+        n_steps += 1
+    return x, n_steps, _condition_from_steps(steps[:n_steps])
 
 
-def _condition_from_steps(steps: list[tuple[Tensor, Tensor]]) -> float:
+def _condition_from_steps(steps: Float[Tensor, "steps 2"]) -> float:
     """sqrt(largest / smallest Ritz value): a lower bound of kappa(M) that converges within the solve."""
     if len(steps) < 2:
         return 1.0
-    alpha, beta = (np.array([float(c.flatten()[0]) for c in column]) for column in zip(*steps[:400], strict=True))
+    alpha, beta = steps.double().cpu().numpy().T
     if not (np.all(alpha > 0) and np.all(np.isfinite(alpha)) and np.all(beta >= 0)):
         return math.nan
     diagonal = 1.0 / alpha
