@@ -17,10 +17,12 @@ import torch
 
 from onlynorm.errors import ShapeError, ValueRangeError, shown
 from onlynorm.features.orthogonal import haar_columns
-from onlynorm.features.registry import Array, Side, lookup, register
+from onlynorm.features.registry import Array, Side, lookup, names, register
 from onlynorm.features.streams import Stream, as_integer, check_density, check_seed
 from onlynorm.features.weights import Features, build_structure
 from onlynorm.modules import is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
+
+__all__ = ["Features", "draw", "names", "register"]
 
 DEFAULT_EXCESS = 1.25
 _KERNELS = ("first", "second")

@@ -18,8 +18,11 @@ from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.reconstruction import interval_maps as interval_maps  # registers its rules
 from onlynorm.reconstruction import interval_moves as interval_moves  # registers its rules
 from onlynorm.reconstruction import interval_rules as interval_rules  # registers its rules
-from onlynorm.reconstruction.interval_tensor import Ball, Box, Interval, IntervalError, ends
+from onlynorm.reconstruction.interval_tensor import Ball, Box, Interval, IntervalError, ends, interval_rule
 from onlynorm.reconstruction.target import CONVOLUTIONS
+
+
+__all__ = ["Ball", "Box", "Interval", "interval_rule", "propagate"]
 
 
 @torch.inference_mode(False)
