@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 help:
 	@echo "make demo      set up, train a small network and rebuild all of it by its norms only"
 	@echo "make test      set up and run every test (slow ones and the browser test included)"
-	@echo "make test-portable  the numerical tests, rounded as an older processor does it (3 minutes)"
+	@echo "make test-portable  the numerical tests, rounded as an older processor does it (7 minutes)"
 	@echo "make lint      ruff, format check"
 	@echo "make types     mypy"
 	@echo "make docs      build the documentation into site/"

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ def photos(n: int = 3, *, channels: int = 3, height: int = 12, width: int = 10, 
 
 @settings(max_examples=40)
 @given(st.sampled_from(CORRUPTIONS), st.floats(0.0, 5.0), st.integers(0, 2**63), st.integers(1, 4))
+@example("blur", 5e-324, 0, 1)
 def test_a_corrupted_image_is_an_image_and_a_function_of_the_seed(
     kind: str, severity: float, seed: int, channels: int
 ) -> None:

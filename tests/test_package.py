@@ -171,3 +171,16 @@ def speaks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
 def test_only_the_command_line_prints(path: Path) -> None:
     calls = (node for node in ast.walk(parse(path)) if isinstance(node, ast.Call))
     assert [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"] == []
+
+
+def test_every_numerical_test_is_run_with_the_rounding_of_another_processor_too() -> None:
+    tests = Path(__file__).parent
+    listed = (tests / "numerical.txt").read_text().split()
+    assert listed == sorted(set(listed))
+    assert [name for name in listed if not (tests.parent / name).is_file()] == []
+    # Commands, benchmarks and papers are long, and show numbers that others compute.
+    others = re.compile(r"test_(bench|cli|papers|train|demo|screen|.*_refused|only_norms|package)")
+    compares = re.compile(r"allclose|assert_close|is_same\(|\bEPS\b|\bTOLERANCE\b|\bROUNDING\b")
+    found = [path for path in sorted(tests.glob("test_*.py")) if not others.match(path.name)]
+    numerical = [f"tests/{path.name}" for path in found if len(compares.findall(path.read_text())) >= 3]
+    assert [name for name in numerical if name not in listed] == []

@@ -14,6 +14,8 @@ from onlynorm.data.split import seeded
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.modules.validate import as_tensor, need_choice, need_items, need_number
 
+SMALLEST = 1e-6
+"""Pixels of a blur below which nothing changes."""
 CORRUPTIONS = ("noise", "blur", "contrast", "invert")
 """Corruptions by name."""
 MOST_SEVERE = 5.0
@@ -65,7 +67,7 @@ def _blur(pixels: Tensor, sigma: float) -> Tensor:
     """A gaussian blur, rows and columns one after the other."""
     reach = min(math.ceil(3.0 * sigma), min(pixels.shape[-2:]) - 1)  # a mirror shows no more than the image
     steps = torch.arange(-reach, reach + 1, dtype=torch.float64)
-    weights = torch.exp(-0.5 * (steps / sigma) ** 2)
+    weights = torch.exp(-0.5 * (steps / max(sigma, SMALLEST)) ** 2)  # 0 / 0 at the smallest numbers of all
     kernel = (weights / weights.sum()).to(pixels)
     n, channels, height, width = pixels.shape
     rows = functional.pad(pixels.reshape(n * channels, 1, height, width), (reach,) * 4, mode="reflect")
