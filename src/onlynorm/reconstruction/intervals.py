@@ -21,7 +21,6 @@ from onlynorm.reconstruction import interval_rules as interval_rules  # register
 from onlynorm.reconstruction.interval_tensor import Ball, Box, Interval, IntervalError, ends, interval_rule
 from onlynorm.reconstruction.target import CONVOLUTIONS
 
-
 __all__ = ["Ball", "Box", "Interval", "interval_rule", "propagate"]
 
 
