@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from onlynorm.reconstruction.intervals import Box, propagate
+from onlynorm.intervals.propagate import propagate
+from onlynorm.intervals.tensor import Box
 
 WIDTHS = (0.0, 1e-13, 1e-3, 1.0, 30.0)
 """Boxes from a single point, where only the outward rounding makes room, to ones that saturate every activation."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onlynorm import cli
-from onlynorm.screen import screen
+from onlynorm.cli.terminal import screen
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.data import digits
-from onlynorm.models import mlp, own_randomness
+from onlynorm.models import mlp
 from onlynorm.rank import Diagnosis, Layer
+from onlynorm.seeds import own_randomness
 
 SPLIT = digits()
 INPUTS, CLASSES = SPLIT.train_inputs[:96], SPLIT.train_labels[:96]

@@ -50,20 +50,29 @@ import torch
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm.bench.kept import Rows
-from onlynorm.cli.matrix_files import read_matrix
 from onlynorm.cli.memorize_data import find_sample
 from onlynorm.data import cifar10, cifar100, fashion_mnist, load_data
+from onlynorm.data.matrices import read_matrix
 from onlynorm.errors import MemoryLimitError, OnlynormError
+from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.papers.reproduce import PIECE, _read_piece
+from onlynorm.evidence.records import (
+    RECORD,
+    Check,
+    Curve,
+    Panel,
+    PieceNote,
+    Record,
+    Table,
+    Verdict,
+    read_record,
+    write_record,
+)
+from onlynorm.frozen import load_norm_only, norm_only, save_norm_only
 from onlynorm.identity import load_factors, load_memorizer, save_factors, save_memorizer
-from onlynorm.layers import load_norm_only, norm_only, save_norm_only
 from onlynorm.models import load_weights, mlp
-from onlynorm.papers.run import PIECE, _read_piece
 from onlynorm.rank import Chain, simulate
-from onlynorm.report import Check, Curve, Panel, PieceNote, Record, Table, Verdict
-from onlynorm.report.records import RECORD, read_record, write_record
-from onlynorm.report.sealed import seal_json, to_plain
-from onlynorm.storage import seal
+from onlynorm.storage import seal, seal_json, to_plain
 from onlynorm.tuning import Schedule, fit, load_adapter, only_norms, read_peft, save_adapter, take_adapter, write_peft
 from onlynorm.tuning.batches import ImageFolder
 
@@ -509,7 +518,13 @@ def record_kinds(samples: Samples) -> None:
 
     fields = {"accuracy": "float", "curve": "tuple[float, ...]"}
     made_of = {"network": "a", "seed": 1}
-    rows = Rows(samples.folder / "rows", kind="row", module="onlynorm.bench.adapt", force=False, say=lambda _: None)
+    rows = Rows(
+        samples.folder / "rows",
+        kind="row",
+        module="onlynorm.evidence.bench.sweeps.adapt",
+        force=False,
+        say=lambda _: None,
+    )
     fresh = {"accuracy": 0.5, "curve": [1.0, 2.0]}
     rows.find("row", made_of, lambda: fresh, fields=fields)
     (stored,) = (samples.folder / "rows").iterdir()

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import onlynorm as on
-from onlynorm.models import CifarResNet, mlp, own_randomness, vit
-from onlynorm.solvers.memory import MemoryMeter, readable, release_free_memory
+from onlynorm.memory import MemoryMeter, readable, release_free_memory
+from onlynorm.models import CifarResNet, mlp, vit
+from onlynorm.seeds import own_randomness
 
 TABLE: dict[str, dict[str, Any]] = {
     "MLP 64-32-10, he_normal": {"network": "mlp", "sizes": [64, 32, 10]},

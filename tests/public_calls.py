@@ -16,8 +16,27 @@ import torch
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm import alignment, data, features, identity, layers, models, rank, reconstruction, report, solvers, tuning
-from onlynorm.features.registry import _REGISTRY
+from onlynorm import (
+    alignment,
+    data,
+    features,
+    frozen,
+    identity,
+    intervals,
+    models,
+    modules,
+    rank,
+    reconstruction,
+    seeds,
+    solvers,
+    tuning,
+)
+from onlynorm.evidence import records, registry
+from onlynorm.evidence.papers.burkholz2024 import depth as width_depth
+from onlynorm.evidence.papers.daneshmand2020 import eigenvalues
+from onlynorm.evidence.papers.giannou2023 import depth, equal_size
+from onlynorm.evidence.report import page
+from onlynorm.features.distributions import _REGISTRY
 from onlynorm.solvers import spectrum
 
 
@@ -88,7 +107,7 @@ def _normed() -> nn.Sequential:
 
 
 def _folded_normed() -> Any:
-    return tuning.fold(_normed(), X)
+    return modules.fold(_normed(), X)
 
 
 def _rebuilt() -> on.Reconstruction:
@@ -135,8 +154,12 @@ def _drawn() -> on.Features:
     return on.draw("he_normal", (2, 3))
 
 
+def _spectrum() -> Any:
+    return spectrum.measure_spectrum(_drawn())
+
+
 def _blocks() -> Any:
-    return layers.draw_blocks("he_normal", (2, 3), n_blocks=2)
+    return features.draw_blocks("he_normal", (2, 3), n_blocks=2)
 
 
 def _directions() -> Any:
@@ -217,7 +240,7 @@ def _file(kind: str) -> Path:
     elif kind == "records":
         path = FOLDER / "written-records"
         path.mkdir()
-        report.records.write_record(path / "a.json", _record())
+        records.write_record(path / "a.json", _record())
     return path
 
 
@@ -230,9 +253,9 @@ def record_file() -> Path:
 
 
 def _record() -> Any:
-    return report.Record(
+    return records.Record(
         artifact="giannou2023:fig-1", title="t", claim="c", kind="figure", scale="quick",
-        verdict=next(iter(report.Verdict)), reasons=(), checks=(), values={"a": 1.0}, sizes={"n": 1}, seeds=(0,),
+        verdict=next(iter(records.Verdict)), reasons=(), checks=(), values={"a": 1.0}, sizes={"n": 1}, seeds=(0,),
     )  # fmt: skip
 
 
@@ -255,28 +278,28 @@ def _all_numbers(**options: Any) -> None:
 
 
 def _run_interval_rule(function: Any) -> Any:
-    from onlynorm.reconstruction import interval_tensor
+    from onlynorm.intervals import tensor
 
-    before = dict(interval_tensor._RULES) if hasattr(interval_tensor, "_RULES") else None
+    before = dict(tensor._RULES) if hasattr(tensor, "_RULES") else None
     try:
-        return reconstruction.interval_rule(function)
+        return intervals.interval_rule(function)
     finally:
         if before is not None:
-            interval_tensor._RULES.clear()
-            interval_tensor._RULES.update(before)
+            tensor._RULES.clear()
+            tensor._RULES.update(before)
 
 
 def _checked(key: Any, function: Any) -> Any:
-    before = dict(on.theorems._checks)
+    before = dict(registry._checks)
     try:
-        return on.theorems.check(key)(function)
+        return registry.check(key)(function)
     finally:
-        on.theorems._checks.clear()
-        on.theorems._checks.update(before)
+        registry._checks.clear()
+        registry._checks.update(before)
 
 
 def _unchecked() -> str:
-    return next(one.key for one in on.theorems.statements() if one.restates)
+    return next(one.key for one in registry.statements() if one.restates)
 
 
 def _random_block(seed: Any) -> None:
@@ -379,6 +402,11 @@ CALLS: dict[str, Call] = {
     "spectrum.iterations_for": fn(spectrum.iterations_for, condition=10.0, tolerance=1e-6),
     "spectrum.condition_for": fn(spectrum.condition_for, iterations=10, tolerance=1e-6),
     "spectrum.features_for_condition": fn(spectrum.features_for_condition, n_equations=4, condition=10.0),
+    "spectrum.measure_spectrum": fn(spectrum.measure_spectrum, features=once(_drawn), unit_length=True),
+    "spectrum.predict_features": fn(spectrum.predict_features, features=once(_drawn)),
+    "spectrum.sweep_excess": fn(spectrum.sweep_excess, name="he_normal", shape=(2, 3), excesses=(1.5,), seeds=(1,)),
+    "spectrum.Spectrum.histogram": method(_spectrum, "histogram", n_bins=4),
+    "spectrum.Spectrum.law_curve": method(_spectrum, "law_curve", n_points=4),
     "spectrum.empirical_spectrum": fn(spectrum.empirical_spectrum, left=LEFT, right=RIGHT, unit_length=True),
     # --------------------------------------------------------------------------------------------------- alignment
     "alignment.align": fn(on.align, target=TARGET, left=LEFT_FEW, right=RIGHT_FEW, method="greedy", seed=1),
@@ -402,19 +430,19 @@ CALLS: dict[str, Call] = {
     "models.ViT": fn(
         models.ViT, patch=2, depth=1, width=4, heads=2, n_patches=4, in_channels=3, n_classes=2
     ),
-    "models.own_randomness": fn(_random_block, seed=1),
+    "seeds.own_randomness": fn(_random_block, seed=1),
     "models.make_model": fn(models.make_model, spec="mlp"),
     "models.load_model": fn(models.load_model, spec="mlp"),
     "models.load_weights": fn(models.load_weights, network=net, path=written("weights")),
     "models.run_factory": fn(models.run_factory, spec="torch.nn:ReLU", what="a model"),
     # ---------------------------------------------------------------------------------------------------- theorems
-    "theorems.statements": fn(on.theorems.statements, paper="giannou2023"),
-    "theorems.statement": fn(on.theorems.statement, key="giannou2023:thm-1"),
-    "theorems.check": fn(_checked, key=Fresh(_unchecked), function=Fresh(lambda: _unchecked)),
-    "theorems.has_check": fn(on.theorems.has_check, key="giannou2023:thm-1"),
-    "theorems.where": fn(on.theorems.where, key="giannou2023:thm-1"),
-    "theorems.run_check": fn(on.theorems.run_check, key="giannou2023:thm-10", seed=0),
-    "theorems.run_checks": fn(on.theorems.run_checks, keys=("giannou2023:thm-10",), seed=0, legal=(("keys", "None"),)),
+    "registry.statements": fn(registry.statements, paper="giannou2023"),
+    "registry.statement": fn(registry.statement, key="giannou2023:thm-1"),
+    "registry.check": fn(_checked, key=Fresh(_unchecked), function=Fresh(lambda: _unchecked)),
+    "registry.has_check": fn(registry.has_check, key="giannou2023:thm-1"),
+    "registry.where": fn(registry.where, key="giannou2023:thm-1"),
+    "registry.run_check": fn(registry.run_check, key="giannou2023:thm-10", seed=0),
+    "registry.run_checks": fn(registry.run_checks, keys=("giannou2023:thm-10",), seed=0, legal=(("keys", "None"),)),
     # ------------------------------------------------------------------------------------------------------- optim
     "optim.follow_weights": fn(
         on.optim.follow_weights, kind=torch.optim.SGD, model=copied(_norm_only_random), memory=1e9
@@ -429,52 +457,52 @@ CALLS: dict[str, Call] = {
     "reconstruction.collapse": fn(on.collapse, network=rebuilt_network),
     "reconstruction.save": fn(on.save, network=rebuilt_network, path=out("saved")),
     "reconstruction.load": fn(on.load, path=written("network"), into=net),
-    "reconstruction.Box": fn(on.Box, low=X.amin(0), high=X.amax(0)),
+    "intervals.Box": fn(on.Box, low=X.amin(0), high=X.amax(0)),
     "reconstruction.Recipe": fn(reconstruction.Recipe, excess=1.25, seed=1, window=1e-10, margin=0.1),
-    "reconstruction.Affine": fn(reconstruction.Affine, num_features=3),
+    "modules.Affine": fn(modules.Affine, num_features=3),
     "reconstruction.certified_price": fn(
         reconstruction.certified_price, network=net, inputs=X, box=once(_box), n_features=2, seed=1
     ),
-    "reconstruction.deep_table": fn(reconstruction.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
-    "reconstruction.find_layers": fn(reconstruction.find_layers, network=net),
-    "reconstruction.fold_network": fn(reconstruction.fold_network, network=normed, inputs=X),
-    "reconstruction.interval_rule": fn(_run_interval_rule, function=torch.atan2),
+    "evidence.deep_table": fn(depth.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
+    "modules.find_layers": fn(modules.find_layers, network=net),
+    "modules.fold_network": fn(modules.fold_network, network=normed, inputs=X),
+    "intervals.interval_rule": fn(_run_interval_rule, function=torch.atan2),
     "reconstruction.linearize": fn(
         reconstruction.linearize, activation=Fresh(nn.Tanh), low=-1.0, high=1.0, tolerance=1e-6
     ),
-    "reconstruction.pad_equal": fn(reconstruction.pad_equal, network=rebuilt_network, width=20),
-    "reconstruction.tradeoff": fn(
-        reconstruction.tradeoff, shape=(2, 3), n_layers=(2, 3), excess=1.5, measured=(3, 3), seed=1
+    "evidence.pad_equal": fn(equal_size.pad_equal, network=rebuilt_network, width=20),
+    "evidence.tradeoff": fn(
+        width_depth.tradeoff, shape=(2, 3), n_layers=(2, 3), excess=1.5, measured=(3, 3), seed=1
     ),
-    "reconstruction.unique_solution": fn(reconstruction.unique_solution, target=normal(4, 4), narrow=2, seed=1),
+    "evidence.unique_solution": fn(depth.unique_solution, target=normal(4, 4), narrow=2, seed=1),
     "reconstruction.LayerResult.from_dict": fn(
         reconstruction.LayerResult.from_dict, written=Fresh(lambda: _layer_result())
     ),
     "reconstruction.Calibration.of": fn(
         reconstruction.Calibration.of, layers=Fresh(lambda: _cached(_rebuilt).layers), n_samples=8, margin=0.1
     ),
-    "reconstruction.fold": fn(reconstruction.fold, norm=Fresh(lambda: nn.BatchNorm1d(3).double().eval())),
-    "reconstruction.unfold": fn(
-        reconstruction.unfold, map=Fresh(lambda: reconstruction.Affine(3)), mean=normal(3), variance=normal(3).square(),
+    "modules.to_affine": fn(modules.to_affine, norm=Fresh(lambda: nn.BatchNorm1d(3).double().eval())),
+    "modules.from_affine": fn(
+        modules.from_affine, map=Fresh(lambda: modules.Affine(3)), mean=normal(3), variance=normal(3).square(),
         axes=0,
     ),
     "reconstruction.Verification.is_same": method(_verification, "is_same", tolerance=1e-6),
     # ------------------------------------------------------------------------------------------------------ layers
-    "layers.NormOnlyLinear": fn(on.NormOnlyLinear, n_in=3, n_out=2, seed=1, also=CHOICE),
-    "layers.NormOnlyConv2d": fn(on.NormOnlyConv2d, n_in=3, n_out=2, kernel_size=2, stride=1, padding=1, seed=1),
-    "layers.norm_only": fn(on.norm_only, model=net, seed=1, keep="2", also=CHOICE),
-    "layers.converted": fn(on.converted, model=copied(_norm_only)),
-    "layers.save_norm_only": fn(on.save_norm_only, model=copied(_norm_only), path=out("saved")),
-    "layers.load_norm_only": fn(on.load_norm_only, path=written("norm_only"), into=net),
-    "layers.semicircle_spectrum": fn(on.semicircle_spectrum, n=4, condition=10.0, seed=1, layer="a"),
-    "layers.Choice": fn(layers.Choice, features="he_normal", excess=1.5, seed=1),
-    "layers.draw_blocks": fn(layers.draw_blocks, name="he_normal", shape=(2, 3), n_blocks=2, excess=1.5, seed=1),
-    "layers.BlockFeatures.left": method(_blocks, "left", start=1, stop=3),
-    "layers.BlockFeatures.right": method(_blocks, "right", start=1, stop=3),
-    "layers.BlockFeatures.as_blocks": method(_blocks, "as_blocks", weight=TARGET),
-    "layers.wrap": fn(layers.wrap, plain=copied(_plain_linear), choice=Fresh(layers.Choice)),
-    "layers.NormOnlyLayer": fn(layers.NormOnlyLayer, plain=copied(_plain_linear), choice=Fresh(layers.Choice)),
-    "layers.NormOnlyLayer.set_weight": Call(lambda: _norm_only()[0].set_weight, {"weight": normal(4, 3)}),
+    "frozen.NormOnlyLinear": fn(on.NormOnlyLinear, n_in=3, n_out=2, seed=1, also=CHOICE),
+    "frozen.NormOnlyConv2d": fn(on.NormOnlyConv2d, n_in=3, n_out=2, kernel_size=2, stride=1, padding=1, seed=1),
+    "frozen.norm_only": fn(on.norm_only, model=net, seed=1, keep="2", also=CHOICE),
+    "frozen.converted": fn(on.converted, model=copied(_norm_only)),
+    "frozen.save_norm_only": fn(on.save_norm_only, model=copied(_norm_only), path=out("saved")),
+    "frozen.load_norm_only": fn(on.load_norm_only, path=written("norm_only"), into=net),
+    "features.semicircle_spectrum": fn(on.semicircle_spectrum, n=4, condition=10.0, seed=1, layer="a"),
+    "frozen.Choice": fn(frozen.Choice, features="he_normal", excess=1.5, seed=1),
+    "features.draw_blocks": fn(features.draw_blocks, name="he_normal", shape=(2, 3), n_blocks=2, excess=1.5, seed=1),
+    "features.BlockFeatures.left": method(_blocks, "left", start=1, stop=3),
+    "features.BlockFeatures.right": method(_blocks, "right", start=1, stop=3),
+    "features.BlockFeatures.as_blocks": method(_blocks, "as_blocks", weight=TARGET),
+    "frozen.wrap": fn(frozen.wrap, plain=copied(_plain_linear), choice=Fresh(frozen.Choice)),
+    "frozen.NormOnlyLayer": fn(frozen.NormOnlyLayer, plain=copied(_plain_linear), choice=Fresh(frozen.Choice)),
+    "frozen.NormOnlyLayer.set_weight": Call(lambda: _norm_only()[0].set_weight, {"weight": normal(4, 3)}),
     # ------------------------------------------------------------------------------------------------------ tuning
     "tuning.Adapters": fn(on.Adapters, model=normed),
     "tuning.Adapters.add": method(_adapters, "add", name="c", adapter=once(_adapter)),
@@ -493,9 +521,9 @@ CALLS: dict[str, Call] = {
         legal=(("devices", "-1"),),
     ),
     "tuning.accuracy": fn(tuning.accuracy, model=net, data=(X, LABELS), batch_size=4),
-    "tuning.find_norms": fn(on.find_norms, model=normed),
-    "tuning.fold": fn(on.fold, model=normed, inputs=X),
-    "tuning.unfold": fn(on.unfold, model=copied(_folded_normed)),
+    "modules.find_norms": fn(on.find_norms, model=normed),
+    "modules.fold": fn(on.fold, model=normed, inputs=X),
+    "modules.unfold": fn(on.unfold, model=copied(_folded_normed)),
     "tuning.only_norms": Call(lambda: on.only_norms, {"model": normed, "also": ("1",)}),
     "tuning.NormHandle.recalibrate": Call(lambda: _handle().recalibrate, {"batches": [X, X]}),
     "tuning.init_gamma": fn(tuning.init_gamma, handle=Fresh(_handle), how="uniform", seed=1),
@@ -526,10 +554,12 @@ CALLS: dict[str, Call] = {
     "rank.rank_ratio": fn(on.rank_ratio, H=H),
     "rank.as_matrix": fn(rank.as_matrix, activations=normal(2, 3, 4), channels=1),
     "rank.cosines": fn(rank.cosines, H=H, between="samples"),
-    "rank.drift_of_eigenvalues": fn(rank.drift_of_eigenvalues, eigenvalues=torch.tensor([1.5, 1.0, 0.5]).double()),
+    "evidence.drift_of_eigenvalues": fn(
+        eigenvalues.drift_of_eigenvalues, eigenvalues=torch.tensor([1.5, 1.0, 0.5]).double()
+    ),
     "rank.effective_rank": fn(rank.effective_rank, H=H),
     "rank.exact_rank": fn(rank.exact_rank, H=H, tolerance=1e-6),
-    "rank.frobenius_drift": fn(rank.frobenius_drift, M=torch.eye(3, dtype=torch.float64)),
+    "evidence.frobenius_drift": fn(eigenvalues.frobenius_drift, M=torch.eye(3, dtype=torch.float64)),
     "rank.judge": fn(
         rank.judge, layers=once(_signals), alignment=0.5, input_cosine=0.5, contrast=0.5, directions=0.5,
         thresholds=Fresh(rank.Thresholds),
@@ -596,14 +626,14 @@ CALLS: dict[str, Call] = {
     "data.teacher": fn(data.teacher, widths=(3, 2), n_train=4, n_test=4, seed=1),
     "data.find_data": fn(data.find_data, name="."),
     "data.load_data": fn(data.load_data, spec=Fresh(lambda: str(_file("inputs")))),
-    "data.seeded": fn(data.seeded, seed=1),
-    "report.Curve": fn(report.Curve, label="a", x=(1.0, 2.0), y=(1.0, 2.0)),
-    "report.Panel": fn(report.Panel, name="a", x_names=("b",)),
-    "report.Table": fn(report.Table, columns=("a", "b"), rows=((1.0, "c"),)),
-    "report.read_record": fn(report.read_record, path=Fresh(record_file)),
-    "report.read_records": fn(report.read_records, folder=written("records")),
-    "report.render_page": fn(report.render_page, records=Fresh(lambda: [_record()])),
-    "report.write_report": fn(report.write_report, records_dir=written("records"), out=out("report")),
+    "seeds.seeded": fn(seeds.seeded, seed=1),
+    "records.Curve": fn(records.Curve, label="a", x=(1.0, 2.0), y=(1.0, 2.0)),
+    "records.Panel": fn(records.Panel, name="a", x_names=("b",)),
+    "records.Table": fn(records.Table, columns=("a", "b"), rows=((1.0, "c"),)),
+    "records.read_record": fn(records.read_record, path=Fresh(record_file)),
+    "records.read_records": fn(records.read_records, folder=written("records")),
+    "page.render_page": fn(page.render_page, records=Fresh(lambda: [_record()])),
+    "page.write_report": fn(page.write_report, records_dir=written("records"), out=out("report")),
 }  # fmt: skip
 
 

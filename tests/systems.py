@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onlynorm.bench.rivals import System
+from onlynorm.evidence.bench.competitors import System
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

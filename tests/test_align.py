@@ -15,13 +15,11 @@ from torch import Tensor
 from onlynorm.alignment import METHODS, PerOutput, align, align_within, find_directions, objective_for
 from onlynorm.alignment import directions as directions_module
 from onlynorm.alignment import objective as objective_module
-from onlynorm.alignment.directions import Directions
-from onlynorm.alignment.exchange import Swaps, tabu_search, two_opt
-from onlynorm.alignment.greedy import best_of_random, greedy
-from onlynorm.alignment.mixed import CLEAN, missed_by_single_factor
+from onlynorm.alignment.directions import CLEAN, Directions, missed_by_single_factor
 from onlynorm.alignment.objective import Objective, Order
-from onlynorm.bench.align import greedy_as_described
+from onlynorm.alignment.search import Swaps, best_of_random, greedy, tabu_search, two_opt
 from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.evidence.bench.races.align import greedy_as_described
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
 

@@ -19,8 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onlynorm.models import CifarResNet, own_randomness
-from onlynorm.tuning import apply_adapter, find_norms, only_norms, take_adapter
+from onlynorm.models import CifarResNet
+from onlynorm.modules import find_norms
+from onlynorm.seeds import own_randomness
+from onlynorm.tuning import apply_adapter, only_norms, take_adapter
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed; `pip install -e .[dev]`")
 

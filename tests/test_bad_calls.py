@@ -31,8 +31,10 @@ from public_calls import CALLS, Call, Fresh
 
 from onlynorm.errors import OnlynormError, shown
 
-ROOMS = ("features", "solvers", "spectrum", "alignment", "models", "theorems", "optim", "reconstruction", "layers",
-         "tuning", "rank", "identity", "data", "report")  # fmt: skip
+ROOMS = ("modules", "data", "models", "intervals", "features", "solvers", "spectrum", "alignment", "frozen", "optim",
+         "reconstruction", "tuning", "rank", "identity", "registry", "records", "page")  # fmt: skip
+INSIDE = {"spectrum": "solvers", "registry": "evidence", "records": "evidence", "page": "evidence.report"}
+CHECKED = "for the rooms below, which check what they are given"
 UNTRIED: dict[str, str] = {
     "data.cifar100": "its data set is not shipped",
     "identity.AllConvolutional": "made by all_convolutional",
@@ -40,6 +42,18 @@ UNTRIED: dict[str, str] = {
     "identity.Memorizer.move": "a step of forward, which checks what it is given",
     "identity.Memorizer.read": "a step of forward, which checks what it is given",
     "identity.NormMemorizer.activations": "a step of forward, which checks what it is given",
+    "modules.default_loss": CHECKED,
+    "modules.find_output": CHECKED,
+    "modules.is_autocast": CHECKED,
+    "modules.is_class_labels": CHECKED,
+    "modules.need_model": CHECKED,
+    "modules.tensors_in": CHECKED,
+    "modules.unwrap": CHECKED,
+    "modules.without_autocast": CHECKED,
+    "records.write_record": "writes what was measured here",
+    "registry.normal": "for checks",
+    "registry.relative": "for checks",
+    "registry.verdict": "for checks",
     "tuning.NormHandle": "made by only_norms",
 }
 """Public names that are not tried, and why."""
@@ -186,7 +200,7 @@ def public() -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for room in ROOMS:
-        module = importlib.import_module("onlynorm.solvers.spectrum" if room == "spectrum" else f"onlynorm.{room}")
+        module = importlib.import_module(".".join(["onlynorm", *([INSIDE[room]] if room in INSIDE else []), room]))
         own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         for name in getattr(module, "__all__", [name for name in own if not name.startswith("_")]):
             value = getattr(module, name)

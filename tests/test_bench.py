@@ -13,12 +13,25 @@ from systems import materialise, residual
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
-from onlynorm.bench import FAMILIES, LU, OURS, PAPERS, TOLERANCE, Bench, Goal, Row, bench_solve, is_met
-from onlynorm.bench import solve as bench_module
-from onlynorm.bench.rivals import CHOLESKY, GELSD, GELSY, GRID, LSMR, QR, SOLVERS, Found, System
-from onlynorm.bench.solve import Duel
+from onlynorm.cli.terminal import bench_markdown, print_json
 from onlynorm.errors import UnknownNameError, ValueRangeError
-from onlynorm.screen import bench_markdown, print_json
+from onlynorm.evidence.bench.competitors import (
+    CHOLESKY,
+    GELSD,
+    GELSY,
+    GRID,
+    LSMR,
+    LU,
+    OURS,
+    PAPERS,
+    QR,
+    SOLVERS,
+    Found,
+    System,
+)
+from onlynorm.evidence.bench.races import solve as bench_module
+from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, Bench, Duel, Row, bench_solve
+from onlynorm.evidence.goals import Goal, is_met
 
 EPS = torch.finfo(torch.float64).eps
 SMALL = (

@@ -14,16 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm import cli
-from onlynorm.bench import AdaptBench, AdaptRun, AdaptSizes, bench_adapt, is_met
-from onlynorm.bench import adapt as bench_module
-from onlynorm.bench import kept as kept_module
-from onlynorm.bench.adapt_results import CLEAN, Trial
-from onlynorm.bench.adapt_ways import BOTH, FULL, HEAD, NORMS, NOTHING, STATISTICS, TRAINED, WAYS, adapt, keep, reload
-from onlynorm.cli import measure as measuring
-from onlynorm.data import CIFAR_MEAN, CIFAR_STD, CORRUPTIONS, Split, seeded
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.cli.terminal import screen
+from onlynorm.data import CIFAR_MEAN, CIFAR_STD, CORRUPTIONS, Split
 from onlynorm.errors import UnknownNameError
+from onlynorm.evidence import cache as kept_module
+from onlynorm.evidence.bench.sweeps import adapt as bench_module
+from onlynorm.evidence.bench.sweeps.adapt import (
+    BOTH,
+    CLEAN,
+    FULL,
+    HEAD,
+    NORMS,
+    NOTHING,
+    STATISTICS,
+    TRAINED,
+    WAYS,
+    AdaptBench,
+    AdaptRun,
+    AdaptSizes,
+    Trial,
+    adapt,
+    bench_adapt,
+    keep,
+    reload,
+)
+from onlynorm.evidence.goals import is_met
 from onlynorm.models import cifar_resnet
-from onlynorm.screen import screen
+from onlynorm.seeds import seeded
 from onlynorm.tuning import Schedule
 
 SIZES = AdaptSizes(n_train=24, n_put_aside=10, n_test=20, epochs=1, batch_size=8)
@@ -137,7 +155,7 @@ def test_images_put_aside_are_never_trained_on_and_seeds_draw_others(
         data(),
         SIZES,
         0.0,
-        kept_module.Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=print),
+        kept_module.Rows(tmp_path, kind="x", module="onlynorm.evidence.bench", force=False, say=print),
     )
     for seed in (0, 1):
         lab._adapted("blur", FULL, seed, 0.1)

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from onlynorm.bench import is_met
-from onlynorm.bench.align import (
+from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.bench.races.align import (
     DESCRIBED,
     INSIDE,
     LOW,
@@ -23,7 +23,7 @@ from onlynorm.bench.align import (
     greedy_as_described,
     make_case,
 )
-from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.goals import is_met
 from onlynorm.solvers import KhatriRao
 
 

@@ -10,15 +10,28 @@ from typing import Any
 
 import pytest
 
-import onlynorm.bench as benches
-from onlynorm.bench import AdaptSizes, FrozenSizes, PredictSizes, RepairSizes, ScaledSizes, Sizes, TextSizes
-from onlynorm.bench import text as text_module
-from onlynorm.bench.arguments import listener, need_counts, need_names
 from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError
-from onlynorm.papers import reproduce
+from onlynorm.evidence.arguments import listener, need_counts, need_names
+from onlynorm.evidence.bench.races.align import bench_align
+from onlynorm.evidence.bench.races.chain import bench_chain
+from onlynorm.evidence.bench.races.diagnose import bench_diagnose
+from onlynorm.evidence.bench.races.norm_only import bench_layers
+from onlynorm.evidence.bench.races.reconstruct import Sizes, bench_reconstruct
+from onlynorm.evidence.bench.races.solve import bench_solve
+from onlynorm.evidence.bench.races.tune import bench_tune
+from onlynorm.evidence.bench.sweeps import text as text_module
+from onlynorm.evidence.bench.sweeps.adapt import AdaptSizes, bench_adapt
+from onlynorm.evidence.bench.sweeps.frozen import FrozenSizes, bench_frozen
+from onlynorm.evidence.bench.sweeps.predict import PredictSizes, bench_predict
+from onlynorm.evidence.bench.sweeps.repair import RepairSizes, bench_repair
+from onlynorm.evidence.bench.sweeps.scaled import ScaledSizes, bench_scaled
+from onlynorm.evidence.bench.sweeps.scratch import bench_scratch
+from onlynorm.evidence.bench.sweeps.text import TextSizes, bench_text
+from onlynorm.evidence.papers.reproduce import reproduce
 
 FUNCTIONS: list[Callable[..., Any]] = [
-    *(getattr(benches, name) for name in benches.__all__ if name.startswith("bench_")), reproduce,
+    bench_adapt, bench_align, bench_chain, bench_diagnose, bench_frozen, bench_layers, bench_predict, bench_reconstruct,
+    bench_repair, bench_scaled, bench_scratch, bench_solve, bench_text, bench_tune, reproduce,
 ]  # fmt: skip
 NO_COUNT = [0, -1, 1.5, "a", math.nan, [1], object(), True]
 NO_NAMES = [1.5, object(), ["nothing"], [None], "nothing", {"a": 1}, b"x"]
@@ -65,12 +78,12 @@ def test_a_bad_argument_is_refused_before_any_work(
     def start(*_: object, **__: object) -> None:
         raise StartedError
 
-    for module in ("adapt", "frozen", "reconstruct"):
-        monkeypatch.setattr(f"onlynorm.bench.{module}.cifar10", start)
-    monkeypatch.setattr("onlynorm.bench.repair.fashion_mnist", start)
-    monkeypatch.setattr("onlynorm.bench.scaled.images_of", start)
-    monkeypatch.setattr("onlynorm.bench.scratch._Lab", start)
-    monkeypatch.setattr("onlynorm.bench.predict.diagnose_network", start)
+    for module in ("sweeps.adapt", "sweeps.frozen", "races.reconstruct"):
+        monkeypatch.setattr(f"onlynorm.evidence.bench.{module}.cifar10", start)
+    monkeypatch.setattr("onlynorm.evidence.bench.sweeps.repair.fashion_mnist", start)
+    monkeypatch.setattr("onlynorm.evidence.bench.sweeps.scaled.images_of", start)
+    monkeypatch.setattr("onlynorm.evidence.bench.sweeps.scratch._Lab", start)
+    monkeypatch.setattr("onlynorm.evidence.bench.sweeps.predict.diagnose_network", start)
     monkeypatch.setattr(text_module, "read_reviews", start)
     known = inspect.signature(function).parameters
     usual: dict[str, Any] = {"out": tmp_path, "progress": start, "quick": True}

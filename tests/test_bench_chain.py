@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from onlynorm.bench import chain as bench
-from onlynorm.bench.chain import (
+from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.bench.races import chain as bench
+from onlynorm.evidence.bench.races.chain import (
     EACH,
     GAMMAS,
     LOOP,
@@ -23,10 +24,9 @@ from onlynorm.bench.chain import (
     chains_for,
     loop_slice,
     our_slice,
-    plain_layers,
-)  # fmt: skip
-from onlynorm.bench.goals import is_met
-from onlynorm.errors import ValueRangeError
+    plain_layers,  # fmt: skip
+)
+from onlynorm.evidence.goals import is_met
 from onlynorm.rank import Chain, rank_ratio, simulate, soft_rank
 
 

@@ -11,11 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from onlynorm.bench import diagnose as bench
-from onlynorm.bench.diagnose import DELVE, OURS, PASS, DiagnoseBench, DiagnoseRow, Network, bench_diagnose
-from onlynorm.bench.goals import is_met
-from onlynorm.cli import main, measure_diagnose
+from onlynorm.cli import main
+from onlynorm.cli.evidence import bench as measure_diagnose
 from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.bench.races import diagnose as bench
+from onlynorm.evidence.bench.races.diagnose import (
+    DELVE,
+    OURS,
+    PASS,
+    DiagnoseBench,
+    DiagnoseRow,
+    Network,
+    bench_diagnose,
+)
+from onlynorm.evidence.goals import is_met
 
 TINY = Network("ResNet-18, tiny", 18, 4, 2, 32)
 

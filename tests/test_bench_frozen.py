@@ -12,13 +12,27 @@ import pytest
 import torch
 
 from onlynorm import cli
-from onlynorm.bench import NETWORKS, FrozenBench, FrozenRun, FrozenSizes, bench_frozen, is_met
-from onlynorm.bench import frozen as bench_module
-from onlynorm.bench.frozen_results import FULL, HEAD, NORMS, NORMS_FROM_ONES, WAYS, share_below, write_histogram
-from onlynorm.cli import measure as measuring
-from onlynorm.data import Split, seeded
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.cli.terminal import screen
+from onlynorm.data import Split
+from onlynorm.evidence.bench.sweeps import frozen as bench_module
+from onlynorm.evidence.bench.sweeps.frozen import (
+    FULL,
+    HEAD,
+    NETWORKS,
+    NORMS,
+    NORMS_FROM_ONES,
+    WAYS,
+    FrozenBench,
+    FrozenRun,
+    FrozenSizes,
+    bench_frozen,
+    share_below,
+    write_histogram,
+)
+from onlynorm.evidence.goals import is_met
 from onlynorm.models import cifar_resnet
-from onlynorm.screen import screen
+from onlynorm.seeds import seeded
 
 SIZES = FrozenSizes(n_train=24, n_test=20, epochs=1, batch_size=8)
 SMALL = ((8, 2), (8, 4), (14, 2))

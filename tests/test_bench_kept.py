@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 
 import onlynorm
-from onlynorm.bench import AdaptRun, FrozenRun, RebuiltRow, RepairRun, ScaledRun, ScratchRun, TextRun
-from onlynorm.bench.kept import KEPT, OLDER, Rows, fields_of
-from onlynorm.papers import run as run_module
-from onlynorm.papers.run import library_digest, source_files
-from onlynorm.report.sealed import read_sealed, write_sealed
+from onlynorm.evidence.bench.races.reconstruct import RebuiltRow
+from onlynorm.evidence.bench.sweeps.adapt import AdaptRun
+from onlynorm.evidence.bench.sweeps.frozen import FrozenRun
+from onlynorm.evidence.bench.sweeps.repair import RepairRun
+from onlynorm.evidence.bench.sweeps.scaled import ScaledRun
+from onlynorm.evidence.bench.sweeps.scratch import ScratchRun
+from onlynorm.evidence.bench.sweeps.text import TextRun
+from onlynorm.evidence.cache import KEPT, OLDER, Rows, fields_of
+from onlynorm.evidence.papers import reproduce as run_module
+from onlynorm.evidence.papers.reproduce import library_digest, source_files
+from onlynorm.storage import read_sealed, write_sealed
 
 PACKAGE = Path(onlynorm.__file__).parent
 KIND = "onlynorm-test-row"
@@ -38,7 +44,7 @@ FIELDS = fields_of(Made, "seed")
 
 def rows(folder: Path, said: list[str] | None = None) -> Rows:
     say = [] if said is None else said
-    return Rows(folder, kind=KIND, module="onlynorm.bench.adapt", force=False, say=say.append)
+    return Rows(folder, kind=KIND, module="onlynorm.evidence.bench.sweeps.adapt", force=False, say=say.append)
 
 
 def test_a_row_is_measured_once_and_read_again(tmp_path: Path) -> None:
@@ -72,10 +78,10 @@ def test_a_row_with_other_fields_is_measured_again(tmp_path: Path, row: Any) -> 
 
 
 def test_the_fields_of_every_benchmark_can_be_checked() -> None:
-    from onlynorm.bench import kept
+    from onlynorm.evidence import cache
 
     for made in (AdaptRun, FrozenRun, RebuiltRow, RepairRun, ScratchRun, TextRun):
-        assert {annotation.partition("[")[0] for annotation in fields_of(made).values()} <= set(kept._TYPES)
+        assert {annotation.partition("[")[0] for annotation in fields_of(made).values()} <= set(cache._TYPES)
     assert "scale" not in fields_of(ScaledRun, "scale")
 
 
@@ -92,16 +98,16 @@ def digest_of(root: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("module", "changed", "is_noticed"),
     [
-        ("onlynorm.bench.adapt", "bench/adapt.py", True),
-        ("onlynorm.bench.adapt", "bench/adapt_ways.py", True),
-        ("onlynorm.bench.adapt", "tuning/train.py", True),
-        ("onlynorm.bench.adapt", "bench/predict.py", False),
-        ("onlynorm.bench.adapt", "cli/measure.py", False),
-        ("onlynorm.bench.adapt", "bench/kept.py", False),
-        ("onlynorm.bench.scratch", "papers/scratch_training.py", True),
-        ("onlynorm.bench.scratch", "papers/lessons.py", True),  # through scratch_training
-        ("onlynorm.papers.burkholz2024", "papers/vgg_targets.py", True),
-        ("onlynorm.papers.burkholz2024", "papers/conditioning.py", False),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/bench/sweeps/adapt.py", True),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/spread.py", True),
+        ("onlynorm.evidence.bench.sweeps.adapt", "tuning/train.py", True),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/bench/sweeps/predict.py", False),
+        ("onlynorm.evidence.bench.sweeps.adapt", "cli/evidence/bench.py", False),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/cache.py", False),
+        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/papers/random_features/scratch_training.py", True),
+        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/validation.py", True),  # through scratch_training
+        ("onlynorm.evidence.papers.burkholz2024.tables", "evidence/papers/burkholz2024/vgg_targets.py", True),
+        ("onlynorm.evidence.papers.burkholz2024.tables", "evidence/papers/random_features/conditioning.py", False),
     ],
 )
 def test_results_notice_changes_of_the_code_that_makes_them(
@@ -115,14 +121,14 @@ def test_results_notice_changes_of_the_code_that_makes_them(
 
 
 def test_an_artifact_of_another_package_counts_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_study.py").write_text("from onlynorm.papers import lessons\n")
+    (tmp_path / "my_study.py").write_text("from onlynorm.evidence import validation\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("my_study")
-    assert PACKAGE / "papers/lessons.py" in source_files(PACKAGE, "my_study")
-    assert PACKAGE / "papers/lessons.py" not in source_files(PACKAGE, "json")
+    assert PACKAGE / "evidence/validation.py" in source_files(PACKAGE, "my_study")
+    assert PACKAGE / "evidence/validation.py" not in source_files(PACKAGE, "json")
 
 
 def test_a_row_of_changed_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows(tmp_path).find("a", {}, lambda: GOOD, fields=FIELDS)
-    monkeypatch.setattr("onlynorm.bench.kept.library_digest", lambda *modules: f"another {modules}")
+    monkeypatch.setattr("onlynorm.evidence.cache.library_digest", lambda *modules: f"another {modules}")
     assert rows(tmp_path).find("a", {}, lambda: GOOD, fields=FIELDS)["note"] == OLDER

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from onlynorm import cli
-from onlynorm.bench import is_met
-from onlynorm.bench.layers import (
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.cli.terminal import screen
+from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.bench.races.norm_only import (
     FOLLOWED,
     ORDINARY,
     PLAIN,
@@ -27,9 +29,7 @@ from onlynorm.bench.layers import (
     measure_layer,
     measure_step,
 )
-from onlynorm.cli import measure_layers as measuring
-from onlynorm.errors import ValueRangeError
-from onlynorm.screen import screen
+from onlynorm.evidence.goals import is_met
 
 
 def test_every_structured_layer_is_measured_beside_the_ordinary_one() -> None:

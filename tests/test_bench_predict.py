@@ -9,13 +9,26 @@ import pytest
 import torch
 from torch import nn
 
-from onlynorm.bench import predict
-from onlynorm.bench.predict import PredictSizes, bench_predict, diagnose_network, last_loss, train_network
-from onlynorm.bench.predict_results import LEARNED, LEAST, PredictBench, PredictRow, receiver_curve
-from onlynorm.bench.predict_subjects import FIRST_SEEDS, Subject, subjects
-from onlynorm.data import Split, seeded
+from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError
+from onlynorm.evidence.bench.sweeps import predict
+from onlynorm.evidence.bench.sweeps.predict import (
+    FIRST_SEEDS,
+    LEARNED,
+    LEAST,
+    PredictBench,
+    PredictRow,
+    PredictSizes,
+    Subject,
+    bench_predict,
+    diagnose_network,
+    last_loss,
+    receiver_curve,
+    subjects,
+    train_network,
+)
 from onlynorm.rank import Thresholds, diagnose
+from onlynorm.seeds import seeded
 
 STRICT = Thresholds(alive=1e9)
 TINY = PredictSizes(n_diagnosed=32, n_steps=20, batch_size=16, rates=(0.001, 0.1))

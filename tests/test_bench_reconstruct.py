@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from onlynorm.bench import OURS, PAPERS, RECIPES, RebuiltRow, Sizes, bench_reconstruct, is_met, kept
-from onlynorm.bench import reconstruct as bench_module
 from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError
-from onlynorm.models import CifarResNet, own_randomness
+from onlynorm.evidence import cache
+from onlynorm.evidence.bench.competitors import OURS, PAPERS
+from onlynorm.evidence.bench.races import reconstruct as bench_module
+from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, Sizes, bench_reconstruct
+from onlynorm.evidence.goals import is_met
+from onlynorm.models import CifarResNet
 from onlynorm.reconstruction import load, verify
+from onlynorm.seeds import own_randomness
 
 SIZES = Sizes(calibration=6, exact=2, images=3, collapsed=5)
 GOOD = RebuiltRow("he_normal", 1200.0, 7e-11, 1e-8, 0.0, 0.998, 0.998, 0.9, 0.9, 1000, 2000.0, 64, 500, 5000)
@@ -130,7 +134,7 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
         patch.setattr(bench_module, "measure_row", lambda *_: pytest.fail("measured again"))
         (again,) = run(tmp_path).rows
         assert again == dataclasses.replace(first, note="kept")
-        patch.setattr(kept, "library_digest", lambda *_: "another")
+        patch.setattr(cache, "library_digest", lambda *_: "another")
         assert run(tmp_path).rows[0].note == "kept, of older code"
     assert run(tmp_path, force=True).rows[0].note == ""
     (record,) = tmp_path.glob("*.json")
@@ -164,15 +168,15 @@ def test_a_killed_row_keeps_its_finished_layers(tmp_path: Path, monkeypatch: pyt
     assert len(finished) == 8
     assert not list(tmp_path.glob("*.json"))
 
-    kept: list[dict[str, int]] = []
+    cache: list[dict[str, int]] = []
 
     def look(text: str) -> None:
         if "float64" in text:
-            kept.append({path.name: path.stat().st_mtime_ns for path in partial.iterdir()})
+            cache.append({path.name: path.stat().st_mtime_ns for path in partial.iterdir()})
 
     (row,) = run(tmp_path, "he_normal", progress=look).rows
     assert row.note == "resumed"
-    assert kept[0].items() >= finished.items()
+    assert cache[0].items() >= finished.items()
     assert not partial.exists()
 
 

@@ -13,15 +13,27 @@ import pytest
 import torch
 
 from onlynorm import cli
-from onlynorm.bench import is_met
-from onlynorm.bench import repair as bench_module
-from onlynorm.bench.kept import Rows
-from onlynorm.bench.repair import BRIEF, WAYS, bench_repair
-from onlynorm.bench.repair_results import MAIN, NORMS, NOTHING, OURS, RateTrial, RepairBench, RepairRun, RepairSizes
-from onlynorm.cli import measure_repair as measuring
-from onlynorm.data import Split, seeded
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.cli.terminal import screen
+from onlynorm.data import Split
 from onlynorm.errors import ValueRangeError
-from onlynorm.screen import screen
+from onlynorm.evidence.bench.sweeps import repair as bench_module
+from onlynorm.evidence.bench.sweeps.repair import (
+    BRIEF,
+    MAIN,
+    NORMS,
+    NOTHING,
+    OURS,
+    WAYS,
+    RateTrial,
+    RepairBench,
+    RepairRun,
+    RepairSizes,
+    bench_repair,
+)
+from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.goals import is_met
+from onlynorm.seeds import seeded
 
 SIZES = RepairSizes(width=8, n_steps=4, n_trial_steps=2, batch_size=8, n_repair=16, n_put_aside=10, n_judged=20)
 SMALL = (3, "relu")
@@ -88,13 +100,13 @@ def test_finished_rows_are_read_again_and_a_killed_run_goes_on(tmp_path: Path, m
 
 
 def rows(folder: Path) -> Rows:
-    return Rows(folder, kind="x", module="onlynorm.bench.repair", force=False, say=lambda _: None)
+    return Rows(folder, kind="x", module="onlynorm.evidence.bench.sweeps.repair", force=False, say=lambda _: None)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_training_that_diverges_answers_the_same_to_everything_and_its_rate_is_not_chosen(tmp_path: Path) -> None:
     lab = bench_module._Lab(
-        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=lambda _: None)
+        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.evidence.bench", force=False, say=lambda _: None)
     )
     made = lab.run(SMALL, OURS, 0, 1e30)
     assert made.loss == math.inf
@@ -106,7 +118,7 @@ def test_a_training_that_diverges_answers_the_same_to_everything_and_its_rate_is
 @pytest.mark.usefixtures("small")
 def test_images_put_aside_are_never_trained_on(tmp_path: Path) -> None:
     lab = bench_module._Lab(
-        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.bench", force=False, say=lambda _: None)
+        data(), SIZES, Rows(tmp_path, kind="x", module="onlynorm.evidence.bench", force=False, say=lambda _: None)
     )
     aside = {tuple(image.tolist()) for image in lab._pick(lab.put_aside)[0]}
     first, second = ({tuple(image.tolist()) for image in lab._lesson(seed, 32)[0]} for seed in (0, 1))

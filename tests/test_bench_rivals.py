@@ -9,8 +9,21 @@ import pytest
 import torch
 from systems import bench_system, materialise, residual
 
-from onlynorm.bench import FAMILIES, LU, OURS, PAPERS, TOLERANCE, rivals
-from onlynorm.bench.rivals import CHOLESKY, GELSD, GELSY, GRID, LSMR, QR, SOLVERS, System
+from onlynorm.evidence.bench import competitors
+from onlynorm.evidence.bench.competitors import (
+    CHOLESKY,
+    GELSD,
+    GELSY,
+    GRID,
+    LSMR,
+    LU,
+    OURS,
+    PAPERS,
+    QR,
+    SOLVERS,
+    System,
+)
+from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE
 
 EPS = torch.finfo(torch.float64).eps
 SINGLE_EPS = torch.finfo(torch.float32).eps
@@ -80,36 +93,36 @@ def test_rivals_find_the_least_squares_solution_of_least_norm(
     gamma = SOLVERS[method](left, right, target).gamma
     wanted = torch.linalg.pinv(matrix) @ target.flatten()
     kappa = float(torch.linalg.cond(matrix))
-    bound = (rivals.EXACT + rivals.FIT if method == LSMR else target.numel() * EPS) * 10 * kappa**2
+    bound = (competitors.EXACT + competitors.FIT if method == LSMR else target.numel() * EPS) * 10 * kappa**2
     assert torch.linalg.vector_norm(gamma - wanted) <= bound * torch.linalg.vector_norm(wanted)
 
 
 def test_lsmr_says_so_when_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     given = bench_system((5, 6), 1.25)
-    assert rivals.lsmr(*given).note == ""
-    monkeypatch.setattr(rivals, "LSMR_STEPS", 2)
-    assert rivals.lsmr(*given).note == "stopped"
+    assert competitors.lsmr(*given).note == ""
+    monkeypatch.setattr(competitors, "LSMR_STEPS", 2)
+    assert competitors.lsmr(*given).note == "stopped"
 
 
 def test_lsmr_does_not_see_the_lengths_of_features() -> None:
     plain, scaled = bench_system((5, 6), 1.5), bench_system((5, 6), 1.5, decades=(4.0, 0.0))
-    assert abs(rivals.lsmr(*plain).iterations - rivals.lsmr(*scaled).iterations) <= 1
+    assert abs(competitors.lsmr(*plain).iterations - competitors.lsmr(*scaled).iterations) <= 1
 
 
 @pytest.mark.parametrize("excess", [1.0, 1.5])
 def test_the_papers_method_solves_a_small_system_to_single_precision(excess: float) -> None:
     left, right, target = bench_system((4, 5), excess)
-    gamma, evaluations, _ = rivals.papers(left, right, target)
+    gamma, evaluations, _ = competitors.papers(left, right, target)
     assert gamma.dtype == torch.float32
     assert evaluations > 0
     kappa = float(torch.linalg.cond(materialise(left, right)))
     assert residual(left, right, target, gamma) <= target.numel() * SINGLE_EPS * kappa
 
 
-@pytest.mark.parametrize("solver", [rivals.lu, rivals.cholesky])
-def test_a_singular_matrix_is_a_failure_with_a_note(solver: rivals.Solver) -> None:
+@pytest.mark.parametrize("solver", [competitors.lu, competitors.cholesky])
+def test_a_singular_matrix_is_a_failure_with_a_note(solver: competitors.Solver) -> None:
     left, right, target = torch.zeros(2, 4).double(), torch.ones(4, 2).double(), torch.ones(2, 2).double()
-    found = rivals.without_failure(solver, left, right, target)
+    found = competitors.without_failure(solver, left, right, target)
     assert found.note.startswith("failed: pivot")
     assert bool(found.gamma.isnan().all())
 
@@ -120,7 +133,7 @@ def test_the_least_squares_fit_is_the_projection_of_the_target(excess: float) ->
     left[:, ::3] = 0.0  # features that are zero take no part
     matrix = materialise(left, right)
     wanted = (matrix @ torch.linalg.pinv(matrix) @ target.flatten()).reshape(target.shape)
-    torch.testing.assert_close(rivals.least_squares_fit(left, right, target), wanted)
+    torch.testing.assert_close(competitors.least_squares_fit(left, right, target), wanted)
 
 
 # ---------------------------------------------------------------------------------------------- rates
@@ -128,14 +141,14 @@ def test_the_least_squares_fit_is_the_projection_of_the_target(excess: float) ->
 
 def test_predictions_grow_with_the_work_and_leave_ours_and_the_papers_in() -> None:
     for method in SOLVERS:
-        times = [rivals.predicted_seconds(method, (side, side), 2 * side**2, 1e10) for side in (8, 16)]
+        times = [competitors.predicted_seconds(method, (side, side), 2 * side**2, 1e10) for side in (8, 16)]
         if method in (OURS, PAPERS):
             assert times == [0.0, 0.0]
         else:
             assert math.log2(times[1] / times[0]) == pytest.approx(4.0 if method == LSMR else 6.0)
-    few, square = (rivals.predicted_seconds(CHOLESKY, (1, 1000), n, 1e10) for n in (500, 1000))
+    few, square = (competitors.predicted_seconds(CHOLESKY, (1, 1000), n, 1e10) for n in (500, 1000))
     assert few < square / 3
 
 
 def test_the_rate_of_an_iteration_is_measured_on_wide_and_tall_shapes() -> None:
-    assert all(0.0 < rivals.iteration_rate(shape) < 100.0 for shape in ((4, 6), (6, 4), (2, 2, 3, 3)))
+    assert all(0.0 < competitors.iteration_rate(shape) < 100.0 for shape in ((4, 6), (6, 4), (2, 2, 3, 3)))

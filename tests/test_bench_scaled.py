@@ -13,16 +13,34 @@ import torch
 from commands import RunCli, runner
 from torch import nn
 
-from onlynorm.bench import is_met
-from onlynorm.bench import scaled as bench_module
-from onlynorm.bench.scaled import CONDITIONS, N_SEEDS, bench_scaled
-from onlynorm.bench.scaled_results import ORDINARY, Scale, ScaledBench, ScaledLaw, ScaledRun, ScaledSizes, ScaledTrial
-from onlynorm.cli import measure_scaled as measuring
-from onlynorm.data import Split, seeded
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.evidence.bench.sweeps import scaled as bench_module
+from onlynorm.evidence.bench.sweeps.scaled import (
+    CONDITIONS,
+    N_SEEDS,
+    ORDINARY,
+    Scale,
+    ScaledBench,
+    ScaledLaw,
+    ScaledRun,
+    ScaledSizes,
+    ScaledTrial,
+    bench_scaled,
+)
+from onlynorm.evidence.goals import is_met
+from onlynorm.evidence.papers.random_features import scaled_training as training
+from onlynorm.evidence.papers.random_features.scaled_training import (
+    GEOMETRIC,
+    LAWS,
+    SEMICIRCLE,
+    SUBJECTS,
+    Subject,
+    images_of,
+)
 from onlynorm.models import mlp
-from onlynorm.papers import scaled_training as training
-from onlynorm.papers.scaled_training import GEOMETRIC, LAWS, SEMICIRCLE, SUBJECTS, Subject, images_of
+from onlynorm.seeds import seeded
 
 SIZES = ScaledSizes(n_train=32, n_epochs=1, n_trial_epochs=1, batch_size=8)
 ONE, LAST, STEEP = Scale(SEMICIRCLE, 1.0), Scale(SEMICIRCLE, 1e6), Scale(GEOMETRIC, 1e6)

@@ -12,30 +12,31 @@ import pytest
 import torch
 from commands import RunCli, runner
 
-from onlynorm.bench import is_met
-from onlynorm.bench import scratch as bench_module
-from onlynorm.bench.scratch import QUICK, TRAININGS, bench_scratch
-from onlynorm.bench.scratch_results import (
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.data import Split
+from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.evidence.bench.sweeps import scratch as bench_module
+from onlynorm.evidence.bench.sweeps.scratch import (
     ABOVE,
     BOUND,
     ID_COND,
     ORDINARY,
     ORTHO_COND,
+    QUICK,
     SHARES,
     SPARSE,
+    TRAININGS,
     WAYS,
     ScratchBench,
     ScratchRun,
     ScratchTrial,
+    bench_scratch,
     followed,
     plain,
 )
-from onlynorm.cli import measure_scratch as measuring
-from onlynorm.data import Split, seeded
-from onlynorm.errors import UnknownNameError, ValueRangeError
-from onlynorm.papers import scratch_training
-from onlynorm.papers.lessons import TRIAL_SEED
-from onlynorm.papers.scratch_training import (
+from onlynorm.evidence.goals import is_met
+from onlynorm.evidence.papers.random_features import scratch_training
+from onlynorm.evidence.papers.random_features.scratch_training import (
     RATES,
     Training,
     Way,
@@ -49,6 +50,8 @@ from onlynorm.papers.scratch_training import (
     train,
     try_rates,
 )
+from onlynorm.evidence.validation import TRIAL_SEED
+from onlynorm.seeds import seeded
 
 SMALL = Training(
     "toy", ((3,), (4,)), image_size=4, n_train=48, n_put_aside=20, n_test=30, epochs=2, batch_size=16, warmup=0.0

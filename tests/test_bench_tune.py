@@ -17,13 +17,33 @@ import pytest
 import torch
 
 from onlynorm import cli
-from onlynorm.bench import TuneBench, TuneRow, bench_tune, is_met
-from onlynorm.bench.tune import keep, measure_subject
-from onlynorm.bench.tune_subjects import images_subject, random_subject, text_subject
-from onlynorm.bench.tuners import FULL, HALF, HEAD, OURS, PEFT_LN, PEFT_LORA, Ours, OursInHalf, PeftLN, PeftLora, Tuner
-from onlynorm.cli import measure as measuring
-from onlynorm.screen import bench_markdown, screen
-from onlynorm.tuning import find_norms
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.cli.terminal import bench_markdown, screen
+from onlynorm.evidence.bench.races.tune import (
+    TuneBench,
+    TuneRow,
+    bench_tune,
+    images_subject,
+    keep,
+    measure_subject,
+    random_subject,
+    text_subject,
+)
+from onlynorm.evidence.bench.tuners import (
+    FULL,
+    HALF,
+    HEAD,
+    OURS,
+    PEFT_LN,
+    PEFT_LORA,
+    Ours,
+    OursInHalf,
+    PeftLN,
+    PeftLora,
+    Tuner,
+)
+from onlynorm.evidence.goals import is_met
+from onlynorm.modules import find_norms
 
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
 
@@ -141,7 +161,7 @@ def test_a_peer_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytes
 def test_a_network_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     without(monkeypatch, "peft", package)
     monkeypatch.setattr(
-        "onlynorm.bench.tune.subjects", lambda *, quick: [("MiniLM", lambda: text_subject(quick=False))]
+        "onlynorm.evidence.bench.races.tune.subjects", lambda *, quick: [("MiniLM", lambda: text_subject(quick=False))]
     )
     bench = bench_tune(repeats=1)
     assert [(row.model, row.is_run) for row in bench.rows] == [("MiniLM", False)]

@@ -11,19 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import draw
-from onlynorm.reconstruction.blocks import (
-    CHUNK_BYTES,
-    NormOnlyBlock,
-    explicit_padding,
-    find_blocks,
-    layer_options,
-    source_from_settings,
-    source_settings,
-)
-from onlynorm.reconstruction.low_rank import LowRankBlock
-from onlynorm.reconstruction.norms import set_affine
+from onlynorm.frozen.form import find_blocks, source_from_settings, source_settings
+from onlynorm.frozen.pair import CHUNK_BYTES, LowRankBlock, NormOnlyBlock
+from onlynorm.frozen.residual import ResidualBlock
+from onlynorm.modules.affine import set_affine
+from onlynorm.modules.convolution import explicit_padding
+from onlynorm.modules.layers import layer_options
 from onlynorm.reconstruction.ranges import watching
-from onlynorm.reconstruction.residual import ResidualBlock
 
 ROUNDING = 1e-12
 """Sums of a few hundred products of order one, in another order."""
@@ -135,7 +129,7 @@ def test_sources_are_described_by_plain_words() -> None:
 
 @pytest.mark.parametrize("features", ["he_normal", "id_cond", "ortho_cond"])
 def test_chunks_made_from_the_seed_give_the_same_bits(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlynorm.reconstruction.blocks.CHUNK_BYTES", 3 * 20 * 8)
+    monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 3 * 20 * 8)
     blocks = []
     for storage in ("dense", "seed"):
         block = NormOnlyBlock({}, [draw(features, (4, 3))], activation=nn.ReLU(), storage=storage)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from rebuilding import Branches, batch, net
 from torch import Tensor, nn
 
+from onlynorm.intervals import Box
 from onlynorm.models import mlp
-from onlynorm.reconstruction import Box, constructions, reconstruct
-from onlynorm.reconstruction.calibration import count_samples, see
-from onlynorm.reconstruction.ranges import HeldBack, watching, widen
+from onlynorm.modules.layers import find_layers
+from onlynorm.reconstruction import constructions, reconstruct
+from onlynorm.reconstruction.ranges import HeldBack, count_samples, see, watching, widen
 from onlynorm.reconstruction.result import Calibration, LayerResult
-from onlynorm.reconstruction.target import find_layers
 
 
 def leaves(network: nn.Module, *inputs: Tensor) -> Tensor:

@@ -20,13 +20,13 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
+from onlynorm.evidence.papers.daneshmand2020.eigenvalues import drift_of_eigenvalues, frobenius_drift
 from onlynorm.rank import Chain, ChainAverages, rank_ratio, regularity, second_moments, simulate, soft_rank, walk
-from onlynorm.rank.chain import ACTIVATIONS
-from onlynorm.rank.chain_averages import ROOM, BatchMeans
-from onlynorm.rank.chain_quantities import PLAIN, ROWWISE, USUAL, observe
-from onlynorm.rank.chain_weights import LAWS, ChainWeights
-from onlynorm.rank.drift import drift_of_eigenvalues, frobenius_drift
-from onlynorm.rank.simulation import FORMAT, KIND, ChainState
+from onlynorm.rank.chains.averages import ROOM, BatchMeans
+from onlynorm.rank.chains.chain import ACTIVATIONS
+from onlynorm.rank.chains.quantities import PLAIN, ROWWISE, USUAL, observe
+from onlynorm.rank.chains.simulate import FORMAT, KIND, ChainState
+from onlynorm.rank.chains.weights import LAWS, ChainWeights
 from onlynorm.storage import read_tensors, write_tensors
 
 EPS = torch.finfo(torch.float64).eps
@@ -324,8 +324,8 @@ def test_a_run_that_was_cut_gives_the_same_numbers_to_the_last_bit(tmp_path: Pat
 
 
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onlynorm.rank.simulation.SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("onlynorm.rank.simulation._PAUSE", 32)
+    monkeypatch.setattr("onlynorm.rank.chains.simulate.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("onlynorm.rank.chains.simulate._PAUSE", 32)
     chain = Chain(5, 0.4, n_chains=2)
     heard: list[int] = []
 

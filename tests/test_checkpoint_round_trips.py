@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.errors import ValueRangeError
+from onlynorm.frozen.form import find_blocks
 from onlynorm.models import mlp
 from onlynorm.reconstruction import constructions
-from onlynorm.reconstruction.blocks import find_blocks
 
 
 class Everything(nn.Module):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from onlynorm import theorems
-from onlynorm.alignment import align, checks, checks_training
-from onlynorm.features import Features, match_bounds
-from onlynorm.theorems import Verdict
+from onlynorm.alignment import align
+from onlynorm.evidence import registry
+from onlynorm.evidence.papers.random_features import alignment, match_bounds, training
+from onlynorm.evidence.registry import Verdict
+from onlynorm.features import Features
 
 VERDICTS = {
     "thm-3.1": Verdict.HOLDS,
@@ -25,12 +26,12 @@ VERDICTS = {
 
 
 def test_every_statement_of_the_paper_has_a_check() -> None:
-    assert [s.key for s in theorems.statements("random_features") if not theorems.has_check(s.key)] == []
+    assert [s.key for s in registry.statements("random_features") if not registry.has_check(s.key)] == []
 
 
 @pytest.mark.parametrize(("name", "expected"), VERDICTS.items())
 def test_the_check_comes_to_our_verdict(name: str, expected: Verdict) -> None:
-    found = theorems.run_check(f"random_features:{name}", seed=1)
+    found = registry.run_check(f"random_features:{name}", seed=1)
     assert found.verdict is expected, str(found)
 
 
@@ -39,8 +40,8 @@ def test_an_alignment_that_is_not_the_best_is_noticed(monkeypatch: pytest.Monkey
         found = align(*args, **options)
         return dataclasses.replace(found, objective=found.unaligned)
 
-    monkeypatch.setattr(checks, "align", lazy)
-    assert theorems.run_check("random_features:thm-4.1").verdict is Verdict.FAILS
+    monkeypatch.setattr(alignment, "align", lazy)
+    assert registry.run_check("random_features:thm-4.1").verdict is Verdict.FAILS
 
 
 @pytest.mark.parametrize("n_more", [1, -1])
@@ -49,7 +50,7 @@ def test_a_bound_with_another_exponent_is_noticed(monkeypatch: pytest.MonkeyPatc
         return math.prod(1 - (1 - density**degree) ** (len(degrees) + n_more) for degree in degrees)
 
     monkeypatch.setattr(match_bounds, "match_bound", wrong)
-    assert theorems.run_check("random_features:thm-4.2").verdict is Verdict.FAILS
+    assert registry.run_check("random_features:thm-4.2").verdict is Verdict.FAILS
 
 
 def test_an_expectation_inside_the_power_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,14 +59,14 @@ def test_an_expectation_inside_the_power_is_noticed(monkeypatch: pytest.MonkeyPa
         return float((1.0 - (1.0 - fits) ** outputs_per_row) ** n_rows)
 
     monkeypatch.setattr(match_bounds, "partition_chance", printed)
-    assert theorems.run_check("random_features:thm-4.3").verdict is Verdict.FAILS
+    assert registry.run_check("random_features:thm-4.3").verdict is Verdict.FAILS
 
 
 @pytest.mark.parametrize("name", ["thm-3.1", "conclusion"])
 def test_another_scale_of_the_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    right = checks_training.norm_only
+    right = training.norm_only
 
-    def stretched(features: Features) -> checks_training.Layer:
+    def stretched(features: Features) -> training.Layer:
         layer = right(features)
 
         def call(x: Tensor, gamma: Tensor) -> Tensor:
@@ -74,10 +75,10 @@ def test_another_scale_of_the_gradient_is_noticed(monkeypatch: pytest.MonkeyPatc
 
         return call
 
-    monkeypatch.setattr(checks_training, "norm_only", stretched)
-    assert theorems.run_check(f"random_features:{name}").verdict is Verdict.FAILS
+    monkeypatch.setattr(training, "norm_only", stretched)
+    assert registry.run_check(f"random_features:{name}").verdict is Verdict.FAILS
 
 
 def test_starting_weights_are_the_same_for_one_seed() -> None:
-    first, again = checks_training.starting_weights(3), checks_training.starting_weights(3)
+    first, again = training.starting_weights(3), training.starting_weights(3)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -13,9 +13,11 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from onlynorm import identity, theorems
-from onlynorm.identity import Dominance, Landscape, checks_factorize, checks_landscape
-from onlynorm.theorems import Verdict
+from onlynorm.evidence import registry
+from onlynorm.evidence.papers.hardt_ma2017 import factorization
+from onlynorm.evidence.papers.hardt_ma2017 import landscape as checks_landscape
+from onlynorm.evidence.registry import Verdict
+from onlynorm.identity import Dominance, Landscape
 
 VERDICTS = {
     "hardt_ma2017:thm-2.1": Verdict.HOLDS,
@@ -35,57 +37,58 @@ Spoil = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_every_statement_that_is_not_on_memorization_has_its_check_here() -> None:
-    own = {s.key for s in theorems.statements("hardt_ma2017")} - MEMORIZATION
+    own = {s.key for s in registry.statements("hardt_ma2017")} - MEMORIZATION
     assert own == set(VERDICTS)
-    places = [theorems.where(key).partition(":")[0] for key in VERDICTS]
-    assert set(places) == {f"{identity.__name__}.checks_factorize", f"{identity.__name__}.checks_landscape"}
+    places = [registry.where(key).partition(":")[0] for key in VERDICTS]
+    folder = "onlynorm.evidence.papers.hardt_ma2017"
+    assert set(places) == {f"{folder}.factorization", f"{folder}.landscape"}
 
 
 @pytest.mark.parametrize("key", VERDICTS)
 def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
-    found = theorems.run_check(key)
+    found = registry.run_check(key)
     assert found.verdict is VERDICTS[key], found.evidence
     assert found.measured
     assert all(math.isfinite(value) for value in found.measured.values())
     assert re.search(r"\d", found.evidence)
     if found.verdict is Verdict.CORRECTED:
-        assert theorems.statement(key).slips, "what is corrected is said"
+        assert registry.statement(key).slips, "what is corrected is said"
 
 
 # Defects that the checks must notice, one each.
 
 
 def a_fifth_of_the_bound(patch: pytest.MonkeyPatch) -> None:
-    bound = checks_factorize.paper_bound
-    patch.setattr(checks_factorize, "paper_bound", lambda stretch, depth: bound(stretch, depth) / 5)
+    bound = factorization.paper_bound
+    patch.setattr(factorization, "paper_bound", lambda stretch, depth: bound(stretch, depth) / 5)
 
 
 def a_smaller_bound_by_a_hundredth(patch: pytest.MonkeyPatch) -> None:
-    bound = checks_factorize.spiral_bound
-    patch.setattr(checks_factorize, "spiral_bound", lambda stretch, depth: 0.99 * bound(stretch, depth))
+    bound = factorization.spiral_bound
+    patch.setattr(factorization, "spiral_bound", lambda stretch, depth: 0.99 * bound(stretch, depth))
 
 
 def factors_of_the_transpose(patch: pytest.MonkeyPatch) -> None:
-    factorize = checks_factorize.factorize
-    patch.setattr(checks_factorize, "factorize", lambda matrix, depth: factorize(matrix.mT, depth))
+    factorize = factorization.factorize
+    patch.setattr(factorization, "factorize", lambda matrix, depth: factorize(matrix.mT, depth))
 
 
 def factors_of_the_square(patch: pytest.MonkeyPatch) -> None:
-    factorize = checks_factorize.factorize
-    patch.setattr(checks_factorize, "factorize", lambda matrix, depth, **o: factorize(matrix @ matrix, depth, **o))
+    factorize = factorization.factorize
+    patch.setattr(factorization, "factorize", lambda matrix, depth, **o: factorize(matrix @ matrix, depth, **o))
 
 
 def the_step_of_the_proof(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_factorize.Rotation, "step_norm", lambda self, count: math.sin(self.largest / count))
+    patch.setattr(factorization.Rotation, "step_norm", lambda self, count: math.sin(self.largest / count))
 
 
 def blocks_of_size_one(patch: pytest.MonkeyPatch) -> None:
     def outside(matrix: Tensor) -> tuple[float, float]:
         D, S = (torch.from_numpy(part) for part in scipy.linalg.schur(matrix.numpy(), output="real"))
         blocks = torch.diag(D.diagonal())
-        return checks_factorize.relative(blocks, D), checks_factorize.relative(S @ blocks @ S.mT, matrix)
+        return factorization.relative(blocks, D), factorization.relative(S @ blocks @ S.mT, matrix)
 
-    patch.setattr(checks_factorize, "_outside_blocks", outside)
+    patch.setattr(factorization, "_outside_blocks", outside)
 
 
 def the_second_smallest_singular_value(patch: pytest.MonkeyPatch) -> None:
@@ -140,6 +143,6 @@ def points_that_are_not_critical(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_defect_turns_the_verdict(key: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch)
-    found = theorems.run_check(key)
+    found = registry.run_check(key)
     assert found.verdict is Verdict.FAILS, found.evidence
     assert "raised" not in found.evidence, "the numbers have to turn it, not an accident"

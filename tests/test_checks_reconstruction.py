@@ -14,18 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import onlynorm  # noqa: F401, the rooms register their checks on import
-from onlynorm import theorems
-from onlynorm.reconstruction import (
-    checks,
-    checks_activations,
-    checks_deep,
-    checks_linear,
-    checks_singular,
-    checks_sources,
-    checks_sparse,
-)
-from onlynorm.reconstruction.norms import Affine
-from onlynorm.theorems import Verdict
+from onlynorm.evidence import registry
+from onlynorm.evidence.papers.burkholz2024 import activations, sources
+from onlynorm.evidence.papers.giannou2023 import deep, linear_systems, low_rank, sparse, wide_networks
+from onlynorm.evidence.registry import Verdict
+from onlynorm.modules.affine import Affine
 
 HOLDS = """
     giannou2023:remark-1 giannou2023:thm-1 giannou2023:cor-1 giannou2023:remark-2 giannou2023:thm-3 giannou2023:remark-3
@@ -44,9 +37,11 @@ Spoil = Callable[[pytest.MonkeyPatch], None]
 
 
 def test_every_statement_of_both_papers_has_a_check() -> None:
-    own = [s.key for paper in ("giannou2023", "burkholz2024") for s in theorems.statements(paper)]
-    assert [key for key in own if not theorems.has_check(key)] == []
-    here = [key for key in own if ".reconstruction." in theorems.where(key) and not theorems.statement(key).restates]
+    own = [s.key for paper in ("giannou2023", "burkholz2024") for s in registry.statements(paper)]
+    assert [key for key in own if not registry.has_check(key)] == []
+    elsewhere = ("products", "widths")
+    files = {key: registry.where(key).partition(":")[0].rpartition(".")[2] for key in own}
+    here = [key for key in own if files[key] not in elsewhere and not registry.statement(key).restates]
     assert sorted(here) == sorted(VERDICTS)
 
 
@@ -57,35 +52,35 @@ def cases(*rows: tuple[Any, ...]) -> list[Any]:
 
 @pytest.mark.parametrize("key", cases(*((key,) for key in VERDICTS)))
 def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
-    found = theorems.run_check(key)
+    found = registry.run_check(key)
     assert found.verdict is VERDICTS[key], found.evidence
     assert found.measured
     assert all(math.isfinite(value) for value in found.measured.values())
     assert re.search(r"\d", found.evidence)
     if found.verdict is Verdict.CORRECTED:
-        assert theorems.statement(key).slips, "what is corrected is said"
+        assert registry.statement(key).slips, "what is corrected is said"
 
 
 # Defects that the checks must notice, one each: wrong constants, wrong formulas, constructions that do not deliver.
 
 
 def one_feature_in_fifty_fewer(patch: pytest.MonkeyPatch) -> None:
-    rebuild = checks.rebuild
-    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 0.98}))
+    rebuild = wide_networks.rebuild
+    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 0.98}))
 
 
 def shifts_that_only_serve_the_sample(patch: pytest.MonkeyPatch) -> None:
-    rebuild = checks.rebuild
-    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"margin": 0.0}))
+    rebuild = wide_networks.rebuild
+    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"margin": 0.0}))
 
 
 def twice_the_features(patch: pytest.MonkeyPatch) -> None:
-    rebuild = checks.rebuild
-    patch.setattr(checks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 2.0}))
+    rebuild = wide_networks.rebuild
+    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 2.0}))
 
 
 def padding_that_is_not_zero(patch: pytest.MonkeyPatch) -> None:
-    pad = checks.pad_equal
+    pad = wide_networks.pad_equal
 
     def pad_with_ones(network: nn.Sequential) -> nn.Sequential:
         padded = pad(network)
@@ -94,120 +89,118 @@ def padding_that_is_not_zero(patch: pytest.MonkeyPatch) -> None:
         padded[2].weight.data[-1] = 1.0
         return padded
 
-    patch.setattr(checks, "pad_equal", pad_with_ones)
+    patch.setattr(wide_networks, "pad_equal", pad_with_ones)
 
 
 def half_the_density(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_sparse, "ENOUGH", 0.75)
+    patch.setattr(sparse, "ENOUGH", 0.75)
 
 
 def a_threshold_of_the_order_of_theorem_3(patch: pytest.MonkeyPatch) -> None:
     def density(shape: tuple[int, int], *, seed: int) -> float:
         return math.sqrt(math.log(shape[0]) / shape[0])
 
-    patch.setattr(checks_sparse, "density_alive", density)
-    patch.setattr(checks_sparse, "density_full", density)
-    patch.setattr(checks_sparse, "is_full", lambda features: True)
+    patch.setattr(sparse, "density_alive", density)
+    patch.setattr(sparse, "density_full", density)
+    patch.setattr(sparse, "is_full", lambda features: True)
 
 
 def half_of_p(patch: pytest.MonkeyPatch) -> None:
-    covers = checks_sparse._covers
-    patch.setattr(checks_sparse, "_covers", lambda *args, share, factor: covers(*args, share=share, factor=factor / 2))
+    covers = sparse._covers
+    patch.setattr(sparse, "_covers", lambda *args, share, factor: covers(*args, share=share, factor=factor / 2))
 
 
 def a_bound_ten_times_as_large(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_singular, "CONSTANTS", (5.0, 0.1, 0.5))
+    patch.setattr(sparse, "CONSTANTS", (5.0, 0.1, 0.5))
 
 
 def a_threshold_of_log_n(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_singular, "lambertw", lambda n: complex(math.log(n)))
+    patch.setattr(sparse, "lambertw", lambda n: complex(math.log(n)))
 
 
 def a_polynomial_that_is_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_linear, "_polynomial", lambda seed, *, is_square: (2, torch.zeros(3, 3).numpy()))
+    patch.setattr(linear_systems, "_polynomial", lambda seed, *, is_square: (2, torch.zeros(3, 3).numpy()))
 
 
 def a_fold_without_the_mean(patch: pytest.MonkeyPatch) -> None:
-    fold = checks_linear.fold
+    fold = linear_systems.to_affine
 
     def wrong(norm: nn.BatchNorm1d) -> Affine:
         made = fold(norm)
         made.bias.data = norm.bias.data
         return made
 
-    patch.setattr(checks_linear, "fold", wrong)
+    patch.setattr(linear_systems, "to_affine", wrong)
 
 
 def a_third_of_the_shift(patch: pytest.MonkeyPatch) -> None:
-    shift = checks_linear.activating_shift
-    patch.setattr(checks_linear, "activating_shift", lambda *args: shift(*args) / 3)
+    shift = linear_systems.activating_shift
+    patch.setattr(linear_systems, "activating_shift", lambda *args: shift(*args) / 3)
 
 
 def one_rank_less(patch: pytest.MonkeyPatch) -> None:
-    rebuild = checks_sources.rebuild
+    rebuild = low_rank.rebuild
 
     def wrong(target: nn.Sequential, **choices: Any) -> Any:
         return rebuild(target, **choices | {"rank": max(1, choices.get("rank", 3) - 1)})
 
-    patch.setattr(checks_sources, "rebuild", wrong)
+    patch.setattr(low_rank, "rebuild", wrong)
 
 
 def the_printed_right_hand_side(patch: pytest.MonkeyPatch) -> None:
-    solve = checks_sources._solve_outside
-    patch.setattr(checks_sources, "_solve_outside", lambda *args, as_printed: solve(*args, as_printed=True))
+    solve = sources._solve_outside
+    patch.setattr(sources, "_solve_outside", lambda *args, as_printed: solve(*args, as_printed=True))
 
 
 def a_gamma_that_is_off(patch: pytest.MonkeyPatch) -> None:
-    solve = checks_deep._solve
+    solve = deep._solve
 
     def wrong(*args: Any) -> list[Fraction] | None:
         found = solve(*args)
         return found and [found[0] + Fraction(1, 10**12), *found[1:]]
 
-    patch.setattr(checks_deep, "_solve", wrong)
+    patch.setattr(deep, "_solve", wrong)
 
 
 def a_last_relu(patch: pytest.MonkeyPatch) -> None:
-    rebuild = checks_deep.rebuild
+    rebuild = deep.rebuild
 
     def with_relu(target: nn.Sequential, *, seed: int, **choices: Any) -> Any:
         made, _ = rebuild(target, seed=seed, **choices)
         network = nn.Sequential(made.network, nn.ReLU())
-        x = checks.unit_ball(64, 5, seed=seed)
+        x = wide_networks.unit_ball(64, 5, seed=seed)
         with torch.no_grad():
             error = float((network(x) - target(x)).norm() / target(x).norm())
         return dataclasses.replace(made, network=network), error
 
-    patch.setattr(checks_deep, "rebuild", with_relu)
+    patch.setattr(deep, "rebuild", with_relu)
 
 
 def layers_that_do_not_fit_together(patch: pytest.MonkeyPatch) -> None:
-    rank = checks_deep.jacobian_rank
-    patch.setattr(
-        checks_deep, "jacobian_rank", lambda weights, *, seed: rank([*weights[:-1], 0 * weights[-1]], seed=seed)
-    )
+    rank = sources.jacobian_rank
+    patch.setattr(sources, "jacobian_rank", lambda weights, *, seed: rank([*weights[:-1], 0 * weights[-1]], seed=seed))
 
 
 def the_printed_sum_of_the_second_layer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(checks_activations.Source, "q2", property(lambda source: source.printed_q2))
+    patch.setattr(activations.Source, "q2", property(lambda source: source.printed_q2))
 
 
 def the_printed_shift(patch: pytest.MonkeyPatch) -> None:
-    own = checks_activations.Source.with_activation
+    own = activations.Source.with_activation
 
     def wrong(source: Any, x: Tensor, activation: Any, line: Any, *, as_printed: bool = False) -> Tensor:
         return own(source, x, activation, line, as_printed=True)
 
-    patch.setattr(checks_activations.Source, "with_activation", wrong)
+    patch.setattr(activations.Source, "with_activation", wrong)
 
 
 def a_cubic_constant_twice_as_good(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(checks_activations.CUBIC, "tanh", (1.0, 0.0, 6.0))
+    patch.setitem(activations.CUBIC, "tanh", (1.0, 0.0, 6.0))
 
 
 def layers_a_thousand_times_worse(patch: pytest.MonkeyPatch) -> None:
-    find = checks_activations._find_line
-    patch.setattr(checks_activations, "_find_line", lambda phi, reach, tolerance: find(phi, reach, 1000 * tolerance))
+    find = activations._find_line
+    patch.setattr(activations, "_find_line", lambda phi, reach, tolerance: find(phi, reach, 1000 * tolerance))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +233,6 @@ def layers_a_thousand_times_worse(patch: pytest.MonkeyPatch) -> None:
 )
 def test_a_defect_turns_the_verdict(key: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch)
-    found = theorems.run_check(key)
+    found = registry.run_check(key)
     assert found.verdict is Verdict.FAILS, found.evidence
     assert "raised" not in found.evidence, "the numbers have to turn it, not an accident"

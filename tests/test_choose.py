@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
-from onlynorm.solvers import ladder, solve
+from onlynorm.memory import aligned, memory_budget
+from onlynorm.solvers import fallback, solve
 from onlynorm.solvers.choose import METHODS, ROBUST, choose, factor_dtype, krylov_memory
-from onlynorm.solvers.memory import aligned, memory_budget
 from onlynorm.solvers.spectrum import predict_condition, predict_iterations
 
 GB = 10**9
@@ -168,7 +168,7 @@ def test_what_is_free_does_not_change_a_solve(monkeypatch: pytest.MonkeyPatch) -
 def test_a_solve_that_does_not_fit_now_is_refused_and_not_solved_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     real = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: real._replace(available=10_000))
-    monkeypatch.setattr(ladder, "SMALL_BYTES", 0)
+    monkeypatch.setattr(fallback, "SMALL_BYTES", 0)
     x = torch.ones(20, 500, dtype=torch.float64)
     with pytest.raises(MemoryLimitError, match=r"400 equations with 500 features needs .*; the limit is 8 kB.*memory="):
         solve(x, x.mT, torch.ones(20, 20, dtype=torch.float64))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import onlynorm
 from onlynorm import cli
 
-TOP = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+TOP = typer.main.get_command(cli.app.app).commands  # type: ignore[attr-defined]
 BENCHES = {f"bench {name}": command for name, command in TOP["bench"].commands.items()}
 COMMANDS = {name: command for name, command in TOP.items() if name != "bench"} | BENCHES
 
@@ -40,7 +40,7 @@ def test_every_command_of_the_module_is_known_here() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_lists_every_command(flag: str) -> None:
-    result = CliRunner().invoke(cli.app, [flag])
+    result = CliRunner().invoke(cli.app.app, [flag])
     assert result.exit_code == 0
     assert "only their normalization" in result.stdout
     assert all(name in result.stdout for name in TOP)
@@ -48,7 +48,7 @@ def test_help_lists_every_command(flag: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command_shows_an_example(name: str) -> None:
-    result = CliRunner().invoke(cli.app, [*name.split(), "--help"])
+    result = CliRunner().invoke(cli.app.app, [*name.split(), "--help"])
     assert result.exit_code == 0
     assert re.search(rf"Examples?: onlynorm {name}", " ".join(result.stdout.split()))
 
@@ -186,7 +186,8 @@ def test_wrong_use_exits_with_2_and_says_what_was_needed(run: RunCli, args: str,
 
 A_FAILING_CHECK = """
 import sys
-from onlynorm import cli, theorems
+from onlynorm import cli
+from onlynorm.evidence import registry as theorems
 fails = theorems.Evidence(theorems.Verdict.FAILS, "measured")
 theorems._checks = {"giannou2023:lemma-2": lambda seed: fails}
 theorems.where = lambda key: ""  # no file, no line

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from commands import RunCli
 
-from onlynorm.bench import RECIPES, Bench, Goal, RebuiltRow, ReconstructBench, Row, Sizes
-from onlynorm.bench.solve import Duel
-from onlynorm.cli import measure as measuring
+from onlynorm.cli.evidence import bench as measuring
+from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, ReconstructBench, Sizes
+from onlynorm.evidence.bench.races.solve import Bench, Duel, Row
+from onlynorm.evidence.goals import Goal
 
 # ------------------------------------------------------------------------------- stand-ins for what takes long
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from commands import RunCli
 
-from onlynorm.cli import demo as demonstrating
-from onlynorm.demo import Demo
+from onlynorm.cli.commands import demo as demonstrating
+from onlynorm.cli.commands.demo import Demo
 from onlynorm.errors import ToleranceError
 from onlynorm.reconstruction import Verification, plan, reconstruct
-from onlynorm.reconstruction.compare import Comparison
+from onlynorm.reconstruction.verify import Comparison
 
 # ------------------------------------------------------------------------------- stand-ins for what takes long
 

@@ -12,12 +12,12 @@ from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import save_file
 
-from onlynorm.cli import diagnose as command
-from onlynorm.cli.parts import draw_places
+from onlynorm.cli.commands import diagnose as command
+from onlynorm.cli.datasets import draw_places
 from onlynorm.data import digits
 from onlynorm.models import make_model
 from onlynorm.rank import diagnose
-from onlynorm.rank.diagnosis import COLUMNS
+from onlynorm.rank.diagnosis.result import COLUMNS
 
 OWN_MODULE = """
 from onlynorm.models import mlp, vgg

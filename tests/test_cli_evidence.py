@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from commands import RunCli
 
-from onlynorm import theorems as registry
-from onlynorm.cli import entry
+from onlynorm.cli import app
 from onlynorm.errors import MissingDataError
-from onlynorm.papers import Artifact, Curve, Expectation, Outcome, Run
-from onlynorm.papers import run as run_module
-from onlynorm.theorems import Evidence, Verdict
+from onlynorm.evidence import registry
+from onlynorm.evidence.artifacts import Artifact, Expectation
+from onlynorm.evidence.papers import reproduce as run_module
+from onlynorm.evidence.papers.reproduce import Outcome, Run
+from onlynorm.evidence.records import Curve
+from onlynorm.evidence.registry import Evidence, Verdict
 
 FIGURE = "random_features:fig-3"
 CHECKED, UNCHECKED = "giannou2023:lemma-2", "giannou2023:lemma-3"
@@ -96,7 +98,7 @@ def test_a_disk_that_fails_during_the_run_is_an_error_in_one_line(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(entry, "need_folder", lambda out: None)
+    monkeypatch.setattr(app, "need_folder", lambda out: None)
     ran = run("reproduce", FIGURE, "--out", tmp_path / "file")
     assert ran.code == 2
     assert "saving results needs a writable folder with space" in ran.err
@@ -128,15 +130,15 @@ def test_a_damaged_record_is_refused_with_its_cure(run: RunCli, tmp_path: Path) 
 
 def test_theorems_lists_every_statement(run: RunCli) -> None:
     listed = run("theorems", "--json").json()
-    assert [entry["key"] for entry in listed] == [s.key for s in registry.statements()]
-    assert not any("verdict" in entry for entry in listed)
+    assert [app["key"] for app in listed] == [s.key for s in registry.statements()]
+    assert not any("verdict" in app for app in listed)
     table = run("theorems")
     assert all(s.key in table.out for s in registry.statements())
 
 
 def test_theorems_lists_those_of_one_paper(run: RunCli) -> None:
     listed = run("theorems", "--paper", "hardt_ma2017", "--json").json()
-    assert [entry["key"] for entry in listed] == [s.key for s in registry.statements("hardt_ma2017")]
+    assert [app["key"] for app in listed] == [s.key for s in registry.statements("hardt_ma2017")]
 
 
 @pytest.mark.parametrize("paper", [(), ("--paper", "giannou2023")])
@@ -161,7 +163,7 @@ def test_a_failing_check_exits_with_1(
     plain, told = run("theorems", *args, "--check", "--seed", 5, "--json"), run("theorems", *args, "--check")
     assert (plain.code, told.code) == (code, code)
     assert plain.stderr == ""
-    facts = {entry["key"]: entry for entry in plain.json()}
+    facts = {app["key"]: app for app in plain.json()}
     assert facts[CHECKED]["verdict"] == str(verdict)
     assert facts[CHECKED]["measured"] == {"gap": None, "seed": 5.0}
     assert facts[CHECKED]["evidence"] == "measured at seed 5"
@@ -173,7 +175,7 @@ def test_a_failing_check_exits_with_1(
 def test_a_statement_without_a_check_is_no_failure(run: RunCli) -> None:
     ran = run("theorems", UNCHECKED, "--check", "--json")
     assert ran.code == 0
-    assert [entry["verdict"] for entry in ran.json()] == ["not yet checked"]
+    assert [app["verdict"] for app in ran.json()] == ["not yet checked"]
 
 
 @pytest.mark.usefixtures("check")

@@ -14,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from onlynorm.cli import entry
-from onlynorm.cli import identity as identity  # registers the command
-from onlynorm.cli.matrix_files import read_matrix
+from onlynorm.cli import app
+from onlynorm.cli.terminal import screen
+from onlynorm.data.matrices import read_matrix
 from onlynorm.errors import FormatError, MissingDataError, UnknownNameError
 from onlynorm.identity import load_factors, random_matrix
-from onlynorm.screen import screen
 
 RunCli = Callable[..., tuple[int, str, str]]
 MATRIX = np.array([[2.0, 1.0], [0.5, 3.0]])
@@ -36,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         monkeypatch.setattr(sys, "argv", ["onlynorm", *map(str, args)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
-            entry.main()
+            app.main()
         seen = capsys.readouterr()
         assert "Traceback" not in seen.out + seen.err
         return int(stopped.value.code or 0), seen.out, " ".join(re.sub("[│╭╮╰╯─]", " ", seen.err).split())

@@ -15,10 +15,8 @@ import torch
 from commands import RunCli, runner
 from safetensors.torch import save_file
 
-from onlynorm.cli import memorize as memorize  # registers the command
 from onlynorm.data import digits
-from onlynorm.identity.memorizer import Memorizer
-from onlynorm.identity.memorizer_file import load_memorizer
+from onlynorm.identity.memorization.memorizer import Memorizer, load_memorizer
 
 
 @pytest.fixture

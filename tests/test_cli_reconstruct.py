@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from onlynorm.cli import rebuild as rebuilding
-from onlynorm.cli.plan import parse_shape
+from onlynorm.cli.arguments import parse_shape
+from onlynorm.cli.commands import reconstruct as rebuilding
 from onlynorm.errors import ShapeError
-from onlynorm.reconstruction import convert, reconstruct
-from onlynorm.reconstruction.target import TargetLayer
+from onlynorm.modules.layers import TargetLayer
+from onlynorm.reconstruction import reconstruct
+from onlynorm.reconstruction import reconstruct as convert
 
 # ------------------------------------------------------------------------------- plan
 

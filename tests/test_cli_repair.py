@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import RunCli, runner
 
-from onlynorm.cli import repair as repair  # registers the command
+from onlynorm.cli.commands import repair  # registers the command
 from onlynorm.models import load_model, make_model
 from onlynorm.storage import read_tensors
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from onlynorm import cli
-from onlynorm.cli import spectrum as command
+from onlynorm.cli.commands import spectrum as command
+from onlynorm.cli.terminal import screen
 from onlynorm.features import draw
-from onlynorm.screen import screen
-from onlynorm.solvers.conditioning import EXCESSES, measure_spectrum
+from onlynorm.solvers.spectrum import EXCESSES, measure_spectrum
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -17,7 +17,7 @@ from commands import RunCli, runner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from onlynorm.cli import tune as tuning
+from onlynorm.cli.commands import tune as tuning
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, cifar10, corrupt, digits
 from onlynorm.errors import MissingDataError
 from onlynorm.models import load_model, make_model

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.errors import ToleranceError, ValueRangeError
-from onlynorm.solvers.closed_form import solve_closed_form
+from onlynorm.solvers.methods.closed_form import solve_closed_form
 
 EPS = torch.finfo(torch.float64).eps
 

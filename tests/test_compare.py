@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onlynorm.errors import ShapeError
 from onlynorm.models import mlp
 from onlynorm.reconstruction import reconstruct, verify
-from onlynorm.reconstruction.compare import compare
+from onlynorm.reconstruction.verify import compare
 
 INPUTS = torch.randn(23, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(0, 4, (23,), generator=torch.Generator().manual_seed(1))

@@ -12,9 +12,16 @@ import torch
 from onlynorm.errors import MemoryLimitError, ValueRangeError
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
-from onlynorm.solvers import conditioning as module
-from onlynorm.solvers.conditioning import RESOLVED, measure_spectrum, predict_features, sweep_excess
-from onlynorm.solvers.spectrum import edges, empirical_spectrum, predict_condition
+from onlynorm.solvers import spectrum as module
+from onlynorm.solvers.spectrum import (
+    RESOLVED,
+    edges,
+    empirical_spectrum,
+    measure_spectrum,
+    predict_condition,
+    predict_features,
+    sweep_excess,
+)
 
 SIDE = 24
 DENSE, MASKED = ("he_normal", "he_uniform", "uniform"), ("er_sign", "er_normal", "sparse_he_normal")

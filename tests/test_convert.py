@@ -10,10 +10,10 @@ from rebuilding import Branches, X, batch, net, with_norm
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, InsufficientFeaturesError, ToleranceError, ValueRangeError
+from onlynorm.frozen.pair import NormOnlyBlock
+from onlynorm.intervals.tensor import Box
+from onlynorm.modules.norms import FoldedNorm
 from onlynorm.reconstruction import Reconstruction, collapse, reconstruct, verify
-from onlynorm.reconstruction.blocks import NormOnlyBlock
-from onlynorm.reconstruction.folding import FoldedNorm
-from onlynorm.reconstruction.ranges import Box
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""

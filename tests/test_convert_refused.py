@@ -11,8 +11,8 @@ from rebuilding import Branches, X, batch, is_untouched, net, with_norm
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.intervals.tensor import Box
 from onlynorm.reconstruction import reconstruct
-from onlynorm.reconstruction.ranges import Box
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ def test_a_run_that_was_stopped_resumes_behind_the_last_finished_layer(
 
 def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[str]:
     """The layers that are really built from now on; the last of them is interrupted."""
-    from onlynorm.reconstruction import recipe
+    from onlynorm.reconstruction.constructions import base
 
     monkeypatch.undo()
-    real = recipe._CONSTRUCTIONS["wide"]
+    real = base._CONSTRUCTIONS["wide"]
     built: list[str] = []
 
     def build(target: Any, *rest: Any) -> Any:
@@ -73,8 +73,8 @@ def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list
             raise KeyboardInterrupt
         return real.build(target, *rest)
 
-    counting = recipe.Construction("wide", build, real.estimate, real.fields)
-    monkeypatch.setitem(recipe._CONSTRUCTIONS, "wide", counting)
+    counting = base.Construction("wide", build, real.estimate, real.fields)
+    monkeypatch.setitem(base._CONSTRUCTIONS, "wide", counting)
     return built
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
-from onlynorm.data import DATA_SETS, Split, digits, load_data, seeded, teacher
+from onlynorm.data import DATA_SETS, Split, digits, load_data, teacher
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.seeds import seeded
 
 N_DIGITS = 1797
 

@@ -14,13 +14,15 @@ from rebuilding import batch
 from torch import Tensor, nn
 
 from onlynorm.errors import AccuracyWarning, ConversionError, ToleranceError, ValueRangeError
+from onlynorm.frozen.sequence import DeepBlock
+from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
-from onlynorm.reconstruction import collapse, find_layers, reconstruct, verify
-from onlynorm.reconstruction.deep import draw_target, estimate
-from onlynorm.reconstruction.deep_block import DeepBlock
-from onlynorm.reconstruction.norms import affine
-from onlynorm.reconstruction.ranges import Box, watching
-from onlynorm.reconstruction.recipe import Recipe
+from onlynorm.modules import find_layers
+from onlynorm.modules.affine import affine
+from onlynorm.reconstruction import collapse, reconstruct, verify
+from onlynorm.reconstruction.constructions.base import Recipe
+from onlynorm.reconstruction.constructions.deep import draw_target, estimate
+from onlynorm.reconstruction.ranges import watching
 
 EXACT = 1e-9
 """What every default must reach; the law aims the default excess at 1e-11."""

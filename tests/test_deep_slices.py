@@ -8,9 +8,11 @@ import pytest
 import torch
 from rebuilding import batch
 
-from onlynorm.reconstruction import deep_slices as slices_module
-from onlynorm.reconstruction.deep_law import EXCESSES, Law, deep_table, unique_solution
-from onlynorm.reconstruction.deep_slices import draw_layers, keep_weights, solve_slices, whole_map
+from onlynorm.evidence.papers.giannou2023.depth import deep_table, unique_solution
+from onlynorm.frozen.sequence import whole_map
+from onlynorm.reconstruction.constructions import slices as slices_module
+from onlynorm.reconstruction.constructions.deep import EXCESSES, Law
+from onlynorm.reconstruction.constructions.slices import draw_layers, keep_weights, solve_slices
 
 EXACT = 1e-9
 """What the default must reach; the law aims the default excess at 1e-11."""

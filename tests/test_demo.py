@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from onlynorm import demo as demo_module
+from onlynorm.cli.commands import demo as demo_module
+from onlynorm.cli.commands.demo import Demo, make_target, run_demo, train
 from onlynorm.data import Split, digits
-from onlynorm.demo import Demo, make_target, run_demo, train
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
+from onlynorm.frozen.form import Block
 from onlynorm.reconstruction import Reconstruction, Verification, plan, reconstruct
-from onlynorm.reconstruction.blocks import Block
-from onlynorm.reconstruction.compare import Comparison
+from onlynorm.reconstruction.verify import Comparison
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from onlynorm.features import structural_rank
-from onlynorm.features.densities import (
+from onlynorm.evidence.papers.giannou2023.sparse import (
     STEP,
     chance_full,
     density_alive,
@@ -20,6 +19,7 @@ from onlynorm.features.densities import (
     random_pattern,
     smallest_enough,
 )
+from onlynorm.features import structural_rank
 
 
 def test_bisection_finds_where_a_condition_becomes_true() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from onlynorm.papers import Artifact, artifacts, depth, reproduce
-from onlynorm.papers import Verdict as Outcome
+from onlynorm.evidence.artifacts import Artifact, artifacts
+from onlynorm.evidence.papers.giannou2023 import depth
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict as Outcome
 
 
 def small(id: str, **sizes: Any) -> Artifact:

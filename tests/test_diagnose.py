@@ -12,11 +12,12 @@ from diagnosed import CLASSES, INPUTS, Twice, deep
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.data import find_data, seeded
+from onlynorm.data import find_data
 from onlynorm.errors import ConversionError, MissingDataError, ShapeError, UnknownNameError
-from onlynorm.models import load_model, mlp, own_randomness, resnet
+from onlynorm.evidence.report.diagnosis import render_diagnosis
+from onlynorm.models import load_model, mlp, resnet
 from onlynorm.rank import diagnose, repair
-from onlynorm.report.diagnosis import render_diagnosis
+from onlynorm.seeds import own_randomness, seeded
 
 # ------------------------------------------------------------------------------- no trace
 

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from onlynorm.data import digits, seeded
-from onlynorm.models import mlp, own_randomness
+from onlynorm.data import digits
+from onlynorm.models import mlp
 from onlynorm.rank import diagnose
-from onlynorm.rank.last_signal import read_last
-from onlynorm.rank.probes import LastLayer
-from onlynorm.rank.sample_gradients import MAX_SAMPLES
+from onlynorm.rank.diagnosis.gradients import MAX_SAMPLES
+from onlynorm.rank.diagnosis.probes import LastLayer
+from onlynorm.rank.diagnosis.separability import read_last
+from onlynorm.seeds import own_randomness, seeded
 
 SPLIT = digits()
 INPUTS, CLASSES = SPLIT.train_inputs[:96], SPLIT.train_labels[:96]

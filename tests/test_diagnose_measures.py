@@ -8,12 +8,10 @@ from diagnosed import CLASSES, INPUTS, deep, named
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.data import seeded
 from onlynorm.errors import ValueRangeError
 from onlynorm.models import mlp
 from onlynorm.rank import as_matrix, cosines, diagnose, rank_ratio, read_signal, soft_rank, unit_scale
-from onlynorm.rank.probes import LastLayer
-from onlynorm.rank.sample_gradients import (
+from onlynorm.rank.diagnosis.gradients import (
     MAX_SAMPLES,
     cosine_between,
     layer_gradient,
@@ -21,6 +19,8 @@ from onlynorm.rank.sample_gradients import (
     neuron_alignment,
     sample_cosine,
 )
+from onlynorm.rank.diagnosis.probes import LastLayer
+from onlynorm.seeds import seeded
 
 EPS = torch.finfo(torch.float32).eps
 

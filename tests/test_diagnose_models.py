@@ -11,10 +11,10 @@ from diagnosed import CLASSES, INPUTS, Twice, deep, named
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ValueRangeError
-from onlynorm.models import cifar_resnet, mlp, own_randomness, vit
+from onlynorm.models import cifar_resnet, mlp, vit
 from onlynorm.rank import diagnose, repair
+from onlynorm.seeds import own_randomness, seeded
 
 
 def test_in_place_activations_are_read_after_and_layers_before_them() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.report.diagnosis import draw_diagnosis, plot_diagnosis, render_diagnosis, write_diagnosis
 from onlynorm.rank import Diagnosis, Layer, Thresholds, Verdict, judge
-from onlynorm.report.diagnosis import draw_diagnosis, plot_diagnosis, render_diagnosis, write_diagnosis
 
 
 def layer(depth: int, **changes: Any) -> Layer:

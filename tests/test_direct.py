@@ -12,9 +12,9 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.errors import ShapeError
-from onlynorm.solvers import direct
-from onlynorm.solvers.direct import solve_cholesky, solve_lu, solve_svd
-from onlynorm.solvers.khatri_rao import KhatriRao
+from onlynorm.solvers.methods import direct
+from onlynorm.solvers.methods.direct import solve_cholesky, solve_lu, solve_svd
+from onlynorm.solvers.operator import KhatriRao
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.features import Features, draw, names, orthogonal, register, registry, weights
-from onlynorm.features.distributions import _count, check_shape
+from onlynorm.features import Features, distributions, draw, names, orthogonal, register
+from onlynorm.features import draw as weights
+from onlynorm.features.draw import _count, check_shape
 from onlynorm.features.streams import Stream
 
 EPS = torch.finfo(torch.float64).eps
-RANDOM = tuple(name for name in names() if name not in registry.STRUCTURED)
+RANDOM = tuple(name for name in names() if name not in distributions.STRUCTURED)
 SPARSE = ("sparse_he_normal", "er_normal", "er_sign")
 
 # digest of a draw for a (3, 4, 2) target, seed 7, layer "conv", then left[0, 0], left[2, 5], right[5, 7]
@@ -251,13 +252,13 @@ def test_features_of_equal_words_are_equal_and_readable() -> None:
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(distributions, "_REGISTRY", dict(distributions._REGISTRY))
 
 
 @pytest.mark.usefixtures("own_registry")
 def test_a_user_can_register_a_distribution() -> None:
     @register("laplace", density=0.9)
-    def laplace(side: registry.Side, start: int, stop: int) -> registry.Array:
+    def laplace(side: distributions.Side, start: int, stop: int) -> distributions.Array:
         return side.signs(start, stop) * side.fan_in
 
     features = draw("laplace", (2, 3), n_features=50)
@@ -328,7 +329,7 @@ def test_both_counts_at_once_are_refused() -> None:
         draw("he_normal", (2, 3), n_features=9, excess=1.5)
 
 
-@pytest.mark.parametrize("name", registry.STRUCTURED)
+@pytest.mark.parametrize("name", distributions.STRUCTURED)
 def test_structured_features_refuse_another_count(name: str) -> None:
     own = draw(name, (2, 3)).n_features
     assert draw(name, (2, 3), n_features=own).n_features == own

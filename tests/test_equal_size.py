@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
 from onlynorm.models import mlp
 from onlynorm.reconstruction import reconstruct
-from onlynorm.reconstruction.equal_size import pad_equal
 
 
 def batch(*shape: int) -> Tensor:

@@ -17,15 +17,15 @@ from onlynorm.identity import (
     Factorization,
     NearIdentity,
     factorize,
-    factors,
     least_norm,
     nearest_invertible,
     paper_bound,
     random_matrix,
     spiral_bound,
 )
-from onlynorm.identity.matrices import Decomposition
-from onlynorm.identity.rotations import Rotation
+from onlynorm.identity.factorization import factors
+from onlynorm.identity.factorization.matrices import Decomposition
+from onlynorm.identity.factorization.rotations import Rotation
 
 ALL = ("root", "log", "polar", "spiral", "svd")
 EPS = torch.finfo(torch.float64).eps

@@ -12,7 +12,7 @@ from rebuilding import batch
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm.reconstruction.fast_paths import PaddedEncoder
+from onlynorm.frozen.fast_paths import PaddedEncoder
 
 TOLERANCE = 1e-9
 """Ten times the residual that the solver aims at."""

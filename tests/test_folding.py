@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ValueRangeError
-from onlynorm.reconstruction.calls import run
-from onlynorm.reconstruction.folding import FoldedNorm, fold_network
+from onlynorm.modules.fold import fold_network
+from onlynorm.modules.norms import FoldedNorm
+from onlynorm.modules.walk import run
 
 ROUNDING = 1e-13
 """Two layers of float64 products of about ten terms each."""

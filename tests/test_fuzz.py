@@ -14,7 +14,7 @@ import pytest
 from fuzzing import Kind, make_input, try_input
 
 from onlynorm.errors import FormatError, MemoryLimitError
-from onlynorm.report.sealed import seal_json
+from onlynorm.storage import seal_json
 
 ROOT = Path(__file__).parent.parent
 

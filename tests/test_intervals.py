@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.intervals.propagate import propagate
+from onlynorm.intervals.tensor import Box, Interval, interval_rule
 from onlynorm.models import mlp
-from onlynorm.reconstruction.intervals import Box, Interval, interval_rule, propagate
 
 # ---------------------------------------------------------------------------------------------------- whole networks
 

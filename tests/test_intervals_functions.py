@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.intervals.propagate import propagate
+from onlynorm.intervals.tensor import Ball, Box, Interval
 from onlynorm.models import mlp
-from onlynorm.reconstruction.interval_tensor import Ball
-from onlynorm.reconstruction.intervals import Box, Interval, propagate
 
 # --------------------------------------------------------------------------------------------------- single functions
 

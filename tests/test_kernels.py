@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ShapeError
-from onlynorm.reconstruction.blocks import explicit_padding, layer_options, plain_layer
-from onlynorm.reconstruction.kernels import embed, kernel_margins, need_room, plain_kernel, source_shape
+from onlynorm.modules.convolution import embed, explicit_padding, kernel_margins, need_room, plain_kernel, source_shape
+from onlynorm.modules.layers import layer_options, plain_layer
 
 ROUNDING = 1e-13
 """Sums of a few dozen products of order one, in another order."""

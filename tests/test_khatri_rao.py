@@ -13,8 +13,8 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.errors import MemoryLimitError, ShapeError, ValueRangeError
-from onlynorm.solvers import khatri_rao
-from onlynorm.solvers.khatri_rao import FeatureSource, KhatriRao, Operator, times_power
+from onlynorm.solvers import operator as khatri_rao
+from onlynorm.solvers.operator import FeatureSource, KhatriRao, Operator, times_power
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import onlynorm as on
-from onlynorm.solvers.khatri_rao import KhatriRao
-from onlynorm.solvers.krylov import Whitening, anisotropy, conjugate_gradients, solve_krylov
+from onlynorm.solvers.methods.krylov import Whitening, anisotropy, conjugate_gradients, solve_krylov
+from onlynorm.solvers.operator import KhatriRao
 
 EPS = torch.finfo(torch.float64).eps
 

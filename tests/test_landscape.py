@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
+from onlynorm.evidence.papers.hardt_ma2017.landscape import covariance, critical_point, layers_within
 from onlynorm.identity import Landscape, factorize, random_matrix
-from onlynorm.identity.checks_landscape import covariance, critical_point, layers_within
 
 EPS = torch.finfo(torch.float64).eps
 

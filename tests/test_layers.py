@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, InsufficientFeaturesError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.features import draw, names
-from onlynorm.layers import NormOnlyConv2d, NormOnlyLayer, NormOnlyLinear, draw_blocks, norm_only, semicircle_spectrum
-from onlynorm.layers import solve_blocks as solve_blocks_module
-from onlynorm.layers.block_operator import BlockOperator
-from onlynorm.models import own_randomness
+from onlynorm.features import draw, draw_blocks, names, semicircle_spectrum
+from onlynorm.frozen import NormOnlyConv2d, NormOnlyLayer, NormOnlyLinear, norm_only
+from onlynorm.seeds import own_randomness
 from onlynorm.solvers import KhatriRao
+from onlynorm.solvers.methods import blocks as solve_blocks_module
+from onlynorm.solvers.methods.blocks import BlockOperator
 
 EPS = torch.finfo(torch.float64).eps
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}

@@ -21,7 +21,7 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
-from onlynorm.layers import (
+from onlynorm.frozen import (
     NormOnlyConv2d,
     NormOnlyLayer,
     NormOnlyLinear,
@@ -30,8 +30,9 @@ from onlynorm.layers import (
     norm_only,
     save_norm_only,
 )
-from onlynorm.layers.layer_file import FORMAT, KIND
-from onlynorm.models import cifar_resnet, own_randomness
+from onlynorm.frozen.checkpoint import FORMAT, KIND
+from onlynorm.models import cifar_resnet
+from onlynorm.seeds import own_randomness
 from onlynorm.storage import read_tensors, write_tensors
 
 

@@ -22,20 +22,19 @@ from onlynorm.errors import (
     ShapeError,
     ValueRangeError,
 )
-from onlynorm.layers import (
+from onlynorm.features import draw_blocks, semicircle_spectrum
+from onlynorm.frozen import (
     Choice,
     NormOnlyConv2d,
     NormOnlyLinear,
     converted,
-    draw_blocks,
-    frozen,
     load_norm_only,
+    maps,
     norm_only,
     save_norm_only,
-    semicircle_spectrum,
     wrap,
 )
-from onlynorm.models import own_randomness
+from onlynorm.seeds import own_randomness
 
 SEEDED: list[dict[str, Any]] = [
     {"features": "he_normal"},
@@ -288,7 +287,7 @@ def test_checkpointing_under_autocast_gives_the_same_gradients(choices: dict[str
 
 COMPILED = """
 import torch
-from onlynorm.layers import NormOnlyLinear
+from onlynorm.frozen import NormOnlyLinear
 for choices in ({"features": "he_normal", "excess": 1.25}, {"features": "ortho_cond"}, {"features": "id_cond_minimal"}):
     layer = NormOnlyLinear(12, 8, seed=0, **choices)
     x = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
@@ -354,7 +353,7 @@ def test_features_that_are_all_zero_are_refused() -> None:
 def test_features_that_do_not_fit_into_memory_are_refused_before_they_are_drawn(
     features: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frozen, "memory_limit", lambda: 1000)
+    monkeypatch.setattr(maps, "memory_limit", lambda: 1000)
     with pytest.raises(MemoryLimitError, match=rf"weight 40 x 30 .*{features} features needs .*Take id_cond"):
         NormOnlyLinear(30, 40, features=features)
 

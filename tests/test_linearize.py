@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.reconstruction.activations import Cubic, chart
+from onlynorm.modules.activations import Cubic, chart
 from onlynorm.reconstruction.linearize import Window, linearize
 
 Activation = Callable[[Tensor], Tensor]

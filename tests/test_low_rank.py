@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from onlynorm.errors import ToleranceError, ValueRangeError
+from onlynorm.frozen.form import find_blocks
+from onlynorm.frozen.pair import LowRankBlock
+from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
-from onlynorm.reconstruction import collapse, find_layers, reconstruct, verify
-from onlynorm.reconstruction.blocks import find_blocks, layer_options
-from onlynorm.reconstruction.low_rank import LowRankBlock, factorise
-from onlynorm.reconstruction.ranges import Box
-from onlynorm.reconstruction.recipe import make_recipe
+from onlynorm.modules import find_layers
+from onlynorm.modules.layers import layer_options
+from onlynorm.reconstruction import collapse, reconstruct, verify
+from onlynorm.reconstruction.constructions.base import make_recipe
+from onlynorm.reconstruction.constructions.low_rank import factorise
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.features.match_bounds import (
+from onlynorm.evidence.papers.random_features.match_bounds import (
     Mask,
     MatchTrials,
     density_for_match,

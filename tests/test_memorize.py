@@ -15,11 +15,10 @@ from torch.nn import functional
 
 from onlynorm.data import digits
 from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError
-from onlynorm.identity.memorize import FACTOR, memorize
-from onlynorm.identity.memorizer import SILENT, Block, Memorizer
-from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
-from onlynorm.identity.off_sample import activation_distances, class_radii, measure_off_sample
-from onlynorm.identity.thresholds import by_length
+from onlynorm.identity.memorization.generalization import activation_distances, class_radii, measure_off_sample
+from onlynorm.identity.memorization.memorize import FACTOR, memorize
+from onlynorm.identity.memorization.memorizer import SILENT, Block, Memorizer, load_memorizer, save_memorizer
+from onlynorm.identity.memorization.thresholds import by_length
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +261,7 @@ def test_a_fresh_memorizer_is_all_identity_and_silence() -> None:
 def test_streaming_over_rows_changes_nothing(network: Memorizer, monkeypatch: pytest.MonkeyPatch) -> None:
     x = normals(40, 64)
     whole = network(x).detach()
-    monkeypatch.setattr("onlynorm.identity.memorizer.ROWS", 7)
+    monkeypatch.setattr("onlynorm.identity.memorization.memorizer.ROWS", 7)
     torch.testing.assert_close(network(x).detach(), whole, rtol=0, atol=1e-9)
 
 

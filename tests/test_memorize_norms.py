@@ -16,10 +16,10 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
-from onlynorm.identity.memorize import memorize
-from onlynorm.identity.memorize_norms import NormMemorizer, memorize_norms
+from onlynorm.evidence.registry import normal
+from onlynorm.identity.memorization.by_norms import NormMemorizer, memorize_norms
+from onlynorm.identity.memorization.memorize import memorize
 from onlynorm.reconstruction import reconstruct, verify
-from onlynorm.solvers.checks import normal
 
 
 @pytest.fixture(scope="module")

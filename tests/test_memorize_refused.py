@@ -17,10 +17,10 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
-from onlynorm.identity.memorize import memorize
-from onlynorm.identity.memorizer import Memorizer
+from onlynorm.identity.memorization.memorize import memorize
+from onlynorm.identity.memorization.memorizer import Memorizer
 
-memorize_module = sys.modules["onlynorm.identity.memorize"]  # the package has a function of that name
+memorize_module = sys.modules["onlynorm.identity.memorization.memorize"]  # the package has a function of that name
 
 
 def test_repeated_points_with_equal_labels_merge() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import psutil
 import pytest
 
+from onlynorm import memory
 from onlynorm.errors import MemoryLimitError, ValueRangeError
-from onlynorm.solvers import memory
-from onlynorm.solvers.memory import MemoryMeter, memory_limit, need_memory, readable, release_free_memory
+from onlynorm.memory import MemoryMeter, memory_limit, need_memory, readable, release_free_memory
 
 BLOCK = 64 * 2**20
 SLACK = 8 * 2**20  # the interpreter's own comings and goings

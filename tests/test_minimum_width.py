@@ -13,9 +13,9 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
-from onlynorm.solvers.khatri_rao import KhatriRao, Operator
-from onlynorm.solvers.ladder import climb
-from onlynorm.solvers.minimum_width import MinimumWidth, minimum_features
+from onlynorm.solvers.fallback import climb
+from onlynorm.solvers.methods.minimum_width import MinimumWidth, minimum_features
+from onlynorm.solvers.operator import KhatriRao, Operator
 
 EPS = torch.finfo(torch.float64).eps
 
@@ -105,7 +105,7 @@ def test_scales_of_outputs_that_magnify_what_the_system_left_are_answered_by_a_f
         asked.append(tolerance)
         return climb(*parts, tolerance=tolerance, **rest)
 
-    monkeypatch.setattr("onlynorm.solvers.solution.climb", watched)
+    monkeypatch.setattr("onlynorm.solvers.solve.climb", watched)
     for seed in range(20):
         operator = _features(6, 8, minimum_features(6, 8) + 8, seed=seed)
         target = _normal(6, 8, seed=100 + seed)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.models import NORMS, CifarResNet, cifar_resnet, mlp, own_randomness, resnet, vgg, vit
-from onlynorm.models.parts import n_groups
-from onlynorm.tuning import find_norms
+from onlynorm.models import NORMS, CifarResNet, cifar_resnet, mlp, resnet, vgg, vit
+from onlynorm.models.build import n_groups
+from onlynorm.modules import find_norms
+from onlynorm.seeds import own_randomness
 
 
 @settings(max_examples=30)

@@ -14,24 +14,19 @@ from torch import nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, UnknownNameError, ValueRangeError, shown
-from onlynorm.modules import (
+from onlynorm.modules import default_loss, find_output, is_class_labels, need_model, tensors_in, unwrap
+from onlynorm.validate import (
     as_real,
     as_tensor,
-    default_loss,
-    find_output,
-    is_class_labels,
     need_callable,
     need_flag,
     need_free_memory,
     need_integer,
     need_items,
-    need_model,
     need_path,
     need_seed,
     need_sizes,
     need_text,
-    tensors_in,
-    unwrap,
 )
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]])

@@ -16,9 +16,9 @@ from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceErro
 from onlynorm.features import draw
 from onlynorm.models import CifarResNet, load_weights
 from onlynorm.solvers import solve_multilayer, widths_for
-from onlynorm.solvers.chain import Chain, product
-from onlynorm.solvers.damped import DenseDamped, KroneckerDamped
-from onlynorm.solvers.khatri_rao import KhatriRao
+from onlynorm.solvers.multilayer.damped import DenseDamped, KroneckerDamped
+from onlynorm.solvers.multilayer.product import Chain, product
+from onlynorm.solvers.operator import KhatriRao
 
 EPS = torch.finfo(torch.float64).eps
 EXACT = 1e-10

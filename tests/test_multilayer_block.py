@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
+from onlynorm.evidence.papers.burkholz2024.depth import tradeoff
+from onlynorm.frozen.sequence import MultilayerBlock
+from onlynorm.intervals import Box
 from onlynorm.models import mlp
-from onlynorm.reconstruction import Box, Reconstruction, collapse, load, reconstruct, save, verify
-from onlynorm.reconstruction.multilayer import draw_layers, estimate
-from onlynorm.reconstruction.multilayer_block import MultilayerBlock
-from onlynorm.reconstruction.recipe import make_recipe
-from onlynorm.reconstruction.target import find_layers
-from onlynorm.reconstruction.tradeoff import tradeoff
+from onlynorm.modules.layers import find_layers
+from onlynorm.reconstruction import Reconstruction, collapse, load, reconstruct, save, verify
+from onlynorm.reconstruction.constructions.base import make_recipe
+from onlynorm.reconstruction.constructions.multilayer import draw_layers, estimate
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""
@@ -141,7 +142,7 @@ def test_certified_ranges_hold_for_every_corner_of_the_box() -> None:
 def test_inputs_that_leave_the_range_are_counted_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     network, inputs = mlp((6, 5)), batch(30, 6)
     result = rebuilt(network, inputs, activation=nn.ReLU())
-    monkeypatch.setattr("onlynorm.reconstruction.multilayer_block.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("onlynorm.frozen.sequence.CHUNK_BYTES", 2000)
     mixed = torch.cat([inputs, 100.0 * inputs])
     assert verify(network, result.network, mixed).outside == pytest.approx(0.5)
 
@@ -181,7 +182,7 @@ def test_parts_of_the_batch_do_not_change_the_function(monkeypatch: pytest.Monke
     layer, inputs = nn.Conv2d(3, 4, 3, padding=1), batch(9, 3, 6, 6)
     whole_block = one_block(layer, inputs, activation=nn.ReLU())
     whole = whole_block(inputs)
-    monkeypatch.setattr("onlynorm.reconstruction.multilayer_block.CHUNK_BYTES", 50_000)
+    monkeypatch.setattr("onlynorm.frozen.sequence.CHUNK_BYTES", 50_000)
     assert len(whole_block.samples(whole_block.padded(inputs))) > 2
     assert torch.allclose(whole_block(inputs), whole, rtol=1e-10, atol=1e-10)
     assert torch.allclose(one_block(layer, inputs, activation=nn.ReLU())(inputs), whole, rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ from foreign_norms import BatchNormAct2d, FrozenBatchNorm2d, GlobalResponseNorm,
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from onlynorm.tuning import find_norms
+from onlynorm.modules import find_norms
 
 
 class OldLayerNorm(nn.Module):

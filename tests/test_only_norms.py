@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
 from onlynorm.models import CifarResNet
-from onlynorm.tuning import find_norms, init_gamma, only_norms
+from onlynorm.modules import find_norms
+from onlynorm.tuning import init_gamma, only_norms
 
 
 class Net(nn.Module):

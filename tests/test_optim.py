@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, InsufficientFeaturesError
 from onlynorm.features import draw
-from onlynorm.layers import NormOnlyLayer, NormOnlyLinear, norm_only
-from onlynorm.layers.pseudo_inverse import ENOUGH, PseudoInverse
-from onlynorm.models import own_randomness
+from onlynorm.frozen import NormOnlyLayer, NormOnlyLinear, norm_only
 from onlynorm.optim import follow_weights, release
+from onlynorm.seeds import own_randomness
 from onlynorm.solvers import KhatriRao
+from onlynorm.solvers.methods.pseudo_inverse import ENOUGH, PseudoInverse
 
 EPS = torch.finfo(torch.float64).eps
 N_STEPS = 12

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
-from onlynorm.layers import NormOnlyLinear, norm_only
-from onlynorm.models import own_randomness
+from onlynorm.frozen import NormOnlyLinear, norm_only
 from onlynorm.optim import follow_weights, release
+from onlynorm.seeds import own_randomness
 
 EPS = torch.finfo(torch.float64).eps
 FOLLOWED = ["he_normal", "ortho_cond", "id_cond_minimal"]

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRangeError
-from onlynorm.papers import Artifact, Outcome, Progress, artifacts, load_artifacts, reproduce
-from onlynorm.papers import run as run_module
-from onlynorm.papers.artifact import _FUNCTIONS
-from onlynorm.report.records import Verdict, read_record, read_records
-from onlynorm.report.sealed import digest
+from onlynorm.evidence.artifacts import _FUNCTIONS, Artifact, artifacts, load_artifacts
+from onlynorm.evidence.papers import reproduce as run_module
+from onlynorm.evidence.papers.reproduce import Outcome, Progress, reproduce
+from onlynorm.evidence.records import Verdict, read_record, read_records
+from onlynorm.storage import digest
 
 TOML = """
 [paper]
@@ -51,7 +51,9 @@ source = "arithmetic"
 
 CODE = """
 from pathlib import Path
-from onlynorm.papers import Curve, Outcome, Table, artifact
+from onlynorm.evidence.artifacts import artifact
+from onlynorm.evidence.papers.reproduce import Outcome
+from onlynorm.evidence.records import Curve, Table
 
 LOG = Path(__file__).with_suffix(".log")
 
@@ -327,7 +329,8 @@ def test_a_killed_run_goes_on_where_it_stopped(toy: Toy) -> None:
         f"""
         import sys; sys.path.insert(0, {str(toy.folder)!r})
         import {toy.name} as module
-        from onlynorm.papers import load_artifacts, reproduce
+        from onlynorm.evidence.artifacts import load_artifacts
+        from onlynorm.evidence.papers.reproduce import reproduce
         one = load_artifacts({str(toy.path.with_suffix(".toml"))!r}, module)["toy:fig-1"]
         reproduce(one, out={str(toy.out)!r})
         """

@@ -7,8 +7,8 @@ import torch
 
 import onlynorm as on
 from onlynorm.alignment import find_directions
-from onlynorm.papers import Record, Verdict, artifacts, reproduce
-from onlynorm.papers.alignment_curves import (
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers.random_features.alignment import (
     BEST,
     GREEDY,
     PLAIN,
@@ -19,6 +19,8 @@ from onlynorm.papers.alignment_curves import (
     some_features,
     sparse_target,
 )
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Record, Verdict
 
 
 @pytest.fixture(scope="module")

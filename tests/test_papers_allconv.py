@@ -14,10 +14,14 @@ import torch
 import onlynorm as on
 from onlynorm.data import Split, find_data
 from onlynorm.errors import MissingDataError, TrainingError
-from onlynorm.papers import Artifact, Verdict, allconv, allconv_training, hardt_ma2017, load_artifacts, reproduce
-from onlynorm.papers.allconv_training import BATCH, HEAD, NEAR_IDENTITY, SLOW, STANDARD, VARIANTS, train
+from onlynorm.evidence.artifacts import Artifact, load_artifacts
+from onlynorm.evidence.papers import hardt_ma2017
+from onlynorm.evidence.papers.hardt_ma2017 import allconv
+from onlynorm.evidence.papers.hardt_ma2017.allconv import BATCH, HEAD, NEAR_IDENTITY, SLOW, STANDARD, VARIANTS, train
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict
 
-FOUND = load_artifacts(Path(hardt_ma2017.__file__).with_suffix(".toml"), hardt_ma2017)
+FOUND = load_artifacts(Path(hardt_ma2017.__file__).parent / "artifacts.toml", hardt_ma2017)
 TINY: dict[str, Any] = {
     "depth": 7, "width": 4, "image_size": 4, "n_train": 192, "n_test": 60, "n_epochs": 6, "batch_size": 16,
     "rate": 0.05, "n_looks": 5, "n_look": 50,
@@ -60,7 +64,7 @@ def test_the_figure_and_both_tables_of_section_4_are_artifacts() -> None:
 
 @pytest.mark.parametrize("variant", [NEAR_IDENTITY, BATCH, HEAD])
 def test_networks_learn_and_equal_seeds_give_equal_numbers(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allconv_training, "images", colours)
+    monkeypatch.setattr(allconv, "images", colours)
     made, again = (train(variant=variant, seed=1, training={**TINY, "rate": 0.02}) for _ in range(2))
     assert made == again
     assert made["is_finite"]
@@ -70,7 +74,7 @@ def test_networks_learn_and_equal_seeds_give_equal_numbers(variant: str, monkeyp
 
 
 def test_a_training_that_diverges_counts_as_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allconv_training, "images", colours)
+    monkeypatch.setattr(allconv, "images", colours)
     made = train(variant=STANDARD, seed=0, training={**TINY, "rate": 1e6})
     assert not made["is_finite"]
     assert (made["test"], made["train"]) == (90.0, 90.0)
@@ -78,13 +82,13 @@ def test_a_training_that_diverges_counts_as_guessing(monkeypatch: pytest.MonkeyP
 
 def test_the_schedule_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[on.Schedule] = []
-    monkeypatch.setattr(allconv_training, "images", colours)
+    monkeypatch.setattr(allconv, "images", colours)
 
     def stop(*_: object, schedule: on.Schedule, **__: object) -> None:
         seen.append(schedule)
         raise TrainingError("enough")
 
-    monkeypatch.setattr(allconv_training.on, "fit", stop)
+    monkeypatch.setattr(allconv.on, "fit", stop)
     train(variant=SLOW, seed=0, training=TINY)
     (schedule,) = seen
     rates = [schedule.lr_at(step, 60_000) for step in (0, 29_999, 30_000, 49_999, 50_000, 59_999)]
@@ -97,7 +101,7 @@ def test_images_are_averaged_over_squares_of_pixels() -> None:
         find_data("cifar-10-batches-bin")
     except MissingDataError as error:
         pytest.skip(str(error))
-    small, whole = allconv_training.images(16), allconv_training.cifar10()
+    small, whole = allconv.images(16), allconv.cifar10()
     wanted = whole.test_inputs.reshape(-1, 3, 16, 2, 16, 2).mean((3, 5))
     torch.testing.assert_close(small.test_inputs, wanted)
     assert torch.equal(small.test_labels, whole.test_labels)

@@ -12,9 +12,16 @@ from torch import nn
 import onlynorm as on
 from onlynorm.data import find_data
 from onlynorm.errors import MissingDataError
-from onlynorm.papers import artifacts, burkholz2024
-from onlynorm.papers.burkholz2024 import DISTRIBUTIONS, PRINTED, compare_methods, plan_network, solve_layer
-from onlynorm.papers.vgg_targets import ACTIVATIONS, DEPTHS, Training, accuracy, rebuild, trained
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers.burkholz2024 import tables
+from onlynorm.evidence.papers.burkholz2024.tables import (
+    DISTRIBUTIONS,
+    PRINTED,
+    compare_methods,
+    plan_network,
+    solve_layer,
+)
+from onlynorm.evidence.papers.burkholz2024.vgg_targets import ACTIVATIONS, DEPTHS, Training, accuracy, rebuild, trained
 
 FOUND = artifacts()
 TINY: dict[str, Any] = {"data": "CIFAR-10", "width": 2, "n_train": 200, "n_epochs": 1, "rate": 0.05}
@@ -81,7 +88,7 @@ def test_the_race_measures_what_a_method_leaves_of_the_target(monkeypatch: pytes
     def gives_up(operator: on.KhatriRao, target: torch.Tensor, **_: object) -> tuple[torch.Tensor, int]:
         return target.new_zeros(operator.n_features), 1
 
-    monkeypatch.setattr(burkholz2024, "solve_as_papers", gives_up)
+    monkeypatch.setattr(tables, "solve_as_papers", gives_up)
     made = compare_methods(channels=2, extra=3, seed=0, max_iterations=1, rounds=1)
     assert made["papers"] == pytest.approx(1.0, abs=1e-15)
 
@@ -98,8 +105,8 @@ def test_neither_method_is_timed_cold(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return run
 
-    monkeypatch.setattr(burkholz2024, "race", functools.partial(burkholz2024.race, clock=lambda: now[0]))
-    monkeypatch.setattr(burkholz2024, "solve_as_papers", slow_at_first("papers", burkholz2024.solve_as_papers))
+    monkeypatch.setattr(tables, "race", functools.partial(tables.race, clock=lambda: now[0]))
+    monkeypatch.setattr(tables, "solve_as_papers", slow_at_first("papers", tables.solve_as_papers))
     monkeypatch.setattr(on, "solve", slow_at_first("ours", on.solve))
     made = compare_methods(channels=2, extra=3, seed=0, max_iterations=5, rounds=2)
     assert calls == {"papers": 3, "ours": 3}

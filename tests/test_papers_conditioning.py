@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import onlynorm as on
-from onlynorm.papers import Verdict, artifacts, reproduce
-from onlynorm.papers.conditioning import (
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers.random_features.conditioning import (
     OURS,
     PLAIN,
     SCALED,
@@ -21,6 +21,8 @@ from onlynorm.papers.conditioning import (
     reconstruction_errors,
     relative_error,
 )
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict
 
 PANELS = ("a", "b", "c", "d")
 

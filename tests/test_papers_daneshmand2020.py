@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from onlynorm.bench.chain import EVERY, GAMMAS, N_LAYERS, WIDTHS, chains_for
-from onlynorm.papers import Artifact, Record, artifacts, reproduce
-from onlynorm.papers.daneshmand2020 import _slope
-from onlynorm.papers.rank_chains import (
+from onlynorm.evidence.artifacts import Artifact, artifacts
+from onlynorm.evidence.bench.races.chain import EVERY, GAMMAS, N_LAYERS, WIDTHS, chains_for
+from onlynorm.evidence.papers.daneshmand2020.chains import (
+    _slope,
     averages_over_depth,
     eigenvalues_over_depth,
     growing_averages,
     rank_over_depth,
 )
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Record
 from onlynorm.rank import Chain, exact_rank, simulate, walk
-from onlynorm.rank.chain_quantities import USUAL
+from onlynorm.rank.chains.quantities import USUAL
 
 FIGURES = ("fig-1", "fig-2", "fig-3", "fig-4", "fig-9", "fig-10", "fig-11-chain", "table-1")
 TINY: dict[str, Any] = {

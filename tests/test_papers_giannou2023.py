@@ -11,10 +11,19 @@ import torch
 from torch import nn
 
 import onlynorm as on
+from onlynorm.evidence.artifacts import Artifact, artifacts
+from onlynorm.evidence.papers.giannou2023.norm_training import (
+    Lesson,
+    NormNet,
+    construct_norms,
+    constructed,
+    draw_frozen,
+    train_norms,
+)
+from onlynorm.evidence.papers.giannou2023.sgd import ALGORITHMS, FROM_STUDENT, FROM_TEACHER, SGD, STUDENT, Kept
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Record
 from onlynorm.features import structural_rank
-from onlynorm.papers import Artifact, Record, artifacts, reproduce
-from onlynorm.papers.giannou2023 import ALGORITHMS, FROM_STUDENT, FROM_TEACHER, SGD, STUDENT, Kept
-from onlynorm.papers.norm_training import Lesson, NormNet, construct_norms, constructed, draw_frozen, train_norms
 
 FIGURES = ("fig-4-left", "fig-4-right", "fig-5a", "fig-5b")
 TRAINING = {"n_train": 3_000, "n_test": 2_000, "batch": 50, "momentum": 0.9}

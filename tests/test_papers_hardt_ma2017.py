@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onlynorm.papers import Artifact, artifacts, hardt_ma2017, landscape, reproduce
-from onlynorm.papers import Verdict as Outcome
+from onlynorm.evidence.artifacts import Artifact, artifacts
+from onlynorm.evidence.papers.hardt_ma2017 import factor_norms, landscape
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict as Outcome
 
 LANDSCAPE = {
     "target": 2.0, "reach": 2.0, "n_places": 31, "n_starts": 4, "n_small": 30, "dim": 4, "depths": [3, 8],
@@ -68,7 +70,7 @@ def test_a_landscape_without_the_identity_is_not_reproduced(tmp_path: Path, monk
 
 
 def test_a_worse_construction_is_not_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    factorize = hardt_ma2017.factorize
-    monkeypatch.setattr(hardt_ma2017, "factorize", lambda matrix, depth, **o: factorize(matrix, math.isqrt(depth), **o))
+    factorize = factor_norms.factorize
+    monkeypatch.setattr(factor_norms, "factorize", lambda matrix, depth, **o: factorize(matrix, math.isqrt(depth), **o))
     (record,) = reproduce(small("hardt_ma2017:factor-norms", dim=5, depths=[36, 64, 100]), out=tmp_path)
     assert record.verdict is Outcome.NOT_REPRODUCED

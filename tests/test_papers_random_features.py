@@ -9,10 +9,11 @@ import pytest
 from scipy import integrate
 
 import onlynorm as on
-from onlynorm.papers import Record, Verdict, artifacts, reproduce
-from onlynorm.papers.random_features import distance, printed_density, singular_values
-from onlynorm.papers.scratch_numbers import WAYS
-from onlynorm.report import read_records
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers.random_features.scratch import WAYS
+from onlynorm.evidence.papers.random_features.spectra import distance, printed_density, singular_values
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Record, Verdict, read_records
 
 
 @pytest.fixture(scope="module")

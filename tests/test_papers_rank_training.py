@@ -11,9 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onlynorm.data import Split, seeded
-from onlynorm.papers import Record, artifacts, rank_training, reproduce
-from onlynorm.papers.rank_training import MeanlessBatchNorm2d, best_rate, build, observe, train, without_means
+from onlynorm.data import Split
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers.daneshmand2020 import rank_training
+from onlynorm.evidence.papers.daneshmand2020.rank_training import (
+    MeanlessBatchNorm2d,
+    best_rate,
+    build,
+    observe,
+    train,
+    without_means,
+)
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Record
+from onlynorm.seeds import seeded
 
 FIGURES = ("fig-5", "fig-6", "fig-7", "fig-8", "fig-11")
 LESSON: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_looks": 2, "batch_size": 16}

@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 import onlynorm as on
-from onlynorm.data import Split, seeded
+from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError, ValueRangeError
-from onlynorm.layers import Choice, NormOnlyLayer, wrap
-from onlynorm.models import mlp
-from onlynorm.papers import Verdict, load_artifacts, reproduce
-from onlynorm.papers import scaled_training as module
-from onlynorm.papers.scaled_features import PAPER, compare, fall
-from onlynorm.papers.scaled_training import (
+from onlynorm.evidence.artifacts import load_artifacts
+from onlynorm.evidence.papers.random_features import scaled_training as module
+from onlynorm.evidence.papers.random_features.scaled import PAPER, compare, fall
+from onlynorm.evidence.papers.random_features.scaled_training import (
     GEOMETRIC,
     LAWS,
     SEMICIRCLE,
@@ -36,6 +34,11 @@ from onlynorm.papers.scaled_training import (
     step_gap,
     train,
 )
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict
+from onlynorm.frozen import Choice, NormOnlyLayer, wrap
+from onlynorm.models import mlp
+from onlynorm.seeds import seeded
 
 EPS = torch.finfo(torch.float64).eps
 LESSON: dict[str, Any] = {"data": "stripes", "n_train": 128, "n_epochs": 3, "batch_size": 16}

@@ -15,8 +15,8 @@ from threadpoolctl import threadpool_info
 
 import onlynorm
 from onlynorm.errors import ValueRangeError
-from onlynorm.papers import timing
-from onlynorm.papers.timing import PATIENCE, one_thread, race
+from onlynorm.evidence import timing
+from onlynorm.evidence.timing import PATIENCE, one_thread, race
 
 SOURCE = Path(onlynorm.__file__).parent
 
@@ -144,7 +144,7 @@ def test_times_are_raced_or_at_least_warm(path: Path) -> None:
 
 def test_a_warm_up_loads_what_an_optimizer_loads() -> None:
     code = (
-        "import sys, torch; from onlynorm.papers.timing import warm_up_training; warm_up_training();"
+        "import sys, torch; from onlynorm.evidence.timing import warm_up_training; warm_up_training();"
         "before = set(sys.modules); torch.optim.LBFGS([torch.ones(1, requires_grad=True)]);"
         "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0); print(len(set(sys.modules) - before))"
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from onlynorm.papers import Expectation
-from onlynorm.papers.verdict import accepted_range, check, decide
-from onlynorm.report.records import Check, Verdict
+from onlynorm.evidence.artifacts import Expectation
+from onlynorm.evidence.papers.expectations import accepted_range, check, decide
+from onlynorm.evidence.records import Check, Verdict
 
 
 def made(*, is_met: bool, is_soft: bool = False) -> Check:

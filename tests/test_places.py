@@ -13,8 +13,8 @@ from torch.nn.utils import parametrizations, prune
 
 import onlynorm as on
 from onlynorm.errors import ConversionError, FormatError
-from onlynorm.reconstruction.blocks import find_blocks
-from onlynorm.reconstruction.folding import find_pairs, fold_network
+from onlynorm.frozen.form import find_blocks
+from onlynorm.modules.fold import find_pairs, fold_network
 
 TOLERANCE = 1e-9
 """Ten times the residual that the solver aims at."""

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, MemoryLimitError, UnknownNameError, ValueRangeError
 from onlynorm.features import draw
+from onlynorm.frozen.form import Block
+from onlynorm.memory import MemoryMeter, release_free_memory
 from onlynorm.models import mlp
+from onlynorm.modules.layers import find_layers
 from onlynorm.reconstruction import constructions, plan, reconstruct, verify
 from onlynorm.reconstruction.activation_memory import measure_activations
-from onlynorm.reconstruction.blocks import Block
 from onlynorm.reconstruction.costs import Load
 from onlynorm.reconstruction.plan import COLUMNS, UNITS, short
-from onlynorm.reconstruction.target import find_layers
-from onlynorm.solvers.memory import MemoryMeter, release_free_memory
 
 
 class Varied(nn.Module):

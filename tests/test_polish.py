@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import onlynorm as on
-from onlynorm.solvers.polish import polish_lbfgs, solve_as_papers
+from onlynorm.evidence.bench.papers_method import polish_lbfgs, solve_as_papers
 
 
 def _system(excess: float, *, seed: int = 0) -> tuple[on.KhatriRao, torch.Tensor]:

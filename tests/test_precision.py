@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.errors import ConversionError, FormatError
-from onlynorm.reconstruction.blocks import find_blocks
+from onlynorm.frozen.form import find_blocks
 
 LOW = [torch.bfloat16, torch.float16]
 IMAGES = batch(40, 3, 8, 8).float()

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ValueRangeError
+from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
 from onlynorm.reconstruction import reconstruct, verify
-from onlynorm.reconstruction.price import certified_price
-from onlynorm.reconstruction.ranges import FREE_MARGIN, Box
+from onlynorm.reconstruction.certified_price import certified_price
+from onlynorm.reconstruction.ranges import FREE_MARGIN
 
 
 def batch(*shape: int, seed: int = 0) -> Tensor:

@@ -13,15 +13,16 @@ from torch.nn import functional
 
 from onlynorm.errors import ValueRangeError
 from onlynorm.features import draw
+from onlynorm.frozen.pair import NormOnlyBlock
+from onlynorm.intervals.propagate import propagate
+from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
+from onlynorm.modules.layers import layer_options
 from onlynorm.reconstruction import reconstruct, verify
-from onlynorm.reconstruction.blocks import NormOnlyBlock, layer_options
-from onlynorm.reconstruction.intervals import propagate
 from onlynorm.reconstruction.ranges import (
     CERTIFIED_MARGIN,
     FREE_MARGIN,
     MARGIN,
-    Box,
     Seen,
     calibrate,
     certify,
@@ -83,7 +84,7 @@ def test_calibrated_ranges_and_statistics_are_those_of_the_batch(
     name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, shape = LAYERS[name]
-    monkeypatch.setattr("onlynorm.reconstruction.blocks.CHUNK_BYTES", 4_000)
+    monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 4_000)
     block, inputs = block_for(layer, kernel=kernel), batch(6, *shape)
     seen, made = hidden(block, inputs), calibrate(block, inputs, margin=0.0)
     assert torch.allclose(made.low, seen.amin(1), rtol=1e-12)
@@ -96,7 +97,7 @@ def test_calibrated_ranges_and_statistics_are_those_of_the_batch(
 @pytest.mark.parametrize("kernel", ["first", "second"])
 def test_no_input_of_the_box_leaves_a_certified_range(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, shape = LAYERS[name]
-    monkeypatch.setattr("onlynorm.reconstruction.blocks.CHUNK_BYTES", 40_000)
+    monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 40_000)
     block, inputs = block_for(layer, kernel=kernel), batch(6, *shape)
     box = box_around(inputs, 0.3)
     low, high = certify(block, box, margin=0.0)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.models import mlp
-from onlynorm.reconstruction import Reconstruction, collapse, find_layers, reconstruct, verify
-from onlynorm.reconstruction.blocks import NormOnlyBlock
-from onlynorm.reconstruction.norms import affine, set_affine
+from onlynorm.modules import find_layers
+from onlynorm.modules.affine import affine, set_affine
+from onlynorm.reconstruction import Reconstruction, collapse, reconstruct, verify
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""
@@ -136,7 +137,7 @@ def test_chunks_do_not_change_the_function(monkeypatch: pytest.MonkeyPatch) -> N
     network, inputs = Residual(), batch(8, 2, 6, 6)
     result = rebuilt(network, inputs)
     whole = result.network(inputs)
-    monkeypatch.setattr("onlynorm.reconstruction.blocks.CHUNK_BYTES", 40_000)
+    monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 40_000)
     assert torch.allclose(result.network(inputs), whole, rtol=1e-10, atol=1e-10)
 
 

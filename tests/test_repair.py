@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.models import cifar_resnet, mlp, vgg, vit
-from onlynorm.rank.depth_evidence import LayerState, Lesson, gradient_ratio, harm, look
-from onlynorm.rank.repair import METHODS, NOTHING, repair
-from onlynorm.rank.visits import Route, find_route
+from onlynorm.rank.repairs.depth_evidence import LayerState, Lesson, gradient_ratio, harm, look
+from onlynorm.rank.repairs.repair import METHODS, NOTHING, repair
+from onlynorm.rank.repairs.visits import Route, find_route
+from onlynorm.seeds import seeded
 
-repairing = importlib.import_module("onlynorm.rank.repair")
+repairing = importlib.import_module("onlynorm.rank.repairs.repair")
 DEPTH, WIDTH = 8, 16
 FLOAT = 1e-4
 """Of float32 sums over a few thousand numbers, relative."""

@@ -9,14 +9,14 @@ import torch
 from diagnosed import INPUTS
 from torch import Tensor, nn
 
-from onlynorm.data import seeded
 from onlynorm.errors import ConversionError
 from onlynorm.models import cifar_resnet, mlp
 from onlynorm.rank.measures import rank_ratio
-from onlynorm.rank.rank_ascent import PAPER_STEP
-from onlynorm.rank.repair import repair
-from onlynorm.rank.rescale import Skip, find_branches
-from onlynorm.rank.visits import find_route
+from onlynorm.rank.repairs.ascent import PAPER_STEP
+from onlynorm.rank.repairs.repair import repair
+from onlynorm.rank.repairs.rescale import Skip, find_branches
+from onlynorm.rank.repairs.visits import find_route
+from onlynorm.seeds import seeded
 
 FLOAT = 1e-4
 """Of float32 sums over a few thousand numbers, relative."""

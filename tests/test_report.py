@@ -14,7 +14,8 @@ import pytest
 from toy_records import HOSTILE, make_record
 
 from onlynorm.errors import FormatError, MissingDataError, ValueRangeError
-from onlynorm.report import (
+from onlynorm.evidence.records import (
+    RECORD,
     Check,
     Curve,
     Panel,
@@ -23,17 +24,16 @@ from onlynorm.report import (
     Verdict,
     read_record,
     read_records,
-    render_page,
-    write_report,
+    write_record,
 )
-from onlynorm.report.figure import draw_figure, panels_of, write_figure
-from onlynorm.report.markup import TONES, anchor, number, script_json, seconds
-from onlynorm.report.plots import plot_panels
-from onlynorm.report.records import RECORD, write_record
-from onlynorm.report.sealed import digest, read_sealed, write_sealed
-from onlynorm.report.statements import TONES as STATEMENT_TONES
-from onlynorm.theorems import Finding, statements
-from onlynorm.theorems import Verdict as StatementVerdict
+from onlynorm.evidence.registry import Finding, statements
+from onlynorm.evidence.registry import Verdict as StatementVerdict
+from onlynorm.evidence.report.figure import draw_figure, panels_of, write_figure
+from onlynorm.evidence.report.markup import TONES, anchor, number, script_json, seconds
+from onlynorm.evidence.report.page import render_page, write_report
+from onlynorm.evidence.report.plots import plot_panels
+from onlynorm.evidence.report.statements import TONES as STATEMENT_TONES
+from onlynorm.storage import digest, read_sealed, write_sealed
 
 
 class Outline(HTMLParser):

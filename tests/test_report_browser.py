@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from toy_records import HOSTILE, make_record
 
-from onlynorm.report import Curve, Verdict, write_report
-from onlynorm.report.records import write_record
-from onlynorm.theorems import Finding, statements
-from onlynorm.theorems import Verdict as StatementVerdict
+from onlynorm.evidence.records import Curve, Verdict, write_record
+from onlynorm.evidence.registry import Finding, statements
+from onlynorm.evidence.registry import Verdict as StatementVerdict
+from onlynorm.evidence.report.page import write_report
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError
+from onlynorm.frozen.residual import ResidualBlock
 from onlynorm.models import mlp
-from onlynorm.reconstruction import collapse, find_layers, reconstruct, verify
-from onlynorm.reconstruction.blocks import layer_options
-from onlynorm.reconstruction.norms import affine
-from onlynorm.reconstruction.recipe import make_recipe
-from onlynorm.reconstruction.residual import ResidualBlock
+from onlynorm.modules import find_layers
+from onlynorm.modules.affine import affine
+from onlynorm.modules.layers import layer_options
+from onlynorm.reconstruction import collapse, reconstruct, verify
+from onlynorm.reconstruction.constructions.base import make_recipe
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""

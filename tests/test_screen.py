@@ -19,14 +19,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file as torch_save
 from torch import nn
 
-from onlynorm import theorems as registry
-from onlynorm.bench import Bench, Goal, RebuiltRow, ReconstructBench, Row
-from onlynorm.bench.reconstruct import COLUMNS as REBUILT_COLUMNS
-from onlynorm.bench.reconstruct import PAPERS_COLUMNS
-from onlynorm.papers import Progress as Stage
-from onlynorm.papers import Record, Verdict
-from onlynorm.reconstruction import plan, reconstruct
-from onlynorm.screen import (
+from onlynorm.cli.terminal import (
     WIDE,
     bar,
     bench_markdown,
@@ -44,9 +37,17 @@ from onlynorm.screen import (
     spinner,
     stages,
     statement_facts,
-    visible,
 )
-from onlynorm.theorems import Finding
+from onlynorm.errors import visible
+from onlynorm.evidence import registry
+from onlynorm.evidence.bench.races.reconstruct import COLUMNS as REBUILT_COLUMNS
+from onlynorm.evidence.bench.races.reconstruct import PAPERS_COLUMNS, RebuiltRow, ReconstructBench
+from onlynorm.evidence.bench.races.solve import Bench, Row
+from onlynorm.evidence.goals import Goal
+from onlynorm.evidence.papers.reproduce import Progress as Stage
+from onlynorm.evidence.records import Record, Verdict
+from onlynorm.evidence.registry import Finding
+from onlynorm.reconstruction import plan, reconstruct
 
 Output = pytest.CaptureFixture[str]
 HOSTILE = "a [b]bold[/b] [/] [red] word"  # rich would swallow or refuse it as markup
@@ -327,7 +328,7 @@ def test_layer_bars_follow_the_residual_from_layer_to_layer(monkeypatch: pytest.
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr("onlynorm.screen.Progress", Kept)
+    monkeypatch.setattr("onlynorm.cli.terminal.Progress", Kept)
     with layer_bars(["a", "b", "c"], hidden=True) as step:
         layers, present = made[0].tasks
         step("a", 10, 1e-5)

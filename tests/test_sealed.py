@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onlynorm.errors import FormatError, StorageError
-from onlynorm.report.sealed import from_plain, read_sealed, seal_json, to_plain, write_sealed
+from onlynorm.storage import from_plain, read_sealed, seal_json, to_plain, write_sealed
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")

@@ -21,7 +21,7 @@ from onlynorm.errors import (
 )
 from onlynorm.solvers import solve_operator
 from onlynorm.solvers.choose import krylov_memory
-from onlynorm.solvers.khatri_rao import KhatriRao
+from onlynorm.solvers.operator import KhatriRao
 
 EPS = torch.finfo(torch.float64).eps
 SHAPES = [(1, 1), (1, 7), (7, 1), (3, 9), (9, 3), (6, 6)]

@@ -12,9 +12,9 @@ from systems import column_lengths, draw_system, least_squares, materialise, nor
 from torch import Tensor
 
 import onlynorm as on
-from onlynorm.data import seeded
 from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
-from onlynorm.solvers import ladder
+from onlynorm.seeds import seeded
+from onlynorm.solvers import fallback
 
 
 def _mixing(n: int, spread: float, seed: int) -> Tensor:
@@ -202,11 +202,11 @@ def test_the_features_it_names_reach_the_tolerance_with_rows_of_unequal_size(see
 
 def test_a_huge_gamma_that_seems_to_leave_less_is_not_preferred() -> None:
     target = normal(3, 4)
-    small = ladder.Attempt(normal(12), "qr", 1, 1e16, "", 0.4)
-    huge = ladder.Attempt(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
-    assert ladder._is_better(small, huge, target, 1e-10)
-    assert not ladder._is_better(huge, small, target, 1e-10)
-    assert ladder._is_better(replace(small, left_over=0.1), replace(small, left_over=0.2), target, 1e-10)
+    small = fallback.Attempt(normal(12), "qr", 1, 1e16, "", 0.4)
+    huge = fallback.Attempt(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
+    assert fallback._is_better(small, huge, target, 1e-10)
+    assert not fallback._is_better(huge, small, target, 1e-10)
+    assert fallback._is_better(replace(small, left_over=0.1), replace(small, left_over=0.2), target, 1e-10)
 
 
 def test_a_result_that_is_no_optimum_says_so() -> None:

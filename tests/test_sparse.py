@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onlynorm.features import Features, draw
 from onlynorm.features.matching import reaches
-from onlynorm.reconstruction import sparse
-from onlynorm.reconstruction.sparse import find_unreached
+from onlynorm.reconstruction.constructions import unreached
+from onlynorm.reconstruction.constructions.unreached import find_unreached
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -109,8 +109,8 @@ def test_thinned_masks_decide_as_the_whole_ones_would(monkeypatch: pytest.Monkey
         sizes.append(int((left.sum(0) * right.sum(1)).sum()))
         return matched(left, right)
 
-    matched = sparse.structural_rank
-    monkeypatch.setattr(sparse, "structural_rank", spy)
+    matched = unreached.structural_rank
+    monkeypatch.setattr(unreached, "structural_rank", spy)
     assert find_unreached(features, target) is None
     whole = int((features.mask_left().sum(0) * features.mask_right().sum(1)).sum())
     assert sizes[0] < 0.2 * whole
@@ -120,7 +120,7 @@ def test_thinned_masks_decide_as_the_whole_ones_would(monkeypatch: pytest.Monkey
 def test_a_pattern_that_is_too_large_is_left_to_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     features, target = draw("er_normal", (6, 6), density=0.1), normal(6, 6)
     assert find_unreached(features, target) is not None
-    monkeypatch.setattr(sparse, "MAX_NONZEROS", 3)
+    monkeypatch.setattr(unreached, "MAX_NONZEROS", 3)
     assert find_unreached(features, target) is None
 
 

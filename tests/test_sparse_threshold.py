@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from onlynorm.features.densities import is_full, random_pattern
-from onlynorm.papers import Artifact, load_artifacts, reproduce, sparse_threshold
-from onlynorm.papers import Verdict as Outcome
+from onlynorm.evidence.artifacts import Artifact, load_artifacts
+from onlynorm.evidence.papers.giannou2023 import sparse_threshold
+from onlynorm.evidence.papers.giannou2023.sparse import is_full, random_pattern
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict as Outcome
 
 TABLE = """
 [[artifact]]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy import integrate
 
 import onlynorm as on
-from onlynorm import spectrum
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError
-from onlynorm.solvers.krylov import conjugate_gradients
+from onlynorm.solvers import spectrum
+from onlynorm.solvers.methods.krylov import conjugate_gradients
 
 EPS = np.finfo(np.float64).eps
 SHAPES = [(400, 100), (400, 399), (400, 400), (400, 500), (400, 1600), (7, 100_000), (100_000, 7)]

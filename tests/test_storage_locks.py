@@ -16,10 +16,11 @@ from commands import RunCli
 from torch import nn
 
 import onlynorm as on
-from onlynorm.bench.kept import Rows
 from onlynorm.errors import StorageError
+from onlynorm.evidence.artifacts import Artifact
+from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.models import mlp
-from onlynorm.papers import Artifact, Outcome, reproduce
 from onlynorm.rank import Chain, simulate
 from onlynorm.storage import claim
 from onlynorm.tuning import Schedule, fit, only_norms
@@ -204,7 +205,9 @@ def test_reproduce_holds_the_folder_of_an_artifact(tmp_path: Path, other: Holder
 
 
 def test_a_benchmark_holds_the_row_that_it_measures(tmp_path: Path, other: Holder) -> None:
-    rows = Rows(tmp_path / "rows", kind="row", module="onlynorm.bench.adapt", force=True, say=lambda _: None)
+    rows = Rows(
+        tmp_path / "rows", kind="row", module="onlynorm.evidence.bench.sweeps.adapt", force=True, say=lambda _: None
+    )
 
     def measure() -> dict[str, float]:
         return rows.find("row", {"seed": 1}, lambda: {"accuracy": 0.5}, fields={"accuracy": "float"})

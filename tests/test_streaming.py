@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import draw
-from onlynorm.reconstruction import blocks, reconstruct, streaming, verify
-from onlynorm.reconstruction.blocks import Block, NormOnlyBlock
-from onlynorm.reconstruction.deep_block import DeepBlock
-from onlynorm.reconstruction.deep_slices import draw_layers
-from onlynorm.reconstruction.multilayer_block import MultilayerBlock
-from onlynorm.reconstruction.streaming import Patches
-from onlynorm.solvers.memory import MemoryMeter, release_free_memory
+from onlynorm.frozen import pair, streaming
+from onlynorm.frozen.form import Block
+from onlynorm.frozen.pair import NormOnlyBlock
+from onlynorm.frozen.sequence import DeepBlock, MultilayerBlock
+from onlynorm.frozen.streaming import Patches
+from onlynorm.memory import MemoryMeter, release_free_memory
+from onlynorm.reconstruction import reconstruct, verify
+from onlynorm.reconstruction.constructions.slices import draw_layers
 
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 ROUNDING = 1e-11
@@ -73,7 +74,7 @@ def test_products_and_convolutions_give_the_same_outputs(
     block = rebuilt(layer, inputs, activation=activation, norms=norms, storage=storage)
     expected = by_convolutions(block, inputs, monkeypatch)
     monkeypatch.setattr(streaming, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(blocks, "PATCH_BYTES", 2048)
+    monkeypatch.setattr(pair, "PATCH_BYTES", 2048)
     with torch.no_grad():
         made = block(inputs)
     assert made.shape == expected.shape
@@ -86,7 +87,7 @@ def test_samples_outside_the_ranges_are_counted_in_parts_as_in_one(monkeypatch: 
     network = reconstruct(target, inputs=inputs, activation=nn.ReLU()).network
     strange = torch.cat([inputs, 100 * inputs[:10]])
     assert verify(target, network, strange, batch_size=50).outside == 0.2
-    monkeypatch.setattr(blocks, "PATCH_BYTES", 2048)
+    monkeypatch.setattr(pair, "PATCH_BYTES", 2048)
     assert verify(target, network, strange, batch_size=50).outside == 0.2
 
 
@@ -143,7 +144,7 @@ def test_frozen_weights_from_the_seed_stream_in_blocks_whatever_the_batch(name: 
         with MemoryMeter() as meter:
             made = block(inputs)
     # A chunk as it is drawn and as it is laid out, of either side, and the scratch memory of drawing.
-    assert meter.peak <= 3 * blocks.CHUNK_BYTES < 8 * N_FROZEN
+    assert meter.peak <= 3 * pair.CHUNK_BYTES < 8 * N_FROZEN
     kept = make("dense")
     kept.load_state_dict(block.state_dict())
     with torch.no_grad():
@@ -159,6 +160,6 @@ def test_a_layer_in_pieces_is_the_whole_layer(n_layers: int, monkeypatch: pytest
     ).network
     with torch.no_grad():
         whole = made(inputs)
-        monkeypatch.setattr("onlynorm.reconstruction.multilayer_block.CHUNK_BYTES", 2**11)
+        monkeypatch.setattr("onlynorm.frozen.sequence.CHUNK_BYTES", 2**11)
         pieces = made(inputs)
     assert float((pieces - whole).abs().max()) <= ROUNDING * float(whole.abs().max())

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onlynorm.reconstruction import stretch
-from onlynorm.reconstruction.stretch import Stretch
+from onlynorm.intervals import tensor
+from onlynorm.intervals.tensor import Stretch
 
 
 def as_matrix(layer: nn.Module, shape: tuple[int, ...]) -> Tensor:
@@ -55,7 +55,7 @@ def test_on_a_large_image_the_bound_is_tight() -> None:
 def test_a_linear_layer_is_bounded_by_its_largest_singular_value() -> None:
     weight = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     truth = float(torch.linalg.matrix_norm(weight, 2))
-    assert truth <= Stretch(weight).bound() <= truth * (1 + 2 * stretch.SLACK)
+    assert truth <= Stretch(weight).bound() <= truth * (1 + 2 * tensor.SLACK)
     assert Stretch(weight.mT).bound() == pytest.approx(truth)
 
 
@@ -68,12 +68,12 @@ def test_three_axes_and_one_are_bounded_too() -> None:
 def test_beyond_the_work_allowed_patches_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = seeded(nn.Conv2d(3, 4, 3, padding=1))
     narrow = Stretch(layer.weight).bound()
-    monkeypatch.setattr(stretch, "LARGEST_WORK", 0.0)
+    monkeypatch.setattr(tensor, "LARGEST_WORK", 0.0)
     wide = Stretch(layer.weight).bound()
     weight = layer.weight.flatten(1)
     truth = float(torch.linalg.matrix_norm(weight, 2))
     assert truth <= Stretch(weight).bound() <= 2 * truth
-    assert narrow < wide <= 3 * float(torch.linalg.vector_norm(layer.weight)) * (1 + 2 * stretch.SLACK)
+    assert narrow < wide <= 3 * float(torch.linalg.vector_norm(layer.weight)) * (1 + 2 * tensor.SLACK)
 
 
 def test_a_norm_behind_the_layer_is_part_of_it() -> None:

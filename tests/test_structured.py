@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
 from onlynorm.features import Features, draw
-from onlynorm.features.minimal import IdCondMinimal
 from onlynorm.features.streams import Stream
-from onlynorm.features.structured import IdCond, OrthoCond, Structure
+from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure
 
 EPS = torch.finfo(torch.float64).eps
 SHAPES = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(tuple)

@@ -32,9 +32,9 @@ from onlynorm.data.tensor_files import (
     read_torch,
 )
 from onlynorm.errors import FormatError, MissingDataError, StorageError
+from onlynorm.evidence.records import read_record
 from onlynorm.identity import load_memorizer, save_memorizer
 from onlynorm.models import load_weights
-from onlynorm.report import read_record
 from onlynorm.storage import MAX_NESTING, parse_json, read_file, read_tensors, write_tensors
 from onlynorm.tuning import read_peft
 from onlynorm.tuning.batches import MAX_PIXELS, ImageFolder

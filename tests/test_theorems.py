@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import onlynorm  # the rooms register their checks on import
-from onlynorm import theorems
 from onlynorm.errors import FormatError, UnknownNameError
-from onlynorm.theorems import Evidence, Finding, Verdict
+from onlynorm.evidence import registry
+from onlynorm.evidence.registry import Evidence, Finding, Verdict
 
 SOURCE = Path(onlynorm.__file__).parent
 
@@ -60,7 +60,7 @@ KEY = r"[a-z0-9_]+:[a-z]+(?:-[\w.-]*\w)?"
 MENTION = re.compile(rf"Theory:[ \t]*((?:{KEY}(?:,[\s#]*)?)*)")
 # Those of the reconstruction room have a file of their own, test_checks_reconstruction.
 CHECKED = [
-    s.key for s in theorems.statements() if theorems.where(s.key) and "reconstruction" not in theorems.where(s.key)
+    s.key for s in registry.statements() if registry.where(s.key) and "reconstruction" not in registry.where(s.key)
 ]
 
 VALID = """
@@ -84,27 +84,27 @@ assumes = []
 @pytest.fixture
 def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty table of checks for the length of one test."""
-    monkeypatch.setattr(theorems, "_checks", {})
+    monkeypatch.setattr(registry, "_checks", {})
 
 
-@pytest.mark.parametrize("paper", theorems.PAPERS)
+@pytest.mark.parametrize("paper", registry.PAPERS)
 def test_every_statement_of_the_paper_is_there_and_no_other(paper: str) -> None:
     expected = {f"{paper}:{name}" for name in NUMBERED[paper].replace("|", " ").split()}
-    assert {s.key for s in theorems.statements(paper)} == expected
+    assert {s.key for s in registry.statements(paper)} == expected
 
 
 def test_papers_come_in_order_with_their_titles() -> None:
-    found = theorems.papers()
-    assert tuple(p.key for p in found) == theorems.PAPERS
+    found = registry.papers()
+    assert tuple(p.key for p in found) == registry.PAPERS
     assert all(p.title and p.authors and p.short.endswith(".") and p.year > 2000 for p in found)
     assert str(found[0]).startswith("giannou2023: The Expressive Power")
 
 
-@pytest.mark.parametrize("entry", theorems.statements(), ids=lambda s: s.key)
-def test_entry_is_well_formed(entry: theorems.Statement) -> None:
-    assert entry.key == f"{entry.paper}:{theorems.KINDS[entry.kind]}{entry.number}"
+@pytest.mark.parametrize("entry", registry.statements(), ids=lambda s: s.key)
+def test_entry_is_well_formed(entry: registry.Statement) -> None:
+    assert entry.key == f"{entry.paper}:{registry.KINDS[entry.kind]}{entry.number}"
     assert re.fullmatch(KEY, entry.key)
-    assert theorems.statement(entry.key) is entry
+    assert registry.statement(entry.key) is entry
     assert entry.says.endswith((".", ")"))
     assert not entry.title.endswith(".")
     assert not re.search(r"[\\$]", entry.says + entry.slips), "formulas are plain text"
@@ -112,24 +112,24 @@ def test_entry_is_well_formed(entry: theorems.Statement) -> None:
     assert entry.restates == RESTATED.get(entry.key, "")
     assert entry.from_elsewhere == (entry.key in FROM_ELSEWHERE)
     for cited in re.findall(KEY, " ".join((entry.says, entry.slips, *entry.assumes))):
-        if cited.partition(":")[0] in theorems.PAPERS:
-            theorems.statement(cited)
+        if cited.partition(":")[0] in registry.PAPERS:
+            registry.statement(cited)
 
 
 def test_all_statements_are_the_papers_one_after_the_other() -> None:
-    joined = tuple(s for paper in theorems.PAPERS for s in theorems.statements(paper))
-    assert theorems.statements() == joined
+    joined = tuple(s for paper in registry.PAPERS for s in registry.statements(paper))
+    assert registry.statements() == joined
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match=r"Did you mean 'giannou2023:thm-1'"):
-        theorems.statement("gianou2023:thm-1")
+        registry.statement("gianou2023:thm-1")
     with pytest.raises(UnknownNameError, match=r"paper needs a known name.*'burkholz2024'"):
-        theorems.statements("burkholz2023")
+        registry.statements("burkholz2023")
 
 
 def test_statements_and_findings_read_well() -> None:
-    text = str(theorems.statement("giannou2023:thm-10"))
+    text = str(registry.statement("giannou2023:thm-10"))
     assert "quoted by the paper from another work" in text
     assert "Restates giannou2023:thm-4." in text
     finding = Finding("giannou2023:thm-1", Verdict.HOLDS, "error 1e-13", {"error": 1e-13}, 0.25)
@@ -140,17 +140,17 @@ def test_statements_and_findings_read_well() -> None:
 def test_registered_check_is_found_run_and_located() -> None:
     seeds = []
 
-    @theorems.check("giannou2023:lemma-2", "random_features:thm-2.1")
+    @registry.check("giannou2023:lemma-2", "random_features:thm-2.1")
     def both(seed: int) -> Evidence:
         seeds.append(seed)
         return Evidence(Verdict.CORRECTED, "condition number 12.5", {"kappa": 12.5})
 
-    assert theorems.has_check("giannou2023:lemma-2")
-    assert not theorems.has_check("giannou2023:lemma-1")
+    assert registry.has_check("giannou2023:lemma-2")
+    assert not registry.has_check("giannou2023:lemma-1")
     line = both.__code__.co_firstlineno
-    assert theorems.where("random_features:thm-2.1") == f"{__name__}:{line}"
-    assert theorems.where("giannou2023:lemma-1") == ""
-    found = theorems.run_check("giannou2023:lemma-2", seed=7)
+    assert registry.where("random_features:thm-2.1") == f"{__name__}:{line}"
+    assert registry.where("giannou2023:lemma-1") == ""
+    found = registry.run_check("giannou2023:lemma-2", seed=7)
     assert seeds == [7]
     assert (found.verdict, found.measured) == (Verdict.CORRECTED, {"kappa": 12.5})
     assert found.seconds >= 0
@@ -158,13 +158,13 @@ def test_registered_check_is_found_run_and_located() -> None:
 
 @pytest.mark.usefixtures("no_checks")
 def test_restated_statement_shares_the_check_of_the_original() -> None:
-    @theorems.check("giannou2023:thm-1")
+    @registry.check("giannou2023:thm-1")
     def wide(seed: int) -> Evidence:
         return Evidence(Verdict.HOLDS, "error 0")
 
-    assert theorems.has_check("giannou2023:thm-8")
-    assert theorems.where("giannou2023:thm-8") == theorems.where("giannou2023:thm-1")
-    found = theorems.run_check("giannou2023:thm-8")
+    assert registry.has_check("giannou2023:thm-8")
+    assert registry.where("giannou2023:thm-8") == registry.where("giannou2023:thm-1")
+    found = registry.run_check("giannou2023:thm-8")
     assert (found.key, found.verdict) == ("giannou2023:thm-8", Verdict.HOLDS)
 
 
@@ -172,22 +172,22 @@ def test_restated_statement_shares_the_check_of_the_original() -> None:
 def test_run_checks_reports_progress_and_runs_a_shared_check_once() -> None:
     calls = []
 
-    @theorems.check("giannou2023:thm-1")
+    @registry.check("giannou2023:thm-1")
     def wide(seed: int) -> Evidence:
         calls.append(seed)
         return Evidence(Verdict.HOLDS, "error 0")
 
     seen: list[Finding] = []
-    found = theorems.run_checks(seed=3, progress=seen.append)
+    found = registry.run_checks(seed=3, progress=seen.append)
     assert tuple(seen) == found
-    assert [f.key for f in found] == [s.key for s in theorems.statements()]
+    assert [f.key for f in found] == [s.key for s in registry.statements()]
     assert {f.key for f in found if f.verdict is Verdict.HOLDS} == {"giannou2023:thm-1", "giannou2023:thm-8"}
     assert calls == [3]
 
 
 @pytest.mark.usefixtures("no_checks")
 def test_statement_without_check_is_unchecked() -> None:
-    found = theorems.run_check("hardt_ma2017:thm-2.1")
+    found = registry.run_check("hardt_ma2017:thm-2.1")
     assert found.verdict is Verdict.UNCHECKED
     assert found.measured == {}
     assert "not yet checked" in str(found)
@@ -195,15 +195,15 @@ def test_statement_without_check_is_unchecked() -> None:
 
 @pytest.mark.usefixtures("no_checks")
 def test_check_that_raises_fails_with_the_reason_and_the_others_still_run() -> None:
-    @theorems.check("giannou2023:thm-1")
+    @registry.check("giannou2023:thm-1")
     def broken(seed: int) -> Evidence:
         raise ZeroDivisionError("inside the check")
 
-    @theorems.check("hardt_ma2017:thm-2.1")
+    @registry.check("hardt_ma2017:thm-2.1")
     def whole(seed: int) -> Evidence:
         return Evidence(Verdict.HOLDS, "error 0")
 
-    first, last = theorems.run_checks(["giannou2023:thm-1", "hardt_ma2017:thm-2.1"])
+    first, last = registry.run_checks(["giannou2023:thm-1", "hardt_ma2017:thm-2.1"])
     assert (first.verdict, first.evidence) == (Verdict.FAILS, "the check raised ZeroDivisionError: inside the check")
     assert first.measured == {}
     assert last.verdict is Verdict.HOLDS
@@ -211,12 +211,12 @@ def test_check_that_raises_fails_with_the_reason_and_the_others_still_run() -> N
 
 @pytest.mark.usefixtures("no_checks")
 def test_interrupting_a_check_ends_the_run() -> None:
-    @theorems.check("giannou2023:thm-1")
+    @registry.check("giannou2023:thm-1")
     def endless(seed: int) -> Evidence:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        theorems.run_check("giannou2023:thm-1")
+        registry.run_check("giannou2023:thm-1")
 
 
 @pytest.mark.usefixtures("no_checks")
@@ -224,35 +224,35 @@ def test_registering_twice_or_for_unknown_keys_is_an_error() -> None:
     def some(seed: int) -> Evidence:
         return Evidence(Verdict.HOLDS, "0")
 
-    theorems.check("giannou2023:thm-1")(some)
+    registry.check("giannou2023:thm-1")(some)
     with pytest.raises(FormatError, match=r"no check yet; got 'giannou2023:thm-1', checked at .*test_theorems:\d+"):
-        theorems.check("giannou2023:thm-2", "giannou2023:thm-1")(some)
-    assert not theorems.has_check("giannou2023:thm-2"), "a refused registration leaves nothing behind"
+        registry.check("giannou2023:thm-2", "giannou2023:thm-1")(some)
+    assert not registry.has_check("giannou2023:thm-2"), "a refused registration leaves nothing behind"
     with pytest.raises(UnknownNameError, match=r"Did you mean 'giannou2023:prop-1'"):
-        theorems.check("giannou2023:prop-2")(some)
+        registry.check("giannou2023:prop-2")(some)
     with pytest.raises(FormatError, match="needs the key of a statement"):
-        theorems.check()
+        registry.check()
     with pytest.raises(FormatError, match="needs different keys"):
-        theorems.check("giannou2023:thm-2", "giannou2023:thm-2")
+        registry.check("giannou2023:thm-2", "giannou2023:thm-2")
 
 
-def test_valid_text_is_parsed_and_artifacts_are_left_alone() -> None:
-    paper, (entry,) = theorems._parse(VALID + '\n[[artifact]]\nanything = "goes"\n', name="p.toml")
+def test_valid_text_is_parsed() -> None:
+    paper, (entry,) = registry._parse(VALID, name="p/statements.toml")
     assert paper.year == 2000
-    assert entry == theorems.Statement("p:thm-1", "theorem", "1", "t", "s", ())
+    assert entry == registry.Statement("p:thm-1", "theorem", "1", "t", "s", ())
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("[paper]", "[paper", r"p\.toml needs valid TOML"),
-        ("[paper]", "[article]", r"p\.toml needs one \[paper\].*unknown article"),
-        ("year = 2000", 'year = "2000"', r"p\.toml, \[paper\]: year needs a filled int"),
-        ("year = 2000", "", r"p\.toml, \[paper\]: .*got year missing"),
-        ('key = "p"', 'key = "q"', r"p\.toml, \[paper\]: key needs to be the file's name; got 'q'"),
-        ('says = "s"', "", r"p\.toml, p:thm-1: .*got says missing"),
-        ('says = "s"', 'says = ""', r"p\.toml, p:thm-1: says needs a filled str"),
-        ('says = "s"', 'says = "s"\nsaid = "s"', r"p\.toml, p:thm-1: .*unknown said"),
+        ("[paper]", "[paper", r"p/statements\.toml needs valid TOML"),
+        ("[paper]", "[article]", r"p/statements\.toml needs one \[paper\].*unknown article"),
+        ("year = 2000", 'year = "2000"', r"p/statements\.toml, \[paper\]: year needs a filled int"),
+        ("year = 2000", "", r"p/statements\.toml, \[paper\]: .*got year missing"),
+        ('key = "p"', 'key = "q"', r"p/statements\.toml, \[paper\]: key needs to be the name of the folder; got 'q'"),
+        ('says = "s"', "", r"p/statements\.toml, p:thm-1: .*got says missing"),
+        ('says = "s"', 'says = ""', r"p/statements\.toml, p:thm-1: says needs a filled str"),
+        ('says = "s"', 'says = "s"\nsaid = "s"', r"p/statements\.toml, p:thm-1: .*unknown said"),
         ("assumes = []", "assumes = [1]", r"assumes needs a list of strings; got \[1\]"),
         ("assumes = []", "assumes = []\nfrom_elsewhere = 1", r"from_elsewhere needs a filled bool"),
         ('number = "1"', 'number = "2"', r"key needs to be 'p:thm-2'; got 'p:thm-1'"),
@@ -263,21 +263,21 @@ def test_valid_text_is_parsed_and_artifacts_are_left_alone() -> None:
 def test_damaged_text_names_file_and_entry(old: str, new: str, message: str) -> None:
     assert old in VALID
     with pytest.raises(FormatError, match=message):
-        theorems._parse(VALID.replace(old, new, 1), name="p.toml")
+        registry._parse(VALID.replace(old, new, 1), name="p/statements.toml")
 
 
 @pytest.mark.parametrize("target", ["giannou2023:thm-99", "giannou2023:thm-8"])
 def test_restating_nothing_or_a_restatement_is_an_error(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = theorems._read
+    read = registry._read
 
-    def with_wrong_target(paper: str) -> tuple[theorems.Paper, tuple[theorems.Statement, ...]]:
+    def with_wrong_target(paper: str) -> tuple[registry.Paper, tuple[registry.Statement, ...]]:
         found, entries = read(paper)
         wrong = dataclasses.replace(entries[0], restates=target)
         return found, (wrong, *entries[1:])
 
-    monkeypatch.setattr(theorems, "_read", with_wrong_target)
+    monkeypatch.setattr(registry, "_read", with_wrong_target)
     with pytest.raises(FormatError, match=f"restates needs a statement that restates no other; got '{target}'"):
-        theorems._registry.__wrapped__()
+        registry._registry.__wrapped__()
 
 
 def test_every_theory_mention_in_the_source_is_in_the_registry() -> None:
@@ -285,7 +285,7 @@ def test_every_theory_mention_in_the_source_is_in_the_registry() -> None:
     for file in sorted(SOURCE.rglob("*.py")):
         for mention in MENTION.finditer(file.read_text(encoding="utf-8")):
             keys = re.findall(KEY, mention[1])
-            known = {s.key for s in theorems.statements()}
+            known = {s.key for s in registry.statements()}
             if not keys or not known.issuperset(keys):
                 wrong.append(f"{file.relative_to(SOURCE)}: {mention[0].strip()}")
     assert not wrong
@@ -304,9 +304,9 @@ def test_theory_mentions_are_recognised_in_all_their_forms() -> None:
 
 @pytest.mark.parametrize("key", CHECKED)
 def test_registered_check_supports_its_statement(key: str) -> None:
-    found = theorems.run_check(key)
+    found = registry.run_check(key)
     assert found.verdict is not Verdict.UNCHECKED, "a check must come to a verdict"
     assert re.search(r"\d", found.evidence), "evidence contains the measured numbers"
     assert all(isinstance(value, (int, float)) for value in found.measured.values())
     if found.verdict is Verdict.FAILS:
-        assert theorems.statement(key).slips, f"{key} fails and no slip explains it: {found.evidence}"
+        assert registry.statement(key).slips, f"{key} fails and no slip explains it: {found.evidence}"

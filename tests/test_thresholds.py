@@ -6,7 +6,7 @@ import pytest
 import torch
 from samples import normals
 
-from onlynorm.identity.thresholds import by_length, largest_later, lengths_of, separate
+from onlynorm.identity.memorization.thresholds import by_length, largest_later, lengths_of, separate
 
 
 def test_by_length_no_later_point_hides_an_earlier_one_and_without_it_many_do() -> None:
@@ -32,7 +32,7 @@ def test_streamed_maxima_equal_those_of_the_whole_matrix(monkeypatch: pytest.Mon
     points = normals(97, 5)
     whole = (points @ points.mT).masked_fill(torch.ones(97, 97).tril().bool(), -torch.inf).amax(1)
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr("onlynorm.identity.thresholds.CHUNK", 300)
+    monkeypatch.setattr("onlynorm.identity.memorization.thresholds.CHUNK", 300)
     torch.testing.assert_close(largest_later(points, points, progress=lambda *at: seen.append(at)), whole)
     assert seen[-1] == (97, 97)
     assert len(seen) > 10

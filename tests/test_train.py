@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onlynorm.data import digits
 from onlynorm.errors import ConversionError, FormatError, ShapeError, TrainingError, UnknownNameError, ValueRangeError
-from onlynorm.layers import NormOnlyLayer, norm_only
+from onlynorm.frozen import NormOnlyLayer, norm_only
 from onlynorm.models import load_model
 from onlynorm.optim import follow_weights
 from onlynorm.rank import diagnose

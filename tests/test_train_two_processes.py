@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from onlynorm.data import seeded
+from onlynorm.seeds import seeded
 from onlynorm.tuning import Schedule, fit, only_norms
 from onlynorm.tuning.batches import order_of
 

@@ -11,12 +11,12 @@ import torch
 from diagnosed import CLASSES, INPUTS, SPLIT
 from torch import Tensor, nn
 
-from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, MissingDataError
-from onlynorm.models import cifar_resnet, load_model, mlp, own_randomness
+from onlynorm.models import cifar_resnet, load_model, mlp
 from onlynorm.rank import METHODS, repair
 from onlynorm.rank.coverage import is_layer, weight_of
 from onlynorm.rank.trained import find_norms, find_training
+from onlynorm.seeds import own_randomness, seeded
 
 Init = Callable[[Tensor], object]
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
-from onlynorm.models import CifarResNet, mlp, own_randomness
-from onlynorm.reconstruction import Affine
-from onlynorm.tuning import find_norms, load_adapter, only_norms, save_adapter, take_adapter
-from onlynorm.tuning.folding import FoldedModel, fold, unfold
+from onlynorm.models import CifarResNet, mlp
+from onlynorm.modules import Affine, find_norms
+from onlynorm.modules.fold import FoldedModel, fold, unfold
+from onlynorm.seeds import own_randomness
+from onlynorm.tuning import load_adapter, only_norms, save_adapter, take_adapter
 
 ROUNDING = 1e-12
 """A dozen layers of float64 sums of up to a hundred terms, each with another rounding."""

@@ -14,19 +14,17 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from onlynorm.errors import ConversionError
+from onlynorm.modules import find_norms, fold, unfold
 from onlynorm.tuning import (
     Adapters,
     Schedule,
     accuracy,
     apply_adapter,
-    find_norms,
     fit,
-    fold,
     load_adapter,
     only_norms,
     save_adapter,
     take_adapter,
-    unfold,
 )
 from onlynorm.tuning.fingerprint import fingerprint
 

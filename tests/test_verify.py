@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.frozen.form import find_blocks
+from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
 from onlynorm.reconstruction import collapse, reconstruct, verify
-from onlynorm.reconstruction.blocks import find_blocks
-from onlynorm.reconstruction.ranges import Box
 from onlynorm.reconstruction.verify import count_numbers
 
 

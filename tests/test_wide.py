@@ -20,12 +20,13 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
+from onlynorm.frozen.form import Block
 from onlynorm.models import mlp
-from onlynorm.reconstruction import find_layers, reconstruct, verify
-from onlynorm.reconstruction.blocks import Block
-from onlynorm.reconstruction.norms import affine
-from onlynorm.reconstruction.recipe import make_recipe
-from onlynorm.reconstruction.wide import draw_groups
+from onlynorm.modules import find_layers
+from onlynorm.modules.affine import affine
+from onlynorm.reconstruction import reconstruct, verify
+from onlynorm.reconstruction.constructions.base import make_recipe
+from onlynorm.reconstruction.constructions.wide import draw_groups
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""

@@ -19,19 +19,19 @@ from torch import nn
 from toy_records import make_record
 
 import onlynorm as on
-from onlynorm.bench.kept import Rows
 from onlynorm.errors import StorageError
+from onlynorm.evidence.artifacts import Artifact
+from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.papers.reproduce import Outcome, reproduce
+from onlynorm.evidence.records import write_record
+from onlynorm.evidence.report.diagnosis import plot_diagnosis, write_diagnosis
+from onlynorm.evidence.report.figure import write_figure
+from onlynorm.evidence.report.page import write_report
+from onlynorm.frozen import norm_only, save_norm_only
 from onlynorm.identity import save_factors, save_memorizer
-from onlynorm.layers import norm_only, save_norm_only
 from onlynorm.models import mlp
-from onlynorm.papers import Artifact, Outcome, reproduce
 from onlynorm.rank import Chain, simulate
-from onlynorm.report.diagnosis import plot_diagnosis, write_diagnosis
-from onlynorm.report.figure import write_figure
-from onlynorm.report.page import write_report
-from onlynorm.report.records import write_record
-from onlynorm.report.sealed import write_sealed
-from onlynorm.storage import claim, write_atomically
+from onlynorm.storage import claim, write_atomically, write_sealed
 from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_adapter, write_peft
 
 X = torch.linspace(-1.0, 1.0, 27, dtype=torch.float64).reshape(9, 3)
@@ -57,7 +57,7 @@ def compute(run: Any) -> Outcome:
 
 
 def rows_of(path: Path) -> None:
-    rows = Rows(path, kind="row", module="onlynorm.bench.adapt", force=True, say=lambda _: None)
+    rows = Rows(path, kind="row", module="onlynorm.evidence.bench.sweeps.adapt", force=True, say=lambda _: None)
     rows.find("row", {"seed": 1}, lambda: {"accuracy": 0.5}, fields={"accuracy": "float"})
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from onlynorm.report import Check, Curve, Panel, PieceNote, Record, Table, Verdict
+from onlynorm.evidence.records import Check, Curve, Panel, PieceNote, Record, Table, Verdict
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&'"
 

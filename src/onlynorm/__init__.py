@@ -1,24 +1,24 @@
 """onlynorm: build, tune and explain neural networks through only their normalization layers.
 
-The walk: target -> plan -> features -> solve -> norm parameters -> network -> verify -> report.
+The walk: target -> plan -> features -> solve -> norm parameters -> network -> verify.
 """
 
-from onlynorm import optim, theorems
+from onlynorm import optim
 from onlynorm.alignment import Alignment, align
-from onlynorm.features import Features, draw
-from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
-from onlynorm.layers import (
+from onlynorm.features import Features, draw, semicircle_spectrum
+from onlynorm.frozen import (
     NormOnlyConv2d,
     NormOnlyLinear,
     converted,
     load_norm_only,
     norm_only,
     save_norm_only,
-    semicircle_spectrum,
 )
+from onlynorm.identity import Factorization, Memorizer, factorize, memorize, memorize_norms
+from onlynorm.intervals import Box
+from onlynorm.modules import find_norms, fold, unfold
 from onlynorm.rank import Chain, Diagnosis, Repaired, diagnose, rank_ratio, repair, simulate, soft_rank
 from onlynorm.reconstruction import (
-    Box,
     Plan,
     Reconstruction,
     Verification,
@@ -30,7 +30,7 @@ from onlynorm.reconstruction import (
     verify,
 )
 from onlynorm.solvers import KhatriRao, Solution, choose, solve, solve_features, spectrum
-from onlynorm.tuning import Adapters, Schedule, find_norms, fit, fold, load_adapter, only_norms, save_adapter, unfold
+from onlynorm.tuning import Adapters, Schedule, fit, load_adapter, only_norms, save_adapter
 
 __version__ = "0.1.0"
 
@@ -84,7 +84,6 @@ __all__ = [
     "solve",
     "solve_features",
     "spectrum",
-    "theorems",
     "unfold",
     "verify",
 ]

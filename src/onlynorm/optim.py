@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, shown
-from onlynorm.layers import NormOnlyLayer
-from onlynorm.layers.frozen import RandomMap
-from onlynorm.layers.pseudo_inverse import PseudoInverse
-from onlynorm.modules import need_instance, need_number, unwrap, without_autocast
+from onlynorm.frozen import NormOnlyLayer
+from onlynorm.frozen.maps import RandomMap
+from onlynorm.modules import unwrap, without_autocast
+from onlynorm.solvers.methods.pseudo_inverse import PseudoInverse
+from onlynorm.validate import need_instance, need_number
 
 __all__ = ["follow_weights", "release"]
 

@@ -7,6 +7,13 @@ anywhere is noticed before anything in the file is looked at. Nothing in it can 
 Every file of the library is written by `write_atomically`, and a run that writes for a while holds `claim(path)`, so
 that two runs never write to one path at the same time. A checksum proves that a file is undamaged, not who wrote it:
 readers check every declared size and type against the content of the file before they use it.
+
+Sealed JSON files: written whole or not at all, and never trusted when damaged.
+
+A sealed file is one JSON object `{"kind", "format", "checksum", "body"}`; the checksum is the SHA-256 of the
+body in canonical form. It is written beside its place, flushed to the disk and renamed, so a killed process
+leaves the old file or the new one. A file is accepted only if its content, written again, gives the same bytes.
+Numbers that JSON lacks (NaN, infinities) are kept as `{"$float": "nan"}`.
 """
 
 from __future__ import annotations
@@ -16,7 +23,6 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import math
@@ -31,18 +37,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from onlynorm.errors import FormatError, MemoryLimitError, StorageError
+from onlynorm.errors import FormatError, MemoryLimitError, OnlynormError, StorageError
 
 fcntl: Any = None
 with contextlib.suppress(ImportError):  # on Windows an open file cannot be deleted, and runs are not kept apart
     fcntl = importlib.import_module("fcntl")
-
 MAX_NESTING = 64
 """Lists and objects inside each other in a JSON document that is read; our own files have fewer than ten."""
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _KEY = "onlynorm"
@@ -490,3 +495,56 @@ def _open_seal(data: bytes, name: str, kind: str, cure: str) -> bytes:
     if data[place : place + len(_BLANK)] != seal.hexdigest().encode():
         refuse("does not match its checksum: it was altered or cut short")
     return header
+
+
+__all__ = ["digest", "from_plain", "read_sealed", "seal_json", "to_plain", "write_atomically", "write_sealed"]
+FORMAT = 1
+
+
+def write_sealed(path: Path, body: Mapping[str, Any], *, kind: str) -> None:
+    """Write `body` as a sealed file of this `kind`."""
+    write_atomically(path, seal_json(to_plain(body), kind=kind))
+
+
+def seal_json(plain: Mapping[str, Any], *, kind: str) -> bytes:
+    """The bytes of a sealed file with this body, in JSON types."""
+    sealed = {"kind": kind, "format": FORMAT, "checksum": digest(plain), "body": plain}
+    return (json.dumps(sealed, allow_nan=False) + "\n").encode()
+
+
+def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
+    """The body of a sealed file; `FormatError` when it is damaged, altered, newer, or of another kind."""
+    cure = "Delete the file and run `reproduce` again."
+    try:
+        data = read_file(path, what=f"the {kind}")
+        sealed = parse_json(data)
+    except OnlynormError:
+        raise
+    except ValueError as error:
+        raise FormatError(f"the {kind} needs whole JSON; {path.name} is damaged or cut short. {cure}") from error
+    if not isinstance(sealed, dict) or sealed.get("kind") != kind or not isinstance(sealed.get("body"), dict):
+        raise FormatError(f"expected a file of kind {kind!r}; {path.name} is something else. {cure}")
+    if sealed.get("format") != FORMAT:
+        raise FormatError(
+            f"the {kind} needs format {FORMAT}; {path.name} has {sealed.get('format')!r}. "
+            "Update onlynorm, or run `reproduce` again."
+        )
+    body = sealed["body"]
+    try:
+        intact = data == seal_json(body, kind=kind)  # byte for byte, the checksum among them
+        restored = from_plain(body)
+    except (ValueError, TypeError, OverflowError):
+        intact = False
+    if not intact or not isinstance(restored, dict):
+        raise FormatError(f"the {kind} needs its own checksum; {path.name} was altered or damaged. {cure}")
+    return restored
+
+
+def tensors_digest(tensors: Mapping[str, object]) -> str:
+    """SHA-256 over names, types, shapes and bytes of tensors."""
+    total = hashlib.sha256()
+    for name, value in tensors.items():
+        total.update(f"{name!r}: {getattr(value, 'dtype', value)} {tuple(getattr(value, 'shape', ()))}\n".encode())
+        if isinstance(value, Tensor):
+            total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

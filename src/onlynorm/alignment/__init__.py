@@ -1,4 +1,7 @@
-"""The order of a target's rows that suits given features: `align` when there are fewer features than equations."""
+"""The order of a target's rows that suits given features: `align` when there are fewer features than equations.
+
+The files read in the order: objective, directions, search, align.
+"""
 
 from onlynorm.alignment.align import METHODS, Alignment, Attempt, align, align_within
 from onlynorm.alignment.directions import Directions, PerOutput, find_directions
@@ -16,6 +19,3 @@ __all__ = [
     "find_directions",
     "objective_for",
 ]
-
-from onlynorm.alignment import checks as _checks  # noqa: F401
-from onlynorm.alignment import checks_training as _checks_training  # noqa: F401

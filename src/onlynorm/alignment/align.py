@@ -28,12 +28,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from onlynorm.alignment.directions import Directions, PerOutput, find_directions
-from onlynorm.alignment.exchange import tabu_search, two_opt
-from onlynorm.alignment.greedy import best_of_random, greedy
 from onlynorm.alignment.objective import Objective, Order, objective_for
+from onlynorm.alignment.search import best_of_random, greedy, tabu_search, two_opt
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.features.streams import check_seed
-from onlynorm.modules import as_real, need_choice, need_instance, need_number
+from onlynorm.validate import as_real, need_choice, need_instance, need_number
 
 METHODS = ("greedy", "two_opt", "random", "tabu", "assignment")
 N_RANDOM = 1000

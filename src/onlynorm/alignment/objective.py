@@ -23,8 +23,8 @@ from torch import Tensor
 
 from onlynorm.alignment.directions import Directions, PerOutput
 from onlynorm.errors import ShapeError, shown
-from onlynorm.modules import as_real, as_tensor, need_instance
-from onlynorm.solvers.memory import memory_limit, need_memory
+from onlynorm.memory import memory_limit, need_memory
+from onlynorm.validate import as_real, as_tensor, need_instance
 
 Array = npt.NDArray[np.float64]
 Order = npt.NDArray[np.int64]

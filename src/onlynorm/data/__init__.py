@@ -1,17 +1,17 @@
 """Data sets: digits, CIFAR-10 and CIFAR-100, Fashion-MNIST in their standard formats, teachers, files of your own.
 
 The data folder is `ONLYNORM_DATA`, else `shared/data` beside the checkout. Nothing is downloaded, and nothing that a
-file holds can run. The files read in the order: split, handwritten, plain_pickle, tensor_files, cifar,
-fashion, synthetic, files, corruptions.
+file holds can run. The files read in the order: split, digits, plain_pickle, tensor_files, cifar, fashion, teacher,
+load, matrices, corruptions.
 """
 
 from onlynorm.data.cifar import CIFAR_MEAN, CIFAR_RECORD, CIFAR_STD, cifar10, cifar100
 from onlynorm.data.corruptions import CORRUPTIONS, corrupt
+from onlynorm.data.digits import digits
 from onlynorm.data.fashion import FASHION_MEAN, FASHION_STD, fashion_mnist
-from onlynorm.data.files import DATA_SETS, load_data
-from onlynorm.data.handwritten import digits
-from onlynorm.data.split import Split, find_data, seeded
-from onlynorm.data.synthetic import teacher
+from onlynorm.data.load import DATA_SETS, load_data
+from onlynorm.data.split import Split, find_data
+from onlynorm.data.teacher import teacher
 
 __all__ = [
     "CIFAR_MEAN",
@@ -29,6 +29,5 @@ __all__ = [
     "fashion_mnist",
     "find_data",
     "load_data",
-    "seeded",
     "teacher",
 ]

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from onlynorm.data.split import seeded
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.modules.validate import as_tensor, need_choice, need_items, need_number
+from onlynorm.seeds import seeded
+from onlynorm.validate import as_tensor, need_choice, need_items, need_number
 
 SMALLEST = 1e-6
 """Pixels of a blur below which nothing changes."""

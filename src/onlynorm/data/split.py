@@ -6,13 +6,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from onlynorm.errors import MissingDataError, ShapeError
-from onlynorm.modules.validate import need_integer, need_path, need_seed, need_text
+from onlynorm.validate import need_integer, need_path, need_text
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,3 @@ def find_data(name: str) -> Path:
             "format, or set ONLYNORM_DATA to the folder that holds it."
         )
     return folder / name
-
-
-def seeded(seed: int) -> torch.Generator:
-    """A generator of its own for this seed, so that the global one stays as it is."""
-    return torch.Generator().manual_seed(need_seed(seed))

@@ -33,7 +33,6 @@ INFLATED_BYTES = 2**28
 """Bytes to which compressed content may always expand: 256 MiB."""
 INFLATED_RATIO = 20
 """How many times the size of its file compressed content may have beyond that; images and weights have 1 to 5."""
-
 _CHUNK = 2**20
 _TORCH_OPERATIONS = (OPERATIONS - {"STACK_GLOBAL"}) | {"BINPERSID"}
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat",

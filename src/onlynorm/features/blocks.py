@@ -20,10 +20,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError, shown
-from onlynorm.features.distributions import check_shape, draw
+from onlynorm.features.draw import Features, check_shape, draw
 from onlynorm.features.streams import as_integer, check_range
-from onlynorm.features.weights import Features
-from onlynorm.modules import as_tensor
+from onlynorm.validate import as_tensor
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,125 @@
 
 Scales follow He et al. (2015): variance 2 / fan_in, where fan_in counts the inputs of a neuron of the source
 layer at hand, inp * kernel positions for the first and features * kernel positions for the second.
+
+The distributions by name, and what one of them is handed: one side of a layer.
+
+A distribution is a function `fill(side, start, stop)` that returns the numbers of features [start, stop) of
+one side as a (stop - start, side.width) float64 array. It must depend on nothing but `side` and the feature's
+own number, so that any block alone equals the same block of the whole.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Iterable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from onlynorm.errors import ShapeError, ValueRangeError, shown
+from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.orthogonal import haar_columns
-from onlynorm.features.registry import Array, Side, lookup, names, register
-from onlynorm.features.streams import Stream, as_integer, check_density, check_seed
-from onlynorm.features.weights import Features, build_structure
-from onlynorm.modules import is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
+from onlynorm.features.streams import Stream, check_density
+from onlynorm.validate import need_callable, need_choice, need_flag
 
-__all__ = ["Features", "draw", "names", "register"]
+if TYPE_CHECKING:
+    pass
 
-DEFAULT_EXCESS = 1.25
-_KERNELS = ("first", "second")
-_MOST_WEIGHTS = 2**62
-"""Entries of a weight, or features: more have no address."""
+Array = npt.NDArray[np.float64]
+STRUCTURED = ("id_cond", "id_cond_minimal", "ortho_cond")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One source layer as a distribution sees it: `width` numbers per feature, laid out feature by feature.
+
+    `part` is "right" (first layer, a row per feature) or "left" (second layer, a column per feature),
+    `fan_in` the number of inputs of one neuron of that layer, `density` the chance of an entry to stay (None:
+    dense).
+    """
+
+    part: str
+    width: int
+    fan_in: int
+    n_features: int
+    seed: int
+    layer: str
+    density: float | None = None
+
+    def stream(self, name: str = "") -> Stream:
+        """The side's stream, or a second one of that name."""
+        return Stream(self.seed, self.layer, f"{self.part}/{name}" if name else self.part)
+
+    def normals(self, start: int, stop: int) -> Array:
+        """Standard normals of features [start, stop)."""
+        return self.stream().normals(start * self.width, stop * self.width).reshape(-1, self.width)
+
+    def uniforms(self, start: int, stop: int) -> Array:
+        """Uniforms in (0, 1) of features [start, stop)."""
+        return self.stream().uniforms(start * self.width, stop * self.width).reshape(-1, self.width)
+
+    def signs(self, start: int, stop: int) -> Array:
+        """Random signs, +1.0 or -1.0, of features [start, stop)."""
+        return self.stream().signs(start * self.width, stop * self.width).reshape(-1, self.width)
+
+    def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which entries of features [start, stop) stay, from the stream "<part>/mask"; all if dense."""
+        if self.density is None:
+            return np.ones((stop - start, self.width), dtype=np.bool_)
+        flat = self.stream("mask").mask(self.density, start * self.width, stop * self.width)
+        return flat.reshape(-1, self.width)
+
+
+Fill = Callable[[Side, int, int], Array]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A registered distribution. `density` is the default of a sparse one; None means it is dense.
+
+    `is_grouped` asks to be called for whole groups of `side.width` features where possible.
+    """
+
+    name: str
+    fill: Fill
+    density: float | None = None
+    is_grouped: bool = False
+
+
+_REGISTRY: dict[str, Distribution] = {}
+
+
+def register(name: str, *, density: float | None = None, is_grouped: bool = False) -> Callable[[Fill], Fill]:
+    """A decorator that adds `fill(side, start, stop)` to the distributions under `name`.
+
+    Give `density` to accept one in `draw` (this is its default); the entries outside `side.mask` are then set
+    to zero for you. A file that uses your distribution can only be read where it is registered.
+    """
+    if not isinstance(name, str) or not name or name in names():
+        raise ValueRangeError(
+            f"register needs a new, non-empty name; got {shown(name)}. Choose one not in {', '.join(names())}."
+        )
+    default = None if density is None else check_density(density)
+    need_flag("is_grouped", is_grouped)
+
+    def add(fill: Fill) -> Fill:
+        need_callable("a distribution", fill, cure="Write a function fill(side, start, stop).")
+        _REGISTRY[name] = Distribution(name, fill, default, is_grouped)
+        return fill
+
+    return add
+
+
+def names() -> tuple[str, ...]:
+    """The names `draw` knows, sorted."""
+    return tuple(sorted((*_REGISTRY, *STRUCTURED)))
+
+
+def lookup(name: str) -> Distribution | None:
+    """The registered distribution, None for a structured name, or an error that suggests the nearest name."""
+    return _REGISTRY.get(need_choice("features", name, names()))
 
 
 @register("he_normal")
@@ -80,129 +173,3 @@ def er_normal(side: Side, start: int, stop: int) -> Array:
 def er_sign(side: Side, start: int, stop: int) -> Array:
     """Random signs that stay with probability `density` (Erdos-Renyi mask), without a scale."""
     return side.signs(start, stop)
-
-
-def draw(
-    name: str,
-    shape: Sequence[int],
-    *,
-    n_features: int | None = None,
-    excess: float | None = None,
-    seed: int = 0,
-    layer: str = "",
-    kernel: str = "first",
-    density: float | None = None,
-    shared_column: int = 0,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> Features:
-    """Frozen features for a target weight of `shape`: (out, inp) or (out, inp, *kernel), 1 to 3 kernel axes.
-
-    `n_features`, or `excess` = features per equation (1.25 if neither is given), sets how many; structured
-    distributions fix their own number. `kernel` says which source layer holds the kernel: "first" gives right
-    (feat, inp * positions) and left (out, feat), "second" right (feat, inp) and left (out * positions, feat).
-    `density` belongs to the sparse distributions and to id_cond, `shared_column` to id_cond_minimal. Features
-    of equal seed and different `layer` are independent. Nothing large is computed before a block is asked for.
-
-    Distributions of one seed and layer name share their underlying random numbers, so that he_normal and he_uniform are
-    then dependent: the larger number of one is the larger of the other. Use another seed or layer name for independent
-    draws.
-    """
-    distribution = lookup(name)
-    shape = check_shape(shape)
-    kernel = need_choice("kernel", kernel, _KERNELS)
-    if distribution is not None and distribution.density is not None:
-        density = distribution.density if density is None else check_density(density)
-    elif density is not None:
-        if name != "id_cond":
-            raise ValueRangeError(
-                f"density needs a sparse distribution; got {shown(density)} for {name}, which is dense. Leave "
-                "density out, or draw sparse_he_normal, er_normal, er_sign or id_cond."
-            )
-        density = check_density(density)
-    column = as_integer(shared_column)
-    if column != 0 and name != "id_cond_minimal":
-        raise ValueRangeError(
-            f"shared_column needs id_cond_minimal; got {shown(shared_column)} for {name}. Leave shared_column out."
-        )
-    features = Features(
-        name=name,
-        shape=shape,
-        n_features=0 if distribution is None else _need_room(_count(n_features, excess, math.prod(shape))),
-        seed=check_seed(seed),
-        layer=Stream(0, layer, "").layer,
-        kernel=kernel,
-        density=density,
-        shared_column=shared_column if column is None else column,  # the structure refuses what is no column
-        dtype=need_float_dtype("dtype", dtype),
-        device=need_device("device", device, is_meta_allowed=True),
-    )
-    return features if distribution is not None else _with_own_count(features, n_features, excess)
-
-
-def _with_own_count(features: Features, n_features: int | None, excess: float | None) -> Features:
-    # The factors of ortho_cond are dear to draw and not needed to count its features.
-    own = features.equations if features.name == "ortho_cond" else build_structure(features).n_features
-    if excess is not None or (n_features is not None and as_integer(n_features) != own):
-        raise ValueRangeError(
-            f"{features.name} needs exactly its own {own} features; got n_features={shown(n_features)}, "
-            f"excess={shown(excess)}. Leave both out."
-        )
-    return dataclasses.replace(features, n_features=_need_room(own))
-
-
-def check_shape(shape: object) -> tuple[int, ...]:
-    """The shape of a target's weight as ints, or an error that says what it may be."""
-    is_listed = isinstance(shape, Iterable) and not isinstance(shape, torch.nn.Module)
-    is_listed = is_listed and not (isinstance(shape, torch.Tensor) and (shape.is_nested or not shape.ndim))
-    sizes = [as_integer(size) for size in itertools.islice(shape, 6)] if is_listed else []  # type: ignore[call-overload]
-    if not 2 <= len(sizes) <= 5 or any(size is None or size < 1 for size in sizes):
-        raise ShapeError(
-            f"shape needs 2 to 5 positive whole numbers, (out, inp) or (out, inp, *kernel); got {shown(shape)}. "
-            "Pass tuple(layer.weight.shape)."
-        )
-    found = tuple(size for size in sizes if size is not None)
-    if math.prod(found) > _MOST_WEIGHTS:
-        raise ShapeError(
-            f"shape needs a weight that a computer can address, of fewer than 2^62 entries; got {shown(shape)}. Is an "
-            "axis too long?"
-        )
-    return found
-
-
-def _count(n_features: object, excess: object, equations: int) -> int:
-    if n_features is not None and excess is not None:
-        raise ValueRangeError(
-            f"draw needs one of n_features and excess; got n_features={shown(n_features)} and excess={shown(excess)}. "
-            "Leave one out."
-        )
-    if n_features is not None:
-        count = as_integer(n_features)
-        if count is None or count < 1:
-            raise ValueRangeError(
-                f"n_features needs a positive whole number; got {shown(n_features)}. For {equations} equations "
-                f"{math.ceil(DEFAULT_EXCESS * equations)} is a good choice."
-            )
-        return count
-    excess = DEFAULT_EXCESS if excess is None else excess
-    if not is_real_number(excess) or not 0.0 < excess < math.inf:  # type: ignore[operator]
-        raise ValueRangeError(
-            f"excess needs a positive finite number, features per equation; got {shown(excess)} for {equations} "
-            "equations. Pass excess=1.25."
-        )
-    return math.ceil(_as_written(excess) * equations)  # the decimal as written: 1.1 times 10 is 11
-
-
-def _need_room(n_features: int) -> int:
-    """Raises where not even one number for each feature fits into memory: their gammas could not be held."""
-    n_bytes = 8.0 * min(n_features, 10**300)
-    need_free_memory(
-        f"one gamma for each of {n_bytes / 8:.3g} features", n_bytes, cure="Take a smaller excess or fewer n_features."
-    )
-    return n_features
-
-
-def _as_written(number: object) -> Fraction:
-    """The shortest decimal that rounds to this float, in its own precision."""
-    narrow = isinstance(number, np.floating) and number.itemsize < 8
-    return Fraction(str(number) if narrow else str(float(number)))  # type: ignore[arg-type]

@@ -23,11 +23,10 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 
 from onlynorm.errors import MemoryLimitError, ShapeError
-from onlynorm.modules import as_tensor
+from onlynorm.validate import as_tensor
 
 MAX_NONZEROS = 50_000_000
 """Largest pattern a matching is computed for; about 20 bytes of memory per nonzero."""
-
 _NAMED_ROWS = 5  # how many unmatched equations a message lists
 _MAX_EQUATIONS = 2**31 - 1  # scipy's matching counts in 32 bits
 

@@ -76,16 +76,13 @@ _FAR_TAIL_BELOW = (
     5.99832206555887937690e-1,
     1.0,
 )
-
 _CENTRE_SHIFT = 0.180625  # 0.425 squared; the central approximation holds for |u - 1/2| <= 0.425
 _TAIL_SHIFT = 1.6
 _FAR_TAIL_START = 5.0
-
 _SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
 _LOG2_HIGH = float.fromhex("0x1.62e42fee00000p-1")  # 33 leading bits of log 2: exponent * high is exact
 _LOG2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 _LOG_TERMS = tuple(2.0 / n for n in range(23, 0, -2))  # 2/23, ..., 2/3, 2: log m = f * poly(f^2)
-
 CHUNK = 32768  # numbers per step: the buffers stay in a core's cache and numpy's call overhead is hidden
 
 

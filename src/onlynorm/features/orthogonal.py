@@ -20,7 +20,6 @@ import torch
 from onlynorm.features.streams import Stream
 
 Array = npt.NDArray[np.float64]
-
 _PANEL = 2**16  # entries of the working panel: it and its scratch copy stay in a core's cache
 _COLUMNS_PER_THREAD = 128  # fewer would not pay for drawing the reflections once more
 

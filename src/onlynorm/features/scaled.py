@@ -19,7 +19,7 @@ from torch import Tensor
 from onlynorm.errors import OnlynormError, ShapeError, ValueRangeError, shown
 from onlynorm.features.streams import Stream, as_integer
 from onlynorm.features.structured import IdCond
-from onlynorm.modules import as_real, is_real_number, need_free_memory
+from onlynorm.validate import as_real, is_real_number, need_free_memory
 
 _HALVINGS = 60
 MAX_CONDITION = 1e37

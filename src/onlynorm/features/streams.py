@@ -21,10 +21,9 @@ import numpy.typing as npt
 
 from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.normals import CHUNK, NormalTransform
-from onlynorm.modules import is_real_number, need_number, need_seed
+from onlynorm.validate import is_real_number, need_number, need_seed
 
 FORMAT_VERSION = 1
-
 _PREFIX = b"onlynorm stream v1"
 _WORDS_PER_BLOCK = 4
 _WORD_VALUES = 2**64

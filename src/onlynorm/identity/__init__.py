@@ -1,22 +1,23 @@
 """Near-identity parameterizations: products of layers I + A, their landscape, and networks that memorize a sample.
 
-The files read in the order of the work: matrices, rotations, norm_bounds, factors, constructions, padding, factorize,
-factor_file, landscape; then points, thresholds, readout, memorizer, memorize, memorizer_file, off_sample,
-memorize_norms; then allconv.
+Read `factorization`, then `landscape`, `memorization` and `allconv`.
 """
 
 from onlynorm.identity.allconv import AllConvolutional, all_convolutional, branch_bounds
-from onlynorm.identity.factor_file import load_factors, save_factors
-from onlynorm.identity.factorize import factorize
-from onlynorm.identity.factors import Factorization, NearIdentity
+from onlynorm.identity.factorization.bounds import least_norm, paper_bound, spiral_bound
+from onlynorm.identity.factorization.factorize import factorize
+from onlynorm.identity.factorization.factors import Factorization, NearIdentity, load_factors, save_factors
+from onlynorm.identity.factorization.matrices import nearest_invertible, random_matrix
 from onlynorm.identity.landscape import Descent, Dominance, Landscape
-from onlynorm.identity.matrices import nearest_invertible, random_matrix
-from onlynorm.identity.memorize import memorize
-from onlynorm.identity.memorize_norms import NormMemorizer, memorize_norms
-from onlynorm.identity.memorizer import SILENT, Memorizer, MemorizerFacts
-from onlynorm.identity.memorizer_file import load_memorizer, save_memorizer
-from onlynorm.identity.norm_bounds import least_norm, paper_bound, spiral_bound
-from onlynorm.identity.off_sample import OffSample, activation_distances, class_radii, measure_off_sample
+from onlynorm.identity.memorization.by_norms import NormMemorizer, memorize_norms
+from onlynorm.identity.memorization.generalization import (
+    OffSample,
+    activation_distances,
+    class_radii,
+    measure_off_sample,
+)
+from onlynorm.identity.memorization.memorize import memorize
+from onlynorm.identity.memorization.memorizer import SILENT, Memorizer, MemorizerFacts, load_memorizer, save_memorizer
 
 __all__ = [
     "SILENT",
@@ -48,9 +49,3 @@ __all__ = [
     "save_memorizer",
     "spiral_bound",
 ]
-
-from onlynorm.identity import (  # noqa: F401, each registers its checks
-    checks_factorize,
-    checks_landscape,
-    checks_memorize,
-)

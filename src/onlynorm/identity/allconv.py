@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.features import draw
-from onlynorm.models import own_randomness
-from onlynorm.modules import need_choice, need_free_memory, need_instance, need_integer, need_seed
+from onlynorm.seeds import own_randomness
+from onlynorm.validate import need_choice, need_free_memory, need_instance, need_integer, need_seed
 
 STARTS = ("near_identity", "standard")
 """How the convolutions of the blocks start."""

@@ -17,8 +17,8 @@ from jaxtyping import Float, Num
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
-from onlynorm.identity.matrices import EPS, need_depth, need_matrix
-from onlynorm.modules import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
+from onlynorm.identity.factorization.matrices import EPS, need_depth, need_matrix
+from onlynorm.validate import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
 
 BLOW_UP = 1e6
 """A descent stops where the risk has grown by this factor."""

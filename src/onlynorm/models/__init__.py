@@ -1,13 +1,13 @@
 """Reference networks, and networks by name: built in, or made by a function of your own.
 
-The files read from small to large: parts, plain, residual, transformer, by_name.
+The files read from small to large: build, plain, resnet, vit, by_name.
 """
 
+from onlynorm.models.build import INITS, NORMS
 from onlynorm.models.by_name import BUILT_IN, BuiltIn, load_model, load_weights, make_model, run_factory
-from onlynorm.models.parts import INITS, NORMS, own_randomness
 from onlynorm.models.plain import ACTIVATIONS, VGG_STAGES, mlp, vgg
-from onlynorm.models.residual import CifarBlock, CifarResNet, ResNet, cifar_resnet, resnet
-from onlynorm.models.transformer import ViT, vit
+from onlynorm.models.resnet import CifarBlock, CifarResNet, ResNet, cifar_resnet, resnet
+from onlynorm.models.vit import ViT, vit
 
 __all__ = [
     "ACTIVATIONS",
@@ -25,7 +25,6 @@ __all__ = [
     "load_weights",
     "make_model",
     "mlp",
-    "own_randomness",
     "resnet",
     "run_factory",
     "vgg",

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from onlynorm.data import find_data
 from onlynorm.data.tensor_files import read_safetensors, read_torch
 from onlynorm.errors import ConversionError, FormatError, MissingDataError, UnknownNameError
-from onlynorm.models.parts import own_randomness
 from onlynorm.models.plain import mlp, vgg
-from onlynorm.models.residual import CifarResNet, ResNet
-from onlynorm.models.transformer import vit
-from onlynorm.modules.validate import need_model, need_path, need_text
+from onlynorm.models.resnet import CifarResNet, ResNet
+from onlynorm.models.vit import vit
+from onlynorm.modules.validate import need_model
+from onlynorm.seeds import own_randomness
+from onlynorm.validate import need_path, need_text
 
 
 @dataclass(frozen=True)

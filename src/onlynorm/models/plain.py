@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from onlynorm.errors import ShapeError, shown
-from onlynorm.models.parts import (
+from onlynorm.models.build import (
     as_whole,
     image_norm,
     initialise,
@@ -16,14 +16,13 @@ from onlynorm.models.parts import (
     need_norm,
     need_parameters,
     need_size,
-    own_randomness,
     vector_norm,
 )
-from onlynorm.modules import need_items
+from onlynorm.seeds import own_randomness
+from onlynorm.validate import need_items
 
 VGG_STAGES = ((64,) * 2, (64,) * 2, (64,) * 4, (64,) * 4, (64,) * 5)
 """17 convolutions of 64 channels, the size of the targets of burkholz2024, which does not say where they pool."""
-
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "celu": nn.CELU, "elu": nn.ELU, "gelu": nn.GELU, "hardsigmoid": nn.Hardsigmoid, "hardswish": nn.Hardswish,
     "hardtanh": nn.Hardtanh, "leaky_relu": nn.LeakyReLU, "logsigmoid": nn.LogSigmoid, "mish": nn.Mish,

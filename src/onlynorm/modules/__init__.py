@@ -1,33 +1,15 @@
-"""Any `nn.Module`: what it returns, what it is wrapped in, default losses, and checks of arguments.
+"""Any `nn.Module`: its layers and norms, what it returns, what it is wrapped in, and default losses.
 
-Read `walk` for outputs and wrappers, `losses` for the rule that all of onlynorm uses for targets, and `validate` for
-the checks that public functions share.
+The files read in the order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched.
 """
 
+from onlynorm.modules.affine import Affine, from_affine, to_affine
+from onlynorm.modules.fold import FoldedModel, KeptNorm, fold, fold_network, unfold
+from onlynorm.modules.layers import find_layers
 from onlynorm.modules.losses import Loss, default_loss, is_class_labels
-from onlynorm.modules.validate import (
-    as_real,
-    as_tensor,
-    is_real_number,
-    is_whole_number,
-    need_callable,
-    need_choice,
-    need_device,
-    need_flag,
-    need_float_dtype,
-    need_free_memory,
-    need_instance,
-    need_integer,
-    need_items,
-    need_model,
-    need_number,
-    need_path,
-    need_seed,
-    need_sizes,
-    need_text,
-)
+from onlynorm.modules.norms import NormLayer, Norms, SkippedNorm, find_norms
+from onlynorm.modules.validate import need_model
 from onlynorm.modules.walk import (
-    GLOBAL_GENERATORS,
     Output,
     find_output,
     is_autocast,
@@ -38,33 +20,27 @@ from onlynorm.modules.walk import (
 )
 
 __all__ = [
-    "GLOBAL_GENERATORS",
+    "Affine",
+    "FoldedModel",
+    "KeptNorm",
     "Loss",
+    "NormLayer",
+    "Norms",
     "Output",
-    "as_real",
-    "as_tensor",
+    "SkippedNorm",
     "default_loss",
+    "find_layers",
+    "find_norms",
     "find_output",
+    "fold",
+    "fold_network",
+    "from_affine",
     "is_autocast",
     "is_class_labels",
-    "is_real_number",
-    "is_whole_number",
-    "need_callable",
-    "need_choice",
-    "need_device",
-    "need_flag",
-    "need_float_dtype",
-    "need_free_memory",
-    "need_instance",
-    "need_integer",
-    "need_items",
     "need_model",
-    "need_number",
-    "need_path",
-    "need_seed",
-    "need_sizes",
-    "need_text",
     "tensors_in",
+    "to_affine",
+    "unfold",
     "unwrap",
     "without_autocast",
     "without_compiling",

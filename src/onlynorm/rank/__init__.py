@@ -1,10 +1,15 @@
-"""Does the signal survive depth? Measures of its rank, chains that predict them, and the diagnosis of a network."""
+"""Does the signal survive depth? Measures of its rank, chains that predict them, and the diagnosis of a network.
 
-from onlynorm.rank.chain import ACTIVATIONS, Chain, walk
-from onlynorm.rank.chain_averages import Estimate
-from onlynorm.rank.diagnose import diagnose
-from onlynorm.rank.diagnosis import Diagnosis
-from onlynorm.rank.drift import drift_of_eigenvalues, frobenius_drift
+Read `measures`, then `chains`, `diagnosis`, `trained` and `coverage`, and `repairs`.
+"""
+
+from onlynorm.rank.chains.averages import Estimate
+from onlynorm.rank.chains.chain import ACTIVATIONS, Chain, walk
+from onlynorm.rank.chains.simulate import ChainAverages, simulate
+from onlynorm.rank.diagnosis.diagnose import diagnose
+from onlynorm.rank.diagnosis.result import Diagnosis
+from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
+from onlynorm.rank.diagnosis.verdict import Thresholds, Verdict, judge
 from onlynorm.rank.measures import (
     Cosines,
     as_matrix,
@@ -19,10 +24,7 @@ from onlynorm.rank.measures import (
     unit_rows,
     unit_scale,
 )
-from onlynorm.rank.repair import METHODS, Repaired, repair
-from onlynorm.rank.signals import Layer, Signal, read_signal
-from onlynorm.rank.simulation import ChainAverages, simulate
-from onlynorm.rank.verdict import Thresholds, Verdict, judge
+from onlynorm.rank.repairs.repair import METHODS, Repaired, repair
 
 __all__ = [
     "ACTIVATIONS",
@@ -40,10 +42,8 @@ __all__ = [
     "as_matrix",
     "cosines",
     "diagnose",
-    "drift_of_eigenvalues",
     "effective_rank",
     "exact_rank",
-    "frobenius_drift",
     "judge",
     "rank_ratio",
     "read_signal",
@@ -57,7 +57,3 @@ __all__ = [
     "unit_scale",
     "walk",
 ]
-
-from onlynorm.rank import checks_chain as _checks_chain  # noqa: F401
-from onlynorm.rank import checks_law as _checks_law  # noqa: F401
-from onlynorm.rank import checks_spectrum as _checks_spectrum  # noqa: F401

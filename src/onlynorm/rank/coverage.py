@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onlynorm.modules.norms import norm_kind
 from onlynorm.rank.trained import find_norms, find_training
-from onlynorm.tuning.norms import norm_kind
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

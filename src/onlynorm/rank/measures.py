@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.modules import as_tensor, need_choice, need_integer, need_number
+from onlynorm.validate import as_tensor, need_choice, need_integer, need_number
 
 POSITIONS = ("pool", "samples")
 METHODS = ("inertia", "eigenvalues")

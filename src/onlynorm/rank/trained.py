@@ -22,8 +22,8 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from onlynorm.data import seeded
-from onlynorm.tuning.norms import norm_kind
+from onlynorm.modules.norms import norm_kind
+from onlynorm.seeds import seeded
 
 MIN_Z = 8.0
 """Standard deviations of shuffled weights beyond which a weight is no draw of independent entries."""

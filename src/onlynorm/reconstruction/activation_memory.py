@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from onlynorm.errors import OnlynormError
-from onlynorm.reconstruction.calls import Inputs, cast, copy_network, run
+from onlynorm.modules.layers import TargetLayer
+from onlynorm.modules.walk import Inputs, cast, copy_network, run
 from onlynorm.reconstruction.costs import Load
-from onlynorm.reconstruction.target import TargetLayer
 
 
 @dataclass(frozen=True)

@@ -16,25 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError, ValueRangeError, shown
-from onlynorm.modules import need_callable, need_choice, need_device, need_path
-from onlynorm.reconstruction import partial
-from onlynorm.reconstruction.block_file import BlockEntry, describe_block, make_block, need_activation, parse_entry
-from onlynorm.reconstruction.blocks import LOWEST, Block, find_blocks
-from onlynorm.reconstruction.calls import copy_network, precision
-from onlynorm.reconstruction.fast_paths import set_fast_paths
-from onlynorm.reconstruction.folding import FoldedNorm, folded_places
-from onlynorm.reconstruction.places import carry_hooks, swap
-from onlynorm.reconstruction.recipe import STORAGES
+from onlynorm.frozen.checkpoint import (
+    BlockEntry,
+    count_hooks,
+    describe_block,
+    describe_structure,
+    differences,
+    make_block,
+    need_activation,
+    parse_entry,
+)
+from onlynorm.frozen.fast_paths import set_fast_paths
+from onlynorm.frozen.form import LOWEST, Block, find_blocks
+from onlynorm.frozen.options import STORAGES
+from onlynorm.modules.layers import CONVOLUTIONS, LINEAR
+from onlynorm.modules.norms import FoldedNorm, folded_places
+from onlynorm.modules.walk import carry_hooks, copy_network, precision, swap
+from onlynorm.reconstruction import resume
 from onlynorm.reconstruction.result import Reconstruction, as_network
-from onlynorm.reconstruction.structure import count_hooks, describe_structure, differences
-from onlynorm.reconstruction.target import CONVOLUTIONS, LINEAR
 from onlynorm.storage import from_plain, read_tensors, to_plain, write_tensors
+from onlynorm.validate import need_callable, need_choice, need_device, need_path
 
 FORMAT = 1
 KIND = "network of norms"
 CURE = "Save it again from the reconstruction."
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 Step = Callable[[str, int, int], None]
 """Called with (block, blocks done, blocks in all)."""
 
@@ -81,7 +87,7 @@ def save(
     }  # fmt: skip
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
     if isinstance(network, Reconstruction) and network.partial is not None:
-        partial.remove(network.partial)
+        resume.remove(network.partial)
 
 
 def load(

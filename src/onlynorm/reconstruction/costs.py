@@ -18,18 +18,17 @@ import torch
 
 from onlynorm.features import Features
 from onlynorm.features.normals import CHUNK as NORMAL_CHUNK
-from onlynorm.reconstruction.blocks import CHUNK_BYTES
-from onlynorm.reconstruction.streaming import PATCH_BYTES, n_rows
+from onlynorm.frozen.pair import CHUNK_BYTES
+from onlynorm.frozen.streaming import PATCH_BYTES, n_rows
+from onlynorm.memory import memory_budget
 from onlynorm.solvers import choose
 from onlynorm.solvers.choose import RATES
-from onlynorm.solvers.conditioning import predict_features
-from onlynorm.solvers.direct import FLOOR
-from onlynorm.solvers.memory import memory_budget
+from onlynorm.solvers.methods.direct import FLOOR
+from onlynorm.solvers.spectrum import predict_features
 
 EPS = 2.0**-52
 N_MEASURED = 4
 """Samples on which the error of a layer is measured."""
-
 VECTORS = 64
 """Bytes per feature that stay whatever the storage: four numbers of its norm, two of its range, two of its line."""
 SCRATCH = 160
@@ -41,7 +40,6 @@ NORMAL_BYTES = 40
 """Scratch bytes per number of the transform to normals, which works on `NORMAL_CHUNK` at a time."""
 SUMMED = 2**22
 """Numbers of a block of frozen weights over which constants are summed."""
-
 LAYER_SECONDS = 0.004
 """Python's own time for a layer, and below for a solve, for an iterative one, and for a step of an iteration."""
 SOLVE_SECONDS = 0.002

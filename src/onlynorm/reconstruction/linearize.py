@@ -31,8 +31,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.modules import as_real, need_callable, need_flag, need_float_dtype
-from onlynorm.reconstruction.activations import Activation, Cubic, Ray, Segment, chart, known, leak
+from onlynorm.modules.activations import Activation, Cubic, Ray, Segment, chart, known, leak
+from onlynorm.validate import as_real, need_callable, need_flag, need_float_dtype
 
 STEEP = 1e-3
 """A side of a leaky activation flatter than this is not used: its norm would need a scale above a thousand."""

@@ -15,30 +15,29 @@ from numpy.typing import NDArray
 from torch import nn
 
 from onlynorm.errors import MemoryLimitError, OnlynormError
-from onlynorm.features.registry import STRUCTURED
-from onlynorm.modules import need_flag, need_integer
+from onlynorm.features.distributions import STRUCTURED
+from onlynorm.frozen.fast_paths import set_fast_paths
+from onlynorm.memory import memory_limit, need_memory, readable
+from onlynorm.modules.layers import Left, TargetLayer, find_layers
+from onlynorm.modules.validate import need_batch
+from onlynorm.modules.walk import Inputs, accepted_samples, as_inputs, cast, copy_network, run
 from onlynorm.reconstruction.activation_memory import Activations, measure_activations
-from onlynorm.reconstruction.calls import Inputs, accepted_samples, as_inputs, cast, copy_network, need_batch, run
+from onlynorm.reconstruction.constructions.base import Construction, Recipe, make_recipe
 from onlynorm.reconstruction.costs import ALONE, NOTHING, Costs, add_costs, slowness
-from onlynorm.reconstruction.fast_paths import set_fast_paths
-from onlynorm.reconstruction.recipe import Construction, Recipe, make_recipe
 from onlynorm.reconstruction.result import ENOUGH, Reconstruction, as_network
-from onlynorm.reconstruction.target import Left, TargetLayer, find_layers
-from onlynorm.solvers.memory import memory_limit, need_memory, readable
+from onlynorm.validate import need_flag, need_integer
 
 COLUMNS = (
     "layer", "equations", "features", "norms/target", "memory", "condition", "error", "seconds", "shape", "frozen",
     "operations",
 )  # fmt: skip
 """Heads of the table: parameters of the norms over those of the target; operations are multiplications per input."""
-
 ALLOCATOR = 1.1
 """What the allocator holds on top: freed pieces between others, sizes rounded up."""
 OVERHEAD = 300_000
 """Bytes of Python's own objects."""
 BUFFERS = 2_000_000
 """Bytes that the library of matrix products keeps for its copies of parts of what it multiplies, at most."""
-
 UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 

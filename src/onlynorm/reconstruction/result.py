@@ -12,13 +12,14 @@ from scipy.special import betaincinv
 from torch import nn
 
 from onlynorm.errors import FormatError
-from onlynorm.features.registry import STRUCTURED
-from onlynorm.modules import need_instance, need_items, need_model, unwrap
-from onlynorm.reconstruction.blocks import find_blocks
-from onlynorm.reconstruction.recipe import Recipe
-from onlynorm.reconstruction.target import Left
-from onlynorm.solvers.memory import readable
+from onlynorm.features.distributions import STRUCTURED
+from onlynorm.frozen.form import find_blocks
+from onlynorm.memory import readable
+from onlynorm.modules import need_model, unwrap
+from onlynorm.modules.layers import Left
+from onlynorm.reconstruction.constructions.base import Recipe
 from onlynorm.storage import make_checked
+from onlynorm.validate import need_instance, need_items
 
 CONFIDENCE = 0.95
 """Of the upper limit of the rate at which inputs leave the ranges."""

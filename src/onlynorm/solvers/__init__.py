@@ -1,9 +1,12 @@
-"""Gamma from features and a target: the operator, its spectrum, the methods, and `solve`, which picks one."""
+"""Gamma from features and a target: the operator, its spectrum, the methods, and `solve`, which picks one.
+
+The files read in the order: operator, spectrum, prepare, choose, methods, fallback, solve, multilayer.
+"""
 
 from onlynorm.solvers.choose import Choice, choose
-from onlynorm.solvers.khatri_rao import KhatriRao
-from onlynorm.solvers.multilayer import MultilayerSolution, solve_multilayer, widths_for
-from onlynorm.solvers.solution import Solution, solve, solve_features, solve_operator
+from onlynorm.solvers.multilayer.gammas import MultilayerSolution, solve_multilayer, widths_for
+from onlynorm.solvers.operator import KhatriRao
+from onlynorm.solvers.solve import Solution, solve, solve_features, solve_operator
 
 __all__ = [
     "Choice",
@@ -17,7 +20,3 @@ __all__ = [
     "solve_operator",
     "widths_for",
 ]
-
-from onlynorm.solvers import checks as _checks  # noqa: F401
-from onlynorm.solvers import checks_spectrum as _checks_spectrum  # noqa: F401
-from onlynorm.solvers import checks_width as _checks_width  # noqa: F401

@@ -32,11 +32,11 @@ from dataclasses import dataclass
 import torch
 
 from onlynorm.errors import MemoryLimitError
-from onlynorm.modules import need_choice, need_integer, need_number
-from onlynorm.solvers.khatri_rao import THIN
-from onlynorm.solvers.memory import readable, readable_need
-from onlynorm.solvers.needs import need_tolerance
+from onlynorm.memory import readable, readable_need
+from onlynorm.solvers.operator import THIN
+from onlynorm.solvers.prepare import need_tolerance
 from onlynorm.solvers.spectrum import predict_condition, predict_iterations
+from onlynorm.validate import need_choice, need_integer, need_number
 
 METHODS = ("lu", "cholesky", "krylov", "qr", "svd")
 MAX_ITERATIONS = 6000

@@ -21,8 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError, StorageError
-from onlynorm.modules import need_choice, need_flag, need_instance, need_path
-from onlynorm.reconstruction.folding import folded_places
+from onlynorm.modules.norms import (
+    add_affine,
+    affine_shape,
+    can_get_affine,
+    find_norms,
+    folded_places,
+    is_statistic,
+    need_module,
+    number_like,
+    plain_name,
+)
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning.fingerprint import (
     Digests,
@@ -35,17 +44,8 @@ from onlynorm.tuning.fingerprint import (
     state_of,
     ties,
 )
-from onlynorm.tuning.norms import (
-    add_affine,
-    affine_shape,
-    can_get_affine,
-    find_norms,
-    is_statistic,
-    need_module,
-    number_like,
-    plain_name,
-)
 from onlynorm.tuning.only_norms import Preparation, need_own_preparation, preparation_of
+from onlynorm.validate import need_choice, need_flag, need_instance, need_path
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}

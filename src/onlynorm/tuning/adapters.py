@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError, shown
-from onlynorm.modules import need_choice, need_text
+from onlynorm.modules.norms import add_affine, can_get_affine, need_module, number_like, plain_name, remove_affine
 from onlynorm.tuning.adapter import (
     Adapter,
     free_tensors,
@@ -35,8 +35,8 @@ from onlynorm.tuning.adapter import (
     write_values,
 )
 from onlynorm.tuning.fingerprint import digests, few, fingerprint, hidden_buffers, is_plain, state_of
-from onlynorm.tuning.norms import add_affine, can_get_affine, need_module, number_like, plain_name, remove_affine
 from onlynorm.tuning.only_norms import preparation_of
+from onlynorm.validate import need_choice, need_text
 
 
 class Adapters:

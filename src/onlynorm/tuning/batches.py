@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from onlynorm.data import seeded
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
-from onlynorm.modules import as_tensor, need_choice, need_integer
+from onlynorm.seeds import seeded
 from onlynorm.storage import open_file
+from onlynorm.validate import as_tensor, need_choice, need_integer
 
 _NO_DATA_SETS = (str, bytes, dict, type, Tensor, np.ndarray, torch.jit.ScriptModule)
 AUGMENTATIONS = ("none", "flip", "crop-flip")

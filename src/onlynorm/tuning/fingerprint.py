@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError
-from onlynorm.tuning.norms import is_statistic, plain_name
+from onlynorm.modules.norms import is_statistic, plain_name
 
 _WHOLE, _LAYOUT, _VALUES = 16, 1, 2
 """Bytes of the hash that decides, and of the two marks of each tensor."""

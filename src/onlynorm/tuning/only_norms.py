@@ -29,11 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from onlynorm.data import seeded
 from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
-from onlynorm.modules import as_tensor, need_choice, need_flag, need_instance, need_items, need_seed
-from onlynorm.tuning.fingerprint import Digests, digests, hidden_buffers, state_of, ties
-from onlynorm.tuning.norms import (
+from onlynorm.modules.norms import (
     NormLayer,
     SkippedNorm,
     can_get_affine,
@@ -45,9 +42,10 @@ from onlynorm.tuning.norms import (
     plain_name,
     scale_at_zero,
 )
-from onlynorm.tuning.norms import (
-    add_affine as give_affine,
-)
+from onlynorm.modules.norms import add_affine as give_affine
+from onlynorm.seeds import seeded
+from onlynorm.tuning.fingerprint import Digests, digests, hidden_buffers, state_of, ties
+from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_items, need_seed
 
 STATISTICS = ("track", "freeze", "recalibrate")
 GAMMAS = ("uniform", "ones", "fixed", "positive-negative")

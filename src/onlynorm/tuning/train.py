@@ -32,22 +32,8 @@ from onlynorm.errors import (
     ValueRangeError,
     shown,
 )
-from onlynorm.modules import (
-    Loss,
-    default_loss,
-    find_output,
-    is_class_labels,
-    need_callable,
-    need_choice,
-    need_flag,
-    need_integer,
-    need_items,
-    need_number,
-    need_path,
-    need_seed,
-    need_text,
-    without_autocast,
-)
+from onlynorm.modules import Loss, default_loss, find_output, is_class_labels, without_autocast
+from onlynorm.modules.norms import is_statistic, need_module
 from onlynorm.optim import follow_weights, release
 from onlynorm.storage import claiming
 from onlynorm.tuning.batches import (
@@ -61,7 +47,6 @@ from onlynorm.tuning.batches import (
     n_batches,
 )
 from onlynorm.tuning.fingerprint import base_tensors, digests, encode
-from onlynorm.tuning.norms import is_statistic, need_module
 from onlynorm.tuning.training_state import (
     Progress,
     Randomness,
@@ -71,10 +56,19 @@ from onlynorm.tuning.training_state import (
     state_tensors,
     stepped_on,
 )
+from onlynorm.validate import (
+    need_callable,
+    need_choice,
+    need_flag,
+    need_integer,
+    need_items,
+    need_number,
+    need_path,
+    need_seed,
+    need_text,
+)
 
 OPTIMIZERS = ("sgd", "adamw")
-logits_of = find_output
-"""The logits in what a model returns."""
 _IGNORED = -100
 """The label of positions that cross entropy leaves out."""
 

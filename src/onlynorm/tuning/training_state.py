@@ -22,13 +22,13 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, FormatError
-from onlynorm.layers import NormOnlyLayer
-from onlynorm.modules import GLOBAL_GENERATORS
+from onlynorm.frozen import NormOnlyLayer
+from onlynorm.modules.norms import plain_name
+from onlynorm.seeds import GLOBAL_GENERATORS
 from onlynorm.storage import make_checked, read_tensors, write_tensors
 from onlynorm.tuning.adapter import write_values
 from onlynorm.tuning.batches import n_batches
 from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
-from onlynorm.tuning.norms import plain_name
 
 FORMAT = 1
 _SLOTS = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}

@@ -1,0 +1,132 @@
+"""`onlynorm diagnose`: does the signal survive the depth of a network, and is plain SGD likely to train it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from torch import Tensor, nn
+
+from onlynorm.cli.app import AsJson, app, need_folder
+from onlynorm.cli.arguments import Weights
+from onlynorm.cli.datasets import AnyData, find_batch
+from onlynorm.cli.terminal import make_table, print_json, screen, spinner
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, StorageError, ValueRangeError
+from onlynorm.evidence.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
+from onlynorm.models import load_model
+from onlynorm.rank.diagnosis.diagnose import MODES, diagnose
+from onlynorm.rank.diagnosis.result import COLUMNS, Diagnosis
+
+TONES = {"healthy": "green", "suspect": "yellow", "unhealthy": "red"}
+SPARED = ("of signal", "units", "soft rank", "dead")
+"""Columns that a narrow screen does without, in this order."""
+
+
+@app.command(
+    "diagnose",
+    epilog="Examples: `onlynorm diagnose resnet20`, `onlynorm diagnose my.models:deep --data fashion_mnist --html "
+    "diagnosis.html`, `onlynorm diagnose vit --data photos --batch 32 --plot depth.svg --json`",
+)
+def diagnose_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
+    ],
+    data: AnyData = None,
+    weights: Weights = None,
+    batch: Annotated[int, typer.Option(min=2, help="Samples to look at, drawn by seed.")] = 128,
+    mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: what norms and dropout do.")] = "train",
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side to which images of a folder are scaled (the model's own, or 32).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, of dropout and of random inputs.")] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained page to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the signal and its gradients in every layer, and whether plain SGD is likely to train the network.
+
+    One batch goes forward and backward; the network stays as it is. Exits with 1 if its score is below one half: plain
+    SGD is then unlikely to train it, Adam may.
+    """
+    _need_files(html, plot)
+    network = load_model(model, weights)
+    inputs, targets = find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
+    with spinner("diagnose", hidden=as_json) as say:
+        say(f"{model} on {len(inputs)} samples")
+        found = _diagnose(network, inputs, targets, model=model, mode=mode, seed=seed)
+    if html is not None:
+        write_diagnosis(found, html, title=model)
+    if plot is not None:
+        plot_diagnosis(found, plot)
+    written = {name: str(path) for name, path in (("html", html), ("plot", plot)) if path is not None}
+    if as_json:
+        print_json({"model": model} | found.as_dict() | written)
+    else:
+        _print(found)
+        for path in written.values():
+            screen.print(f"{escape(path)} is written.", highlight=False)
+    if not found.is_trainable:
+        raise typer.Exit(1)
+
+
+def _diagnose(
+    network: nn.Module, inputs: Tensor, targets: Tensor | None, *, model: str, mode: str, seed: int
+) -> Diagnosis:
+    try:
+        return diagnose(network, inputs, targets, mode=mode, seed=seed)
+    except ConversionError as error:
+        cause = error.__cause__  # what the model itself raised
+        if cause is None or isinstance(cause, OnlynormError):
+            raise
+        first = str(cause).partition("\n")[0] or type(cause).__name__
+        raise ShapeError(
+            f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({first}). "
+            "Pass other --data, or another --image-size."
+        ) from error
+
+
+def _need_files(html: Path | None, plot: Path | None) -> None:
+    """Raises where a file cannot be written, before anything is computed."""
+    for option, path in (("--html", html), ("--plot", plot)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise StorageError(f"{option} needs the name of a file; {path} is a folder. Try {path / 'diagnosis.html'}.")
+        need_folder(path.parent, what="diagnoses")
+    if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
+        raise ValueRangeError(f"--plot needs a name that ends in .svg or .png; got {plot}. Try depth.svg.")
+
+
+def _print(found: Diagnosis) -> None:
+    verdict = found.verdict
+    tone = TONES[verdict.word]
+    screen.print(f"[bold {tone}]{verdict.word}[/], score {verdict.score:.2f} of 1", highlight=False)
+    for finding in verdict.findings:
+        screen.print(f"- {escape(finding)}", highlight=False)
+    if verdict.advice:
+        screen.print(escape(verdict.advice), highlight=False)
+    kept = _fitting(found.rows(), screen.width)
+    grid = make_table(*(COLUMNS[place] for place in kept))
+    for place, column in zip(kept, grid.columns, strict=True):
+        column.justify = "left" if COLUMNS[place] in ("signal", "kind") else "right"
+    for row in found.rows():
+        grid.add_row(*(escape(row[place]) for place in kept))
+    screen.print(grid)
+    if len(kept) < len(COLUMNS):
+        left_out = [name for place, name in enumerate(COLUMNS) if place not in kept]
+        screen.print(f"left out on a narrow screen: {', '.join(left_out)}; --html has all", highlight=False)
+    for note in found.notes():
+        screen.print(escape(note), highlight=False)
+
+
+def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Places of the columns that fit side by side; those that say the least go first."""
+    wide = [2 + max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    kept = list(range(len(COLUMNS)))
+    for name in SPARED:
+        if sum(wide[place] for place in kept) > width:
+            kept.remove(COLUMNS.index(name))
+    return kept

@@ -1,0 +1,143 @@
+"""`onlynorm plan`: what a network, or one layer, will take before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from onlynorm.cli.app import AsJson, Excess, FeaturesName, app
+from onlynorm.cli.arguments import (
+    ActivationName,
+    ConstructionName,
+    Data,
+    Density,
+    Fields,
+    Seed,
+    is_shape,
+    parse_shape,
+    recipe_choices,
+)
+from onlynorm.cli.datasets import find_split
+from onlynorm.cli.terminal import make_table, print_facts, print_json, print_plan, screen
+from onlynorm.errors import ShapeError
+from onlynorm.features import draw
+from onlynorm.memory import memory_budget, readable
+from onlynorm.models import BUILT_IN, make_model
+from onlynorm.reconstruction import plan
+from onlynorm.solvers import choose
+from onlynorm.solvers.prepare import need_tolerance
+from onlynorm.solvers.spectrum import predict_features
+
+
+@app.command(
+    "plan",
+    epilog="Examples: `onlynorm plan resnet20 --excess 1.1`, `onlynorm plan 64,64,3,3 --tolerance 1e-12`, "
+    "`onlynorm plan my.models:make --input 3,224,224 --set width=minimum`",
+)
+def plan_command(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|SHAPE", help="A built-in name, package.module:factory, or a shape as in 64,64,3,3."
+        ),
+    ],
+    data: Data = None,
+    input_shape: Annotated[
+        str | None, typer.Option("--input", help="Shape of one input, where there is no data: 3,224,224.")
+    ] = None,
+    features: FeaturesName = "he_normal",
+    excess: Excess = None,
+    density: Density = None,
+    seed: Seed = 0,
+    activation: ActivationName = "relu",
+    construction: ConstructionName = "wide",
+    tolerance: Annotated[float | None, typer.Option(help="Relative residual to reach (1e-10 if left out).")] = None,
+    calibration: Annotated[
+        int, typer.Option(min=1, help="Calibration samples of the run that is planned, as for reconstruct.")
+    ] = 64,
+    fields: Fields = None,
+    as_json: AsJson = False,
+) -> None:
+    """Widths, memory, conditioning and time of a network or of one layer, before anything is computed.
+
+    Memory and seconds of a network are those of the whole reconstruction. Exits with 1 if the memory does not suffice.
+    """
+    if tolerance is not None:
+        need_tolerance(tolerance)
+    if is_shape(target):
+        _plan_shape(parse_shape(target), features, excess, density, tolerance, as_json)
+        return
+    choices = recipe_choices(
+        fields, activation=activation, construction=construction, features=features, excess=excess, density=density,
+        seed=seed, tolerance=tolerance,
+    )  # fmt: skip
+    planned = plan(make_model(target), inputs=_one_input(target, data, input_shape), n_samples=calibration, **choices)
+    if as_json:
+        print_json(planned.as_dict())
+    else:
+        print_plan(target, planned)
+    if not planned.is_feasible:
+        raise typer.Exit(1)
+
+
+def _one_input(model: str, data: str | None, shape: str | None) -> Tensor:
+    """A batch of one sample: of the data, or zeros of the shape, as sizes are all that counts."""
+    if shape is not None:
+        sizes = parse_shape(shape)
+        if min(sizes) < 1:
+            raise ShapeError(f"--input needs positive sizes, as in 3,224,224; got {shape!r}. Leave out the batch.")
+        return torch.zeros(1, *sizes)
+    if data is None and model in BUILT_IN:
+        return torch.zeros(1, *BUILT_IN[model].input_shape)
+    return find_split(data, model).train_inputs[:1]
+
+
+def _plan_shape(
+    shape: tuple[int, ...],
+    features: str,
+    excess: float | None,
+    density: float | None,
+    tolerance: float | None,
+    as_json: bool,
+) -> None:
+    """One layer by its shape, with every method that was weighed."""
+    drawn = draw(features, shape, excess=excess, density=density)
+    numbers = drawn.n_features * (drawn.rows + drawn.cols)
+    facts: dict[str, Any] = {
+        "features": drawn.name,
+        "equations": drawn.equations,
+        "number of features": drawn.n_features,
+        "excess": drawn.excess,
+        "norm parameters": drawn.n_features,
+        "frozen numbers": numbers,
+        "memory of the features (float64)": readable(8 * numbers),
+        "memory of the dense matrix, never built": readable(8.0 * drawn.n_features * drawn.equations),
+    }
+    if drawn.is_structured:
+        facts |= {"method": "closed form", "condition number": 1.0}
+        options = []
+    else:
+        prediction = predict_features(drawn)
+        choice = choose(
+            drawn.rows, drawn.cols, drawn.n_features, tolerance=need_tolerance(tolerance), memory=memory_budget(),
+            condition=max(1.0, prediction.condition),
+        )  # fmt: skip
+        facts |= {"method": choice.method, "condition number": choice.condition, "known": prediction.is_known}
+        facts |= {"reason": choice.reason}
+        options = [o for o in choice.options if o.method != "svd"]
+    if as_json:
+        listed = [
+            {"method": o.method, "seconds": o.seconds, "memory": o.memory, "iterations": o.iterations,
+             "obstacle": o.obstacle} for o in options
+        ]  # fmt: skip
+        print_json(facts | {"options": listed})
+        return
+    print_facts(f"Plan for a layer of shape {tuple(drawn.shape)}", facts)
+    if options:
+        grid = make_table("method", "predicted seconds", "extra memory", "iterations", "obstacle")
+        for o in options:
+            grid.add_row(o.method, f"{o.seconds:.2g}", readable(o.memory), str(o.iterations), o.obstacle or "-")
+        screen.print(grid)

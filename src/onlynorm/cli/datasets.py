@@ -1,0 +1,188 @@
+"""Data to learn from and data to judge by: a folder of images, a data set by name or file, or what a function makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import torch
+import typer
+from rich.markup import escape
+from torch import Tensor
+from torch.utils.data import Subset
+
+from onlynorm.cli.terminal import errors
+from onlynorm.data import CIFAR_MEAN, CIFAR_STD, DATA_SETS, Split, load_data
+from onlynorm.errors import FormatError, ShapeError, ValueRangeError
+from onlynorm.models import BUILT_IN, run_factory
+from onlynorm.seeds import seeded
+from onlynorm.tuning.batches import ImageFolder, Pairs, TensorPairs, collate
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+def find_split(data: str | None, model: str) -> Split:
+    """The data that was asked for, or the usual data of a built-in model."""
+    if data is None and model not in BUILT_IN:
+        raise ValueRangeError(
+            f"{model} needs data to run on; got none. Pass --data digits, cifar10, fashion_mnist or a file of inputs."
+        )
+    return load_data(BUILT_IN[model].data if data is None else data)
+
+
+AnyData = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
+        "package.module:factory of a Dataset; the model's own if left out."
+    ),
+]
+TEST_SHARE = 0.2
+"""What is put aside to judge by where a folder is not cut in two already."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Samples to learn from and samples to judge by, the number of classes, and images that were left out."""
+
+    train: Pairs
+    test: Pairs
+    n_classes: int
+    unreadable: tuple[Path, ...] = ()
+
+
+class _Images:
+    """Images of a folder, normalised as the networks for CIFAR and ImageNet expect them."""
+
+    def __init__(self, images: ImageFolder) -> None:
+        self._images = images
+        self._mean, self._std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self._images[index]
+        return (image - self._mean) / self._std, label
+
+
+def is_own(data: str | None) -> bool:
+    """Whether this is a folder of images or code of your own, not a name or a file of tensors."""
+    return data is not None and (Path(data).is_dir() or (":" in data and not Path(data).exists()))
+
+
+def find_parts(
+    data: str | None, model: str, *, image_size: int | None = None, seed: int = 0, skip_unreadable: bool = False
+) -> Parts:
+    """The data that was asked for, or the usual data of a built-in model; images have the size that it takes."""
+    if data is None or not is_own(data):
+        return split_parts(find_split(data, model))
+    if not Path(data).is_dir():
+        return factory_parts(data, seed=seed)
+    usual = BUILT_IN[model].input_shape[-1] if model in BUILT_IN else 32
+    return folder_parts(Path(data), size=image_size or usual, seed=seed, skip_unreadable=skip_unreadable)
+
+
+def find_batch(
+    data: str | None, model: str, *, n_samples: int, image_size: int | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """Samples of the part to learn from, drawn by seed, with their labels if there are any."""
+    if is_own(data):
+        pairs = find_parts(data, model, image_size=image_size, seed=seed).train
+        return collate(pairs, draw_places(len(pairs), n_samples, seed))
+    split = find_split(data, model)
+    chosen = draw_places(len(split.train_inputs), n_samples, seed)
+    if not len(split.train_labels):
+        errors.print(f"{escape(split.name)} has no labels: gradients are left out.", highlight=False)
+        return split.train_inputs[chosen], None
+    return split.train_inputs[chosen], split.train_labels[chosen]
+
+
+def draw_places(n_known: int, n_wanted: int, seed: int) -> list[int]:
+    """Which of the known samples are taken."""
+    return sorted(torch.randperm(n_known, generator=seeded(seed))[:n_wanted].tolist())
+
+
+def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -> Parts:
+    """The images below train/ and test/, or those of one folder of classes with a fifth, drawn by seed, to judge by."""
+    if (folder / "train").is_dir() and (folder / "test").is_dir():
+        train, test = (
+            ImageFolder(folder / part, size=size, skip_unreadable=skip_unreadable) for part in ("train", "test")
+        )
+        if train.classes != test.classes:
+            odd = sorted(set(train.classes) ^ set(test.classes))
+            raise FormatError(
+                f"train and test need the same classes; got {', '.join(odd[:3])} in one of them only. Add an empty "
+                "folder to the other, or remove it."
+            )
+        return Parts(_Images(train), _Images(test), len(train.classes), (*train.unreadable, *test.unreadable))
+    images = ImageFolder(folder, size=size, skip_unreadable=skip_unreadable)
+    return Parts(*_cut(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable))
+
+
+def factory_parts(spec: str, *, seed: int) -> Parts:
+    """What the code "package.module:factory" makes: (train, test), or one data set with a fifth put aside to judge by.
+
+    A data set is anything with a length that gives (input, label) by index, or a pair of tensors (inputs, labels).
+    """
+    made = run_factory(spec, what="a data set")
+    if isinstance(made, Split):
+        return split_parts(made)
+    is_cut = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
+    if is_cut:
+        train, test = (_data_set(part, spec) for part in made)
+    else:
+        train, test = _cut(_data_set(made, spec), seed=seed, where=spec)
+    classes = getattr(made[0] if is_cut else made, "classes", None)
+    n_classes = len(classes) if classes is not None else 1 + max(_labels(train, spec) | _labels(test, spec))
+    return Parts(train, test, n_classes)
+
+
+def split_parts(split: Split) -> Parts:
+    """The two parts of a data set with labels."""
+    if not split.has_labels or not len(split.train_labels):
+        raise ValueRangeError(
+            f"training needs labels in both parts; {split.name} has none. Save labels and test_labels beside inputs."
+        )
+    n_classes = 1 + int(torch.cat([split.train_labels, split.test_labels]).max())
+    train, test = TensorPairs(split.train_inputs, split.train_labels), TensorPairs(split.test_inputs, split.test_labels)
+    return Parts(train, test, n_classes)
+
+
+def _cut(pairs: Pairs, *, seed: int, where: str) -> tuple[Pairs, Pairs]:
+    """Samples to learn from and samples to judge by, drawn by seed."""
+    n_samples = len(pairs)
+    if n_samples < 2:
+        raise ValueRangeError(
+            f"data need two samples or more to be cut in two; got {n_samples} from {where}. Add some, or give both "
+            "parts."
+        )
+    order = torch.randperm(n_samples, generator=seeded(seed)).tolist()
+    n_learn = min(max(round(n_samples * (1.0 - TEST_SHARE)), 1), n_samples - 1)
+    whole = cast("Dataset[Any]", pairs)  # anything with a length and an index serves as one
+    return Subset(whole, order[:n_learn]), Subset(whole, order[n_learn:])
+
+
+def _data_set(made: Any, spec: str) -> Pairs:
+    if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Tensor) for part in made):
+        return TensorPairs(*made)
+    if not isinstance(made, Pairs) or isinstance(made, Tensor | str | dict) or not len(made):
+        what = "nothing" if made is None else f"a {type(made).__name__}"
+        raise ShapeError(
+            f"a data set needs a length and (input, label) by index; got {what} from {spec}. Return a Dataset, "
+            "(inputs, labels), or a training and a test set."
+        )
+    return made
+
+
+def _labels(pairs: Pairs, spec: str) -> set[int]:
+    """All labels that occur, each sample read once: what cannot be read stops the run before it starts."""
+    try:
+        return {int(pairs[place][1]) for place in range(len(pairs))}
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise ShapeError(
+            f"a data set needs (input, label) with a whole number as label; {spec} gave {type(error).__name__}: "
+            f"{error}. Give it `classes` if labels cannot be read beforehand."
+        ) from error

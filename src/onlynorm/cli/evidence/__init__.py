@@ -1,0 +1,1 @@
+"""The commands that show evidence: `theorems`, `reproduce`, `report` and `bench`."""

@@ -1,0 +1,44 @@
+"""`onlynorm report`: one HTML page with every record and every finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from onlynorm.cli.app import AsJson, app
+from onlynorm.cli.evidence.reproduce import RECORDS
+from onlynorm.cli.evidence.theorems import exit_if_one_fails, show_checks
+from onlynorm.cli.terminal import errors, print_json, screen
+from onlynorm.errors import StorageError
+from onlynorm.evidence import registry
+from onlynorm.evidence.records import read_records
+from onlynorm.evidence.report.page import write_report
+from onlynorm.memory import readable
+from onlynorm.storage import claiming
+
+
+@app.command(epilog="Example: `onlynorm report --check --out report.html`")
+@claiming("out")
+def report(
+    records: Annotated[Path, typer.Option(help="Folder with the records of `onlynorm reproduce`.")] = RECORDS,
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("onlynorm-out/report.html"),
+    check: Annotated[bool, typer.Option("--check", help="Run the checks of the statements first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Join records and verdicts into one self-contained HTML page."""
+    if out.is_dir():
+        raise StorageError(f"a report needs the name of a file; {out} is a folder. Try {out / 'report.html'}.")
+    findings = show_checks(registry.statements(), 0, hidden=as_json) if check else ()
+    path = write_report(records, out, findings=findings)
+    size, n_records = path.stat().st_size, len(read_records(records))
+    if not n_records:
+        errors.print(f"{escape(str(records))} has no records yet; `onlynorm reproduce` makes them.", highlight=False)
+    if as_json:
+        print_json({"page": str(path), "bytes": size, "records": n_records, "checked": len(findings)})
+    else:
+        words = f"{readable(size)}, {n_records} record{'s' * (n_records != 1)}"
+        screen.print(f"{escape(str(path))} ({words}): open it in a browser, it needs no network.")
+    exit_if_one_fails(findings)

@@ -1,0 +1,53 @@
+"""`onlynorm reproduce`: figures and tables of the papers, measured again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from onlynorm.cli.app import AsJson, app, kept_in
+from onlynorm.cli.terminal import print_json, print_record, record_facts, screen, stages
+from onlynorm.errors import UnknownNameError
+from onlynorm.evidence import registry
+from onlynorm.evidence.papers.reproduce import reproduce
+from onlynorm.evidence.records import Verdict as Outcome
+
+RECORDS = Path("onlynorm-out/records")
+
+
+@app.command(
+    "reproduce",
+    epilog="Examples: `onlynorm reproduce random_features:fig-3`, `onlynorm reproduce hardt_ma2017`, "
+    "`onlynorm reproduce random_features:fig-3 --scale paper`",
+)
+def reproduce_command(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Figures or tables, as in random_features:fig-3, or papers ({', '.join(registry.PAPERS)}); "
+            "everything if left out."
+        ),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="quick, or paper for sizes as near to the paper's as a processor gets: up to hours.")
+    ] = "quick",
+    out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = RECORDS,
+    force: Annotated[bool, typer.Option("--force", help="Compute finished pieces again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Redraw figures and tables of the papers with the paper's number beside ours; resumes after a kill."""
+    if scale not in ("quick", "paper"):
+        raise UnknownNameError("scale", scale, ("quick", "paper"))
+    with kept_in(out), stages(hidden=as_json) as show:
+        records = reproduce(ids or None, scale=scale, out=out, force=force, progress=show)  # type: ignore[arg-type]
+    if as_json:
+        print_json([record_facts(r) for r in records])
+    else:
+        for record in records:
+            print_record(record)
+        screen.print(f"Records and figures are in {escape(str(out))}; `onlynorm report` joins them into one page.")
+    if any(r.verdict is Outcome.NOT_REPRODUCED for r in records):
+        raise typer.Exit(1)

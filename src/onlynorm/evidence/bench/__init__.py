@@ -1,0 +1,1 @@
+"""Benchmarks: what onlynorm promises, measured beside its competitors and judged by code."""

@@ -1,0 +1,252 @@
+"""Aligning a target's rows with too few features: our greedy beside a plain transcription of the described one.
+
+The cases are those of figure 4 of random_features, at 50 x 50. The described greedy decomposes the whole feature matrix
+into singular values and then scores one pair of rows at a time; ours makes the same choices from tables. Both searches
+are timed alone, and with everything that comes before them. Both orders are judged by the described directions. Seconds
+are of the processor, on one thread, so that a busy machine does little harm. The other methods are judged by the energy
+they leave.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
+from onlynorm.evidence.arguments import listener
+from onlynorm.evidence.goals import Goal, Table, number
+from onlynorm.evidence.timing import Timing, one_thread, race
+from onlynorm.features import draw
+from onlynorm.solvers import KhatriRao
+from onlynorm.validate import need_integer
+
+UNALIGNED, DESCRIBED = "as it came", "greedy as described"
+FACTOR = 50.0
+N_RUNS = 40
+MARGIN = 1e-6
+"""A method misses less than another only if it does by this fraction: orders that are equal differ by rounding."""
+SIDE, QUICK_SIDE = 50, 16
+LOW, MIDDLE, SPARSE, INSIDE = "low rank", "higher rank", "sparse target", "sparse target, sparse features"
+COLUMNS = ("case", "method", "missed share", "search s", "ours is x faster", "with directions s", "ours is x faster")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AlignRow:
+    """One method on one case; `missed` is the missed energy as a share of the target's.
+
+    `search` counts seconds from given directions on, `whole` with those; ratios are over our greedy's.
+    """
+
+    case: str
+    method: str
+    missed: float
+    search: float
+    search_ratio: float = math.nan
+    whole: float = math.nan
+    whole_ratio: float = math.nan
+
+
+@dataclass
+class AlignBench:
+    """All rows of one run; the goals follow from them."""
+
+    side: int
+    rows: list[AlignRow] = field(default_factory=list)
+
+    def find(self, case: str, method: str) -> AlignRow | None:
+        """One row, or None if it was not measured."""
+        return next((row for row in self.rows if (row.case, row.method) == (case, method)), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What alignment promises, as far as this run measured it."""
+        goals = []
+        slow, fast = self.find(LOW, DESCRIBED), self.find(LOW, "greedy")
+        if slow and fast and self.side == SIDE:
+            for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
+                aim = f"{SIDE} x {SIDE}: the {what} {FACTOR:g} times faster than as described"
+                goals.append(Goal(aim, f"{ratio:.0f} times", ratio >= FACTOR))
+        pairs = [(self.find(case, DESCRIBED), self.find(case, "greedy")) for case in (LOW, MIDDLE, SPARSE)]
+        both = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
+        if both:
+            worst = max(ours.missed / theirs.missed for theirs, ours in both)
+            goals.append(
+                Goal("our greedy never misses more than the described one", f"{worst:.9f} of it", worst <= 1 + 1e-9)
+            )
+        for case in (LOW, MIDDLE, SPARSE, INSIDE):
+            theirs = self.find(case, "greedy")
+            others = [r for r in self.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
+            best = min(others, key=lambda row: row.missed, default=None)
+            if theirs and best:
+                goals.append(
+                    Goal(
+                        f"{case}: a method that misses less than greedy",
+                        f"{best.method} misses {best.missed:.4g}, greedy {theirs.missed:.4g}",
+                        best.missed < (1 - MARGIN) * theirs.missed,
+                    )
+                )
+        return goals
+
+    def tables(self) -> list[Table]:
+        """The rows as text."""
+        rows = [
+            (row.case, row.method, f"{row.missed:.4g}", number(row.search, ".2g"), number(row.search_ratio, ".3g"),
+             number(row.whole, ".2g"), number(row.whole_ratio, ".3g"))
+            for row in self.rows
+        ]  # fmt: skip
+        return [Table(COLUMNS, rows)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {
+            "side": self.side,
+            "rows": [asdict(row) for row in self.rows],
+            "goals": [asdict(goal) for goal in self.goals],
+        }
+
+
+def bench_align(*, quick: bool = False, repeats: int = 5, progress: Progress | None = None) -> AlignBench:
+    """Races both greedy searches and runs the other methods; `quick` takes 16 x 16 targets, too small for the goal."""
+    repeats = need_integer("repeats", repeats, low=1, cure="Five take a minute.")
+    say = listener("progress", progress)
+    side = QUICK_SIDE if quick else SIDE
+    bench = AlignBench(side)
+    with one_thread():
+        for case in (LOW, MIDDLE, SPARSE):
+            say(f"{case}, {side} x {side}")
+            bench.rows += _measure(case, side, repeats)
+        say(f"{INSIDE}, {side} x {side}")
+        bench.rows += _measure_inside(side, repeats)
+    return bench
+
+
+def make_case(case: str, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Target, left and right of a case, in the proportions of figure 4."""
+    missing = (0.024 if case == LOW else 0.04) * side**2
+    features = draw("he_normal", (side, side), n_features=side**2 - round(missing), seed=0, layer=case)
+    rank = 2 * side if case == LOW else 6 * side
+    low = draw("he_normal", (side, side), n_features=rank, seed=1, layer=case)
+    target = low.left() @ low.right()
+    if case == SPARSE:
+        target = target * _mask(side, 0.2)
+    return target, features.left(), features.right()
+
+
+def _mask(side: int, density: float) -> Tensor:
+    kept = draw("id_cond", (side, side), density=density, seed=2)
+    assert kept.structure is not None
+    return kept.structure.apply(torch.ones(kept.n_features, dtype=torch.float64))
+
+
+def _measure(case: str, side: int, repeats: int) -> list[AlignRow]:
+    target, left, right = make_case(case, side)
+    before = _race(
+        {
+            "directions": functools.partial(find_directions, left, right),
+            "decomposition": functools.partial(missed_as_described, left, right),
+        },
+        repeats,
+    )
+    directions, missed = before["directions"].result, before["decomposition"].result
+    search = _race(
+        {
+            # As many runs as fill a turn of the other: a single one is too short to be timed.
+            "greedy": functools.partial(_many_times, align_within, target, directions, method="greedy"),
+            DESCRIBED: functools.partial(search_as_described, missed, target),
+        },
+        repeats,
+    )
+    found, order = search["greedy"].result, search[DESCRIBED].result
+    ours, theirs = search["greedy"].seconds / N_RUNS, search[DESCRIBED].seconds
+    whole, their_whole = before["directions"].seconds + ours, before["decomposition"].seconds + theirs
+    reached, described = (_missed_energy(missed, target[o]) / found.energy for o in (found.permutation, order))
+    rows = [
+        AlignRow(case, UNALIGNED, found.unaligned / found.energy, math.nan),
+        AlignRow(case, "greedy", reached, ours, 1.0, whole, 1.0),
+        AlignRow(case, DESCRIBED, described, theirs, theirs / ours, their_whole, their_whole / whole),
+    ]
+    return rows + _other_methods(case, target, directions, ("two_opt", "random", "tabu"), repeats)
+
+
+def _measure_inside(side: int, repeats: int) -> list[AlignRow]:
+    """A sparse target inside sparse id_cond features, where the optimum is an assignment."""
+    features = draw("id_cond", (side, side), density=0.96, seed=0, layer=INSIDE)
+    target = make_case(SPARSE, side)[0]
+    directions = find_directions(features.left(), features.right())
+    found = align_within(target, directions, method="greedy")
+    unaligned = AlignRow(INSIDE, UNALIGNED, found.unaligned / found.energy, math.nan)
+    return [unaligned, *_other_methods(INSIDE, target, directions, ("greedy", "assignment"), repeats)]
+
+
+def _other_methods(
+    case: str, target: Tensor, directions: Directions | PerOutput, methods: Sequence[str], repeats: int
+) -> list[AlignRow]:
+    runs = {method: functools.partial(align_within, target, directions, method=method) for method in methods}
+    return [
+        AlignRow(case, method, timing.result.objective / timing.result.energy, timing.seconds)
+        for method, timing in _race(runs, repeats).items()
+    ]
+
+
+def _race(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing[Any]]:
+    return race(methods, rounds=repeats, clock=time.process_time)
+
+
+def _missed_energy(missed: Tensor, target: Tensor) -> float:
+    return float(torch.einsum("ijk,ij->k", missed, target).square().sum())
+
+
+def _many_times(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    for _ in range(N_RUNS):
+        result = run(*args, **options)
+    return result
+
+
+def missed_as_described(
+    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]
+) -> Float[Tensor, "out inp dims"]:
+    """The missed directions by a full singular value decomposition of the feature matrix, of full column rank."""
+    matrix = KhatriRao(left, right).materialise()
+    U = torch.linalg.svd(matrix)[0]
+    return U[:, matrix.shape[1] :].reshape(left.shape[0], right.shape[1], -1)
+
+
+def search_as_described(missed: Float[Tensor, "out inp dims"], target: Float[Tensor, "out inp"]) -> Int[Tensor, " out"]:
+    """The described greedy search, step by step: one output after the other, one candidate row at a time."""
+
+    def piece(output: int, row: int) -> Tensor:
+        return torch.einsum("jk,j->k", missed[output], target[row])
+
+    n = len(target)
+    order, free = torch.arange(n), list(range(n))
+    for output in torch.argsort(missed.square().sum((1, 2)), descending=True).tolist():
+        total = torch.einsum("ijk,ij->k", missed, target[order])
+        row = int(order[output])
+        without = total - piece(output, row)
+        lowest, best_row, best_seat = float(total.square().sum()), row, output
+        for candidate in free:
+            seat = int(torch.where(order == candidate)[0])
+            swapped = without + piece(output, candidate) + piece(seat, row) - piece(seat, candidate)
+            score = float(swapped.square().sum())
+            if score < lowest:
+                lowest, best_row, best_seat = score, candidate, seat
+        order[output] = best_row
+        order[best_seat] = row if best_seat != output else best_row
+        free.remove(best_row)
+    return order
+
+
+def greedy_as_described(
+    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"], target: Float[Tensor, "out inp"]
+) -> Int[Tensor, " out"]:
+    """The permutation of the described greedy, from nothing but the features and the target."""
+    return search_as_described(missed_as_described(left, right), target)

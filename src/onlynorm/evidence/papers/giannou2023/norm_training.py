@@ -1,0 +1,245 @@
+"""Three ways to set the norms of a frozen network (giannou2023, appendix E), all repeats as one batched computation.
+
+A teacher g(x) = sum_i relu((W x)_i) labels Gaussian inputs. A frozen network with norms has to imitate it:
+
+    f(x) = sum_i relu(norm2(left relu(norm1(right x)))_i)
+
+Its norms are trained by SGD (`train_norms`), or chosen by the construction of Theorem 1, from the teacher or from a
+dense student of the teacher's shape that was trained on the same data (`construct_norms`). Every tensor has the
+repeats as its first axis, so that one step of all repeats is a handful of batched products.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+import onlynorm as on
+
+Moments: TypeAlias = tuple[Tensor, Tensor]
+Predict: TypeAlias = Callable[[Float[Tensor, "repeats samples width"]], Float[Tensor, "repeats samples"]]
+_EPS = 1e-5  # of torch's batch norms
+_CHUNK = 5_000  # samples per evaluation: bounds the memory, not the result
+_PILOT = 1_000_003  # the seed of the repeat that only chooses rates
+
+
+# ------------------------------------------------------------------------------- pieces
+
+
+def train_norms(
+    *, n_features: int, density: float, rates: Sequence[float], lesson: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The best rate on a repeat of its own, and with it the relative test losses of all repeats after SGD."""
+    taught = Lesson(**lesson)
+    pilot = replace(taught, seeds=[_PILOT] * len(rates))
+    rate = _best(rates, pilot.loss(_trained_net(pilot, n_features, density, rates)))
+    net = _trained_net(taught, n_features, density, [rate] * len(taught.seeds))
+    return {"rate": rate, "losses": taught.loss(net)}
+
+
+def construct_norms(
+    *, n_features: Sequence[int], density: float, rates: Sequence[float], lesson: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Relative test losses of a dense student, and of both constructions for every number of features.
+
+    The student is trained as the norms are: on the same samples, at the rate that was best on a repeat of its own.
+    """
+    taught = Lesson(**lesson)
+    pilot = replace(taught, seeds=[_PILOT] * len(rates))
+    rate = _best(rates, pilot.loss(functools.partial(relu_sums, _trained_student(pilot, rates))))
+    student = _trained_student(taught, [rate] * len(taught.seeds))
+    found: dict[str, Any] = {"rate": rate, "student": taught.loss(functools.partial(relu_sums, student))}
+    found["from teacher"], found["from student"] = [], []
+    for count in n_features:
+        left, right = draw_frozen(taught, n_features=count, density=density)
+        targets = torch.stack([taught.teacher, student], 1)
+        # The pseudo-inverse, as in the paper: it also serves where features are too few or too sparse.
+        solved = [on.solve(*system, method="svd") for system in zip(left, right, targets, strict=True)]
+        gamma = torch.stack([solution.gamma for solution in solved])
+        for place, name in enumerate(("from teacher", "from student")):
+            found[name].append(taught.loss(constructed(left, right, gamma[:, place])))
+    return found
+
+
+# ------------------------------------------------------------------------------- what is learned
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A random teacher of this width and its data, for every repeat; each training sample is seen once."""
+
+    width: int
+    seeds: Sequence[int]
+    n_train: int
+    n_test: int
+    batch: int
+    momentum: float
+
+    @property
+    def teacher(self) -> Float[Tensor, "repeats width width"]:
+        """The teachers' weights."""
+        return self.weights("teacher")
+
+    def weights(self, purpose: str) -> Float[Tensor, "repeats width width"]:
+        """Normal entries of variance 1/width: a neuron sees unit variance."""
+        shape = self.width, self.width
+        drawn = [
+            torch.randn(shape, generator=generator, dtype=torch.float64) for generator in self._generators(purpose)
+        ]
+        return torch.stack(drawn) / math.sqrt(self.width)
+
+    def inputs(self, purpose: str, *, n_samples: int, size: int) -> Iterator[Float[Tensor, "repeats size width"]]:
+        """Gaussian inputs in batches; equal purposes give equal samples."""
+        generators = self._generators(f"{purpose} inputs")
+        for start in range(0, n_samples, size):
+            shape = min(size, n_samples - start), self.width
+            yield torch.stack([torch.randn(shape, generator=generator) for generator in generators])
+
+    def teach(self, predict: Predict, parameters: Sequence[Tensor], *, rates: Sequence[float]) -> None:
+        """Trains the parameters in place by gradient descent with momentum, each repeat at its own constant rate.
+
+        Repeats share nothing, so the gradient of the summed loss is each one's own. The squared error is divided by
+        the width, as the teacher's variance grows with it: one range of rates then serves all widths.
+        """
+        teacher, pace = self.teacher.float(), torch.tensor(rates)
+        velocities = [torch.zeros_like(parameter) for parameter in parameters]
+        for x in self.inputs("train", n_samples=self.n_train, size=self.batch):
+            error = (predict(x) - relu_sums(teacher, x)).square().mean(1) / self.width
+            gradients = torch.autograd.grad(error.sum(), parameters)
+            with torch.no_grad():
+                for parameter, velocity, gradient in zip(parameters, velocities, gradients, strict=True):
+                    velocity.mul_(self.momentum).add_(gradient)
+                    parameter.sub_(pace.reshape(-1, *(1,) * (parameter.ndim - 1)) * velocity)
+
+    @torch.no_grad()
+    def loss(self, predict: Predict) -> Float[Tensor, " repeats"]:
+        """Mean squared error on the test set over the variance of the teacher's output: one for the best constant."""
+        teacher, error, outputs = self.teacher, torch.zeros(len(self.seeds), dtype=torch.float64), []
+        for x in self.inputs("test", n_samples=self.n_test, size=_CHUNK):
+            outputs.append(relu_sums(teacher, x.double()))
+            error += (predict(x).double() - outputs[-1]).square().sum(1)
+        return error / self.n_test / torch.cat(outputs, 1).var(1)
+
+    def _generators(self, purpose: str) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(zlib.crc32(f"{purpose} {seed}".encode())) for seed in self.seeds]
+
+
+def relu_sums(
+    weights: Float[Tensor, "repeats width width"], x: Float[Tensor, "repeats samples width"]
+) -> Float[Tensor, "repeats samples"]:
+    """The sum of the ReLU neurons with these weights: the teacher's and the dense student's output."""
+    return torch.relu(x.to(weights.dtype) @ weights.mT).sum(-1)
+
+
+def _trained_student(lesson: Lesson, rates: Sequence[float]) -> Float[Tensor, "repeats width width"]:
+    student = lesson.weights("student").float().requires_grad_()
+    lesson.teach(functools.partial(relu_sums, student), [student], rates=rates)
+    return student.detach().double()
+
+
+def _best(rates: Sequence[float], losses: Float[Tensor, " rates"]) -> float:
+    """The rate of least loss; training that diverged counts as infinite."""
+    return rates[int(losses.nan_to_num(nan=math.inf).argmin())]
+
+
+# ------------------------------------------------------------------------------- frozen networks
+
+
+def draw_frozen(
+    lesson: Lesson, *, n_features: int, density: float
+) -> tuple[Float[Tensor, "repeats width feat"], Float[Tensor, "repeats feat width"]]:
+    """Left and right frozen weights of every repeat; below density 1 each weight is kept with that probability."""
+    shape = lesson.width, lesson.width
+    name, thinned = ("he_normal", None) if density == 1.0 else ("sparse_he_normal", density)
+    drawn = [on.draw(name, shape, n_features=n_features, seed=seed, density=thinned) for seed in lesson.seeds]
+    return torch.stack([features.left() for features in drawn]), torch.stack([features.right() for features in drawn])
+
+
+class NormNet:
+    """The frozen network of all repeats with batch norms after both layers; only gamma and beta are trained."""
+
+    def __init__(self, left: Float[Tensor, "repeats width feat"], right: Float[Tensor, "repeats feat width"]) -> None:
+        self.left, self.right = left.float(), right.float()
+        n_repeats, width, n_features = left.shape
+        self.gamma1, self.gamma2 = (torch.ones(n_repeats, 1, n, requires_grad=True) for n in (n_features, width))
+        self.beta1, self.beta2 = (torch.zeros(n_repeats, 1, n, requires_grad=True) for n in (n_features, width))
+        self.kept: tuple[Moments, Moments] | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is trained: the norms and nothing else."""
+        return [self.gamma1, self.beta1, self.gamma2, self.beta2]
+
+    def __call__(self, x: Float[Tensor, "repeats samples width"]) -> Float[Tensor, "repeats samples"]:
+        """The outputs, with the statistics of the batch itself, or with those that were kept."""
+        first = _projected_moments(self.right, x) if self.kept is None else self.kept[0]
+        second = self._second_inputs(x, first)
+        mean, deviation = _moments(second) if self.kept is None else self.kept[1]
+        return torch.relu(self.gamma2 * (second - mean) / deviation + self.beta2).sum(-1)
+
+    @torch.no_grad()
+    def keep_statistics(self, x: Float[Tensor, "repeats samples width"]) -> None:
+        """Use the statistics of this batch from now on, as batch norms do in evaluation mode."""
+        first = _projected_moments(self.right, x)
+        self.kept = first, _moments(self._second_inputs(x, first))
+
+    def _second_inputs(self, x: Tensor, first: Moments) -> Tensor:
+        mean, deviation = first
+        # Folded into the frozen weights, the first norm costs no pass over the features (giannou2023:prop-1).
+        scale = self.gamma1 / deviation
+        hidden = torch.baddbmm(self.beta1 - scale * mean, x, (scale.mT * self.right).mT).relu()
+        return hidden @ self.left.mT
+
+
+def _trained_net(lesson: Lesson, n_features: int, density: float, rates: Sequence[float]) -> NormNet:
+    net = NormNet(*draw_frozen(lesson, n_features=n_features, density=density))
+    lesson.teach(net, net.parameters, rates=rates)
+    net.keep_statistics(next(lesson.inputs("train", n_samples=_CHUNK, size=_CHUNK)))
+    return net
+
+
+def constructed(
+    left: Float[Tensor, "repeats width feat"],
+    right: Float[Tensor, "repeats feat width"],
+    gamma: Float[Tensor, "repeats feat"],
+) -> Predict:
+    """The frozen network with gamma as solved and shifts that keep every feature active on a ball.
+
+    beta1 = radius |gamma| |right row|, and beta2 = -left beta1 takes it away again. A Gaussian input leaves the ball
+    of radius sqrt(width) + 7 with probability below exp(-49/2).
+
+    Theory: giannou2023:thm-1
+    """
+    radius = math.sqrt(left.shape[1]) + 7
+    beta1 = radius * gamma.abs() * torch.linalg.vector_norm(right, dim=-1)
+    beta2 = -(left @ beta1[..., None]).mT
+
+    def predict(x: Tensor) -> Tensor:
+        hidden = torch.relu(gamma[:, None] * (x.to(gamma.dtype) @ right.mT) + beta1[:, None])
+        return torch.relu(hidden @ left.mT + beta2).sum(-1)
+
+    return predict
+
+
+def _moments(x: Float[Tensor, "repeats samples channels"]) -> Moments:
+    variance, mean = torch.var_mean(x, dim=1, correction=0, keepdim=True)
+    return mean, torch.sqrt(variance + _EPS)
+
+
+def _projected_moments(
+    right: Float[Tensor, "repeats feat width"], x: Float[Tensor, "repeats samples width"]
+) -> Moments:
+    """The moments of right x, from those of x: cheaper, as features outnumber inputs."""
+    mean = x.mean(1, keepdim=True)
+    centred = x - mean
+    covariance = centred.mT @ centred / x.shape[1]
+    variance = ((right @ covariance) * right).sum(-1)[:, None]
+    return mean @ right.mT, torch.sqrt(variance.clamp_min(0.0) + _EPS)

@@ -1,0 +1,326 @@
+"""Checks of what giannou2023 says about sparse frozen weights: which densities suffice, and the lemma of the proof.
+
+By lemma 9 the pattern of nonzeros decides alone, so densities are measured by matchings (features.densities). What the
+proof takes from elsewhere about random matrices follows in `checks_singular`.
+
+How sparse may frozen weights be? At which density random patterns become full, measured and predicted.
+
+A pattern is full if a matching gives every equation a feature of its own. Two things stand in the way, and at random
+patterns hardly anything else does:
+
+    dead features       without a nonzero input or output; alive is each with a = (1 - (1-p)^out) (1 - (1-p)^inp)
+    empty equations     (i, j) for which no feature has both an output i and an input j: each with (1 - p^2)^features
+
+    chance of a full pattern = P(Binomial(features, a) >= equations) * exp(-equations (1 - p^2)^features)
+
+With as many features as equations none may be dead: p = (2 log d + log(2 / log 2)) / d for one half, in the order that
+giannou2023 conjectures. With excess l > 1 some may, and p = sqrt(2 log d / l) / d is enough for large d.
+
+Theory: giannou2023:thm-3, giannou2023:remark-3, giannou2023:lemma-9
+
+Checks of what giannou2023 takes from elsewhere about sparse matrices of zeros and ones, and concludes from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.special import bdtrc, lambertw
+from torch import nn
+
+from onlynorm.evidence.papers.giannou2023.wide_networks import rebuild_error, relu_network
+from onlynorm.evidence.registry import EPS, Evidence, check, verdict
+from onlynorm.features import draw
+from onlynorm.features.draw import Features
+from onlynorm.features.matching import is_generically_invertible
+
+STEP = 2.0**-14
+"""Densities are found up to this."""
+
+
+def random_pattern(
+    shape: Sequence[int], density: float, *, seed: int, excess: float = 1.0, layer: str = ""
+) -> Features:
+    """Features of which only the nonzeros matter; those of one seed are nested as the density grows."""
+    return draw("er_normal", shape, excess=excess, density=min(1.0, density), seed=seed, layer=layer)
+
+
+def is_full(features: Features) -> bool:
+    """Whether almost all weights with the nonzeros of these features reach every target."""
+    return is_generically_invertible(features.mask_left(), features.mask_right())
+
+
+def is_alive(features: Features) -> bool:
+    """Whether every feature has a nonzero input and a nonzero output."""
+    return bool(features.mask_left().any(0).all()) and bool(features.mask_right().any(1).all())
+
+
+def chance_full(shape: Sequence[int], density: float, *, n_features: int) -> float:
+    """The predicted probability that a random pattern is full: enough features alive, and no equation empty."""
+    out, inp = shape[0], math.prod(shape[1:])
+    alive = (1.0 - (1.0 - density) ** out) * (1.0 - (1.0 - density) ** inp)
+    enough = float(bdtrc(out * inp - 1, n_features, alive)) if n_features >= out * inp else 0.0
+    return enough * math.exp(-out * inp * (1.0 - density**2) ** n_features)
+
+
+def predicted_density(shape: Sequence[int], *, n_features: int, chance: float = 0.5) -> float:
+    """The density at which the predicted probability of a full pattern reaches `chance`; 1 where it never does."""
+    return smallest_enough(lambda density: chance_full(shape, density, n_features=n_features) >= chance)
+
+
+def smallest_enough(is_enough: Callable[[float], bool], *, low: float = 0.0, high: float = 1.0) -> float:
+    """The smallest number between `low` and `high` that is enough, up to `STEP`, for a condition that stays true."""
+    while high - low > STEP:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def density_alive(shape: Sequence[int], *, seed: int, excess: float = 1.0, layer: str = "") -> float:
+    """The density at which the last dead feature of this seed's pattern goes."""
+    return smallest_enough(lambda p: is_alive(random_pattern(shape, p, seed=seed, excess=excess, layer=layer)))
+
+
+def density_full(shape: Sequence[int], *, seed: int, excess: float = 1.0, layer: str = "") -> float:
+    """The density at which this seed's pattern becomes full."""
+
+    def is_enough(density: float) -> bool:
+        return is_full(random_pattern(shape, density, seed=seed, excess=excess, layer=layer))
+
+    if excess == 1.0:  # nothing below the density that leaves no dead feature, and mostly that one itself
+        low = density_alive(shape, seed=seed, layer=layer)
+        return low if is_enough(low) else smallest_enough(is_enough, low=low)
+    return smallest_enough(is_enough)
+
+
+ENOUGH = 1.5
+"""Multiple of sqrt(log d / d) at which theorem 3 is tried: d layers of width d then fail with less than 1/d."""
+
+
+def share_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str) -> float:
+    """The share of d x d patterns of this density that are full."""
+    found = (is_full(random_pattern((d, d), density, seed=seed, layer=f"{layer} {i}")) for i in range(n_patterns))
+    return sum(found) / n_patterns
+
+
+@check("giannou2023:thm-3")
+def frozen_weights_may_be_sparse(seed: int) -> Evidence:
+    failing: dict[int, float] = {}
+    for d in (8, 16):  # networks of d layers: one layer that is not full spoils its network
+        density = ENOUGH * math.sqrt(math.log(d) / d)
+        names = ([f"network {i} layer {k}" for k in range(d)] for i in range(3 * d))
+        whole = sum(all(is_full(random_pattern((d, d), density, seed=seed, layer=n)) for n in net) for net in names)
+        failing[d] = 1.0 - whole / (3 * d)
+    holds = all(share <= 1 / d for d, share in failing.items())
+    measured = {f"share of networks that fail, d = {d}": share for d, share in failing.items()}
+    for factor in (0.75, 1.0):  # single layers: if the order suffices, a fixed factor serves the better the larger d
+        shares = []
+        for d in (8, 16, 32):
+            shares.append(share_full(d, factor * math.sqrt(math.log(d) / d), 40, seed=seed, layer="single"))
+            measured[f"full at {factor} sqrt(log d / d), d = {d}"] = shares[-1]
+        holds &= shares[0] < shares[-1]
+    density = ENOUGH * math.sqrt(math.log(12) / 12)
+    error = rebuild_error(
+        relu_network([12, 12, 12, 12], seed=seed), seed=seed, features="sparse_he_normal", density=density, excess=1.0,
+        activation=nn.ReLU(),
+    )  # fmt: skip
+    return Evidence(
+        verdict(holds and error <= 1e-8),
+        f"p = {ENOUGH} sqrt(log d / d): of 3 d networks of d layers the share "
+        + ", ".join(f"{share:.3f} fails at d = {d}" for d, share in failing.items())
+        + ", where 1/d is allowed. At the factor 1 single layers are full with "
+        + ", ".join(f"{measured[f'full at 1.0 sqrt(log d / d), d = {d}']:.2f} at d = {d}" for d in (8, 16, 32))
+        + f". A ReLU network of three layers of width 12, rebuilt at p = {density:.2f} from 144 features each, errs by "
+        f"{error:.1e}",
+        measured | {"error of a network": error},
+    )
+
+
+@check("giannou2023:remark-3")
+def density_of_order_log_d_over_d_suffices(seed: int) -> Evidence:
+    sizes = {8: 40, 16: 40, 32: 40, 64: 12}
+    measured: dict[str, float] = {}
+    ratios, at_once, late, tried, holds = [], 0, 0, 0, True
+    for d, n_seeds in sizes.items():
+        unit, shape = math.log(d) / d, (d, d)
+        seeds = range(1000 * seed, 1000 * seed + n_seeds)
+        full = np.zeros(n_seeds)
+        for i, own in enumerate(seeds):
+            alive = density_alive(shape, seed=own)
+            is_there = is_full(random_pattern(shape, alive, seed=own))
+            full[i] = alive if is_there else density_full(shape, seed=own)
+            at_once, tried = at_once + is_there, tried + 1
+        law = predicted_density(shape, n_features=d * d)
+        at_three = random_pattern(shape, 3.0 * unit, seed=seed)
+        nonzeros = int(at_three.mask_left().sum() + at_three.mask_right().sum())
+        ratios.append(float(np.median(full)) / unit)
+        measured |= {
+            f"half full at this multiple of log d / d, d = {d}": ratios[-1],
+            f"the same predicted, d = {d}": law / unit,
+            f"share full at log d / d, d = {d}": float((full <= unit).mean()),
+            f"share full at 3 log d / d, d = {d}": float((full <= 3.0 * unit).mean()),
+            f"nonzeros at 3 log d / d over d^2 log d, d = {d}": nonzeros / (d * d * math.log(d)),
+        }
+        n_late = int((full > 3.0 * unit).sum())
+        late += n_late
+        # So many would be late by chance once in a thousand times at least, were it 1/d of all patterns.
+        holds &= bool((full > unit).all()) and float(bdtrc(n_late - 1, n_seeds, 1 / d)) >= 1e-3
+        holds &= abs(ratios[-1] * unit / law - 1.0) <= 0.1 and abs(nonzeros / (d * d * math.log(d)) - 6.0) <= 0.6
+    growth = ratios[-1] / ratios[0]
+    limit = math.sqrt((64 / math.log(64)) / (8 / math.log(8)))  # of the ratio, were the order that of theorem 3
+    return Evidence(
+        verdict(holds and growth < 1.0 + (limit - 1.0) / 2),
+        f"d = {', '.join(map(str, sizes))} with d^2 features: half of the patterns are full at "
+        + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        + f" times log d / d (growth {growth:.2f}; {limit:.1f} in the order of theorem 3), none at log d / d, "
+        f"{tried - late} of {tried} at 3 log d / d, where 6 d^2 log d weights are left. {at_once} of {tried} are full "
+        "at the very density at which their last dead feature goes, whose law (1 - (1 - p)^d)^(2 d^2) has the constant "
+        "2: evidence for the conjecture, no proof",
+        measured | {"growth": growth, "full as soon as no feature is dead": at_once / tried},
+    )
+
+
+@check("giannou2023:lemma-10")
+def a_sparse_product_covers_no_less_than_independent_entries(seed: int) -> Evidence:
+    shares = [0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]  # values of 2 q d
+    close = 32 * EPS
+    holds, squeezed, printed_unfit, ours_unfit, n_sets = True, 0.0, 0, 0, 0
+    for d in (3, 4):
+        sets = _all_sets(d)
+        rows = -np.sort(-_bits(sets, d).sum(2), axis=1)  # entries per row, most first
+        packed = (1 << rows) - 1  # the same rows pushed to the left, where they overlap most
+        holds &= all(_covers(sets, d, share=share, factor=1.0) for share in shares)
+        for share in shares:
+            gap = _chance_of_zeros(sets, d, math.sqrt(share)) - _chance_of_zeros(packed, d, math.sqrt(share))
+            squeezed = max(squeezed, float(gap.max()))
+        heights = np.arange(d + 2)[:, None]
+        at_least = np.stack([(rows >= height).sum(1) for height in range(d + 2)])  # rows of that many entries
+        printed = (at_least <= heights).argmax(0)
+        ours = np.where(at_least >= heights, heights, 0).max(0)
+        every, filled = np.arange(len(sets)), rows.any(1)
+        printed_unfit += int((at_least[printed, every] < printed)[filled].sum())
+        ours_unfit += int(((at_least[ours, every] < ours) | (rows.sum(1) > 2 * d * ours))[filled].sum())
+        n_sets += len(sets)
+    sets = _all_sets(3)
+    needed = smallest_enough(lambda factor: all(_covers(sets, 3, share=share, factor=factor) for share in shares))
+    return Evidence(
+        verdict(holds and squeezed <= close and not ours_unfit),
+        f"exact probabilities for all {n_sets} sets at d = 3 and 4 and eight values of q: the inequality "
+        f"{'holds' if holds else 'fails'}, and pushing the rows of a set together lowers the probability by at most "
+        f"{squeezed:.1e}; at d = 3 even p = {needed:.2f} sqrt(2 q d) suffices. In the proof, {printed_unfit} sets do "
+        f"not contain the square of the printed h, and {ours_unfit} break |S| <= 2 d h for the largest h with h rows "
+        "of h entries",
+        {"smallest factor of p at d = 3": needed, "sets without the printed square": printed_unfit,
+         "sets without ours": ours_unfit, "lowered by": squeezed},
+    )  # fmt: skip
+
+
+def _all_sets(d: int) -> npt.NDArray[np.int64]:
+    """Every set of index pairs, one per row, as d numbers of d bits."""
+    numbers = np.arange(2 ** (d * d))
+    return np.stack([(numbers >> (d * i)) & (2**d - 1) for i in range(d)], 1)
+
+
+def _bits(numbers: npt.NDArray[np.int64], d: int) -> npt.NDArray[np.int64]:
+    return (numbers[..., None] >> np.arange(d)) & 1
+
+
+def _chance_of_zeros(sets: npt.NDArray[np.int64], d: int, p: float) -> npt.NDArray[np.float64]:
+    """For each set the probability that all its u_i v_j vanish, summed over the 2^d values of u."""
+    total = np.zeros(len(sets))
+    for u in range(2**d):
+        kept = [i for i in range(d) if u >> i & 1]
+        needed = np.bitwise_or.reduce(sets[:, kept], axis=1) if kept else np.zeros(len(sets), dtype=np.int64)
+        total += p ** len(kept) * (1.0 - p) ** (d - len(kept)) * (1.0 - p) ** _bits(needed, d).sum(1)
+    return total
+
+
+def _covers(sets: npt.NDArray[np.int64], d: int, *, share: float, factor: float) -> bool:
+    """Whether the lemma's inequality holds for all sets at 2 q d = share and p = factor sqrt(2 q d)."""
+    independent = (1.0 - share / (2 * d)) ** _bits(sets, d).sum((1, 2))
+    return bool((_chance_of_zeros(sets, d, factor * math.sqrt(share)) <= independent + 32 * EPS).all())
+
+
+SIZES = (25, 50, 100, 200)
+CONSTANTS = (0.5, 0.1, 0.5)
+"""(c1, C, c) of theorem 4, which says that such constants exist; these serve all sizes here."""
+
+
+class Squares(NamedTuple):
+    """Random matrices of zeros and ones: smallest singular values, and what is wrong with them."""
+
+    smallest: npt.NDArray[np.float64]
+    is_singular: npt.NDArray[np.bool_]
+    has_zero_line: npt.NDArray[np.bool_]
+
+
+@functools.cache
+def squares(n: int, density: float, *, seed: int) -> Squares:
+    """Singular values of 100 to 400 random n x n matrices of this density; a zero line is a zero row or column."""
+    n_matrices = min(400, 20_000 // n)
+    mask = draw("er_sign", (n, 1), n_features=n * n_matrices, density=density, seed=seed, layer="square").mask_left()
+    matrices = mask.reshape(n, n_matrices, n).movedim(1, 0)
+    values = torch.linalg.svdvals(matrices.double())
+    is_singular = values[:, -1] <= n * EPS * values[:, 0]
+    has_zero_line = ~(matrices.any(1).all(1) & matrices.any(2).all(1))
+    return Squares(values[:, -1].numpy(), is_singular.numpy(), has_zero_line.numpy())
+
+
+@check("giannou2023:thm-4")
+def smallest_singular_values_of_sparse_matrices(seed: int) -> Evidence:
+    c1, C, c = CONSTANTS
+    measured: dict[str, float] = {}
+    fullest = 0.0
+    for n in SIZES:
+        for factor in (1, 2):
+            density = factor * math.log(n) / n
+            found = squares(n, density, seed=seed)
+            scale = math.exp(-C * math.log(1 / density) / math.log(n * density)) * math.sqrt(density / n)
+            for eps in (1e-9, 0.05, 0.1, 0.2, 0.5):
+                share = float(((found.smallest <= c1 * eps * scale) & ~found.has_zero_line).mean())
+                fullest = max(fullest, share / (eps + n**-c))
+            measured[f"singular at {factor} log n / n, n = {n}"] = float(found.is_singular.mean())
+            measured[f"with a zero line at {factor} log n / n, n = {n}"] = float(found.has_zero_line.mean())
+    singular = [measured[f"singular at 1 log n / n, n = {n}"] for n in SIZES]
+    return Evidence(
+        verdict(fullest <= 1.0, as_printed=all(s <= n**-c for s, n in zip(singular, SIZES, strict=True))),
+        f"n = 25 to 200, density log n / n and twice that: with c1 = {c1}, C = {C}, c = {c} the probability reaches "
+        f"{fullest:.2f} of its bound. The conclusion drawn at log n / n leaves out zero rows and columns: "
+        + ", ".join(f"{share:.2f}" for share in singular)
+        + f" of the matrices are singular; at 2 log n / n it is {measured['singular at 2 log n / n, n = 200']:.2f} for "
+        "n = 200",
+        measured | {"largest share of the bound": fullest},
+    )
+
+
+@check("giannou2023:remark-11")
+def from_the_smallest_singular_value_to_invertibility(seed: int) -> Evidence:
+    rest, right, tried = 0.0, 0, 0
+    for n in (10.0**k for k in range(2, 9)):
+        threshold, log, loglog = float(lambertw(n).real), math.log(n), math.log(math.log(n))
+        rest = max(rest, (threshold - (log - loglog)) / (loglog / log))
+        for density in (factor * threshold / n for factor in (0.5, 0.9, 1.1, 2.0)):
+            right += (n * density >= math.log(1 / density)) == (density >= log / n - loglog)
+            tried += 1
+    c = CONSTANTS[2]
+    found = {n: squares(n, math.log(n) / n, seed=seed) for n in SIZES}
+    shares = {n: float((one.is_singular & ~one.has_zero_line).mean()) for n, one in found.items()}
+    regular = 1.0 - float(found[200].is_singular.mean())
+    is_small = all(share <= n**-c for n, share in shares.items())
+    return Evidence(
+        # W(n), the root of n rho = log(1/rho) times n, lies at most e / (e - 1) log log n / log n above.
+        verdict(rest <= math.e / (math.e - 1.0) and is_small, as_printed=right == tried),
+        f"n rho = log(1/rho) at rho = (log n - log log n + r) / n with r up to {rest:.2f} log log n / log n, for n "
+        f"from 1e2 to 1e8; the printed threshold is right about {right} of {tried} densities. At log n / n, singular "
+        "without a zero row or column are "
+        + ", ".join(f"{share:.3f}" for share in shares.values())
+        + f" of the matrices for n = {', '.join(map(str, SIZES))}, below n^-{c}; regular are {regular:.2f} at n = 200",
+        {"rest": rest, "printed threshold right": right, "tried": tried, "regular at n = 200": regular}
+        | {f"singular without a zero line, n = {n}": share for n, share in shares.items()},
+    )

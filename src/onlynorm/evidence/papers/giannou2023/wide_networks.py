@@ -1,0 +1,157 @@
+"""Checks of giannou2023's reconstructions of whole ReLU networks: wide frozen layers, and what the remarks say of them.
+
+Each builds networks from frozen random layers, counts what was built and compares functions. Low-rank, deep, residual
+and multilayer sources follow in `checks_sources`, activations in `checks_activations`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
+from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.features import draw
+from onlynorm.frozen.pair import NormOnlyBlock
+from onlynorm.modules.affine import affine
+from onlynorm.reconstruction.reconstruct import reconstruct
+from onlynorm.reconstruction.result import Reconstruction
+from onlynorm.reconstruction.verify import verify
+
+EXACT = 1e-9
+"""The relative error that counts as exact for whole networks; one feature too few leaves 1e-3 and more."""
+
+
+def relu_network(widths: Sequence[int], *, seed: int) -> nn.Sequential:
+    """A ReLU network without activation at its end, of scaled weights diag(g) W with |W| = 1 and biases."""
+    parts: list[nn.Module] = []
+    for i, (inp, out) in enumerate(itertools.pairwise(widths)):
+        layer = nn.Linear(inp, out).double()
+        weight = normal(seed, f"weight {i}", out, inp)
+        gamma = 0.5 + normal(seed, f"gamma {i}", out, 1).abs()
+        layer.weight.data = gamma * weight / torch.linalg.matrix_norm(weight, 2)
+        layer.bias.data = 0.3 * normal(seed, f"bias {i}", out, 1)[:, 0]
+        parts += [layer, nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def unit_ball(n_points: int, d: int, *, seed: int) -> Tensor:
+    """Points of the unit ball, every second one on its surface."""
+    points = torch.nn.functional.normalize(normal(seed, "ball", n_points, d))
+    radius = draw("uniform", (n_points, 1), n_features=1, seed=seed, layer="radius").left().abs() ** (1.0 / d)
+    return torch.where(torch.arange(n_points)[:, None] % 2 == 0, points, radius * points)
+
+
+def rebuild(target: nn.Sequential, *, seed: int, **choices: Any) -> tuple[Reconstruction, float]:
+    """The target rebuilt, calibrated on the unit ball, and its relative error on other points of the ball."""
+    first = target[0]
+    assert isinstance(first, nn.Linear)
+    inputs = unit_ball(512, first.in_features, seed=seed)
+    made = reconstruct(target, inputs=inputs[:256], seed=seed, **choices)
+    return made, verify(target, made.network, inputs[256:]).relative_error
+
+
+def rebuild_error(target: nn.Sequential, *, seed: int, **choices: Any) -> float:
+    """The relative error, on the unit ball, of the target rebuilt with these choices."""
+    return rebuild(target, seed=seed, **choices)[1]
+
+
+def _blocks(network: nn.Module) -> list[NormOnlyBlock]:
+    return [module for module in network.modules() if isinstance(module, NormOnlyBlock)]
+
+
+def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
+    """Whether every ReLU is active for every input of the unit ball, by the norms of the layers alone."""
+    radius, covers = 1.0, True
+    layers = [layer for layer in target if isinstance(layer, nn.Linear)]
+    for layer, block in zip(layers, _blocks(network), strict=True):
+        reach = radius * block.features[0].right().norm(dim=1)
+        scale, shift = affine(block.first_norm)
+        covers &= bool((shift - scale.abs() * reach >= 0.0).all())
+        radius = radius * float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) + float(layer.bias.detach().norm())
+    return covers
+
+
+@check("giannou2023:thm-1")
+def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
+    d, depth, worst, covered, tried = 8, 3, 0.0, 0, 0
+    shapes = set()
+    for i, features in itertools.product(range(4), ("he_uniform", "uniform")):
+        target = relu_network([d] * (depth + 1), seed=seed + i)
+        # The margin makes the shifts known in advance: active on the whole ball, not only where it was sampled.
+        made, error = rebuild(target, seed=seed + i, features=features, excess=1.0, activation=nn.ReLU(), margin=300.0)
+        worst, tried = max(worst, error), tried + 1
+        covered += _covers_the_ball(target, made.network)
+        shapes |= {(tuple(b.right.shape), tuple(b.left.mT.shape)) for b in _blocks(made.network)}
+    target = relu_network([d] * (depth + 1), seed=seed)
+    fewer = rebuild_error(target, seed=seed, features="he_uniform", excess=1.0 - d**-2, activation=nn.ReLU())
+    is_as_said = shapes == {((d * d, d), (d, d * d))}
+    return Evidence(
+        verdict(worst <= EXACT and covered == tried and is_as_said and fewer > 1e3 * EXACT),
+        f"d = {d}, depth {depth}: {tried} networks from bounded random layers of shapes "
+        + " and ".join(f"{right} then {left}" for right, left in sorted(shapes))
+        + f" err by at most {worst:.1e}; in {covered} of them the norms of the layers prove every ReLU active on the "
+        f"whole ball. With {d * d - 1} features the error is {fewer:.1e}",
+        {"error": worst, "covered": covered, "tried": tried, "error with one feature fewer": fewer},
+    )
+
+
+@check("giannou2023:remark-1")
+def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
+    depth, counts = 2, []
+    for d in (4, 8, 16):
+        target = relu_network([d] * (depth + 1), seed=seed)
+        made, _ = rebuild(target, seed=seed, excess=1.0, activation=nn.ReLU())
+        frozen = sum(block.right.numel() + block.left.numel() for block in _blocks(made.network))
+        counts.append((d, sum(p.numel() for p in target.parameters()), made.n_norm_parameters, frozen))
+    ratios = [norms / own for _, own, norms, _ in counts]
+    _, _, of_norms, of_frozen = (
+        [math.log2(after / before) for before, after in itertools.pairwise(column)]
+        for column in zip(*counts, strict=True)
+    )
+    is_cubic = all(abs(power - 3.0) <= 0.05 for power in of_frozen)
+    return Evidence(
+        verdict(max(ratios) <= 2.0 and max(of_norms) <= 2.0 and is_cubic),
+        f"depth {depth}, d = 4, 8, 16: the norms have {', '.join(f'{ratio:.2f}' for ratio in ratios)} times the "
+        "target's parameters (a scale and a shift per feature and output); doubling d multiplies them by "
+        f"2^{max(of_norms):.2f} at most and the frozen weights by 2^{max(of_frozen):.2f}",
+        {f"norm parameters, d = {d}": float(norms) for d, _, norms, _ in counts}
+        | {f"frozen weights, d = {d}": frozen for d, _, _, frozen in counts}
+        | {f"target parameters, d = {d}": own for d, own, _, _ in counts},
+    )
+
+
+@check("giannou2023:remark-8")
+def layers_may_be_padded_to_equal_size(seed: int) -> Evidence:
+    widths = [5, 9, 3]
+    target = relu_network(widths, seed=seed)
+    made, _ = rebuild(target, seed=seed, excess=1.0, activation=nn.ReLU())
+    own = [tuple(weight.shape) for block in _blocks(made.network) for weight in (block.right, block.left.mT)]
+    assert isinstance(made.network, nn.Sequential)
+    padded = pad_equal(made.network)
+    inputs = unit_ball(256, widths[0], seed=seed)
+    errors = [verify(target, padded, inputs).relative_error]
+    layers = [part for part in padded if isinstance(part, nn.Linear)]
+    norms = [part for part in padded if isinstance(part, nn.BatchNorm1d)]
+    for layer, norm in zip(layers, norms, strict=True):  # whatever the norms of the padding hold
+        is_padding = ~(layer.weight != 0).any(1)
+        free = normal(seed, "norms of the padding", len(is_padding), 2)
+        norm.weight.data[is_padding], norm.bias.data[is_padding] = free[is_padding].unbind(1)
+    errors.append(verify(target, padded, inputs).relative_error)
+    for layer in layers:  # something else than zeros
+        layer.weight.data[layer.weight == 0] = 1.0
+    errors.append(verify(target, padded, inputs).relative_error)
+    sizes = {tuple(layer.weight.shape) for layer in layers}
+    is_equal = sizes == {(max(map(max, own)),) * 2} and len(layers) == len(own)
+    return Evidence(
+        verdict(is_equal and max(errors[:2]) <= EXACT and errors[2] > 1e3 * EXACT),
+        f"frozen layers {', '.join(map(str, own))} padded to {' and '.join(map(str, sizes))}: with zeros the network "
+        f"errs by {errors[0]:.1e}, with random norms beside them by {errors[1]:.1e}; padded with ones it would by "
+        f"{errors[2]:.1e}",
+        {"error": errors[0], "error with other norms": errors[1], "error with ones": errors[2]},
+    )

@@ -1,0 +1,331 @@
+"""Running artifacts piece by piece: every finished piece is kept, so a killed run goes on where it stopped.
+
+The key of a piece is the digest of
+  - the artifact's id, the piece's name and its configuration,
+  - the source text of the artifact's module and of the module that defines the piece's function,
+  - the format of stored pieces and onlynorm's version.
+Sizes and seeds are not part of it: a piece is a plain function without a closure, so everything it depends on
+is its configuration or its source text, and a wider sweep keeps what it already has. The rest of the library, and the
+modules of papers that the two import, change too often to be part of the key; their digest is stored in each piece
+instead. A
+piece made by another state of the library, or by other versions of torch, numpy or scipy, is marked stale and
+becomes a caveat of the record until it is recomputed with `force=True`.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import functools
+import hashlib
+import inspect
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Literal
+
+import numpy
+import scipy
+import torch
+
+import onlynorm
+from onlynorm.errors import FormatError, MissingDataError, StorageError, ValueRangeError
+from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select, source_digest
+from onlynorm.evidence.papers.expectations import check, decide
+from onlynorm.evidence.records import Curve, Panel, PieceNote, Record, Table, write_record
+from onlynorm.evidence.report.figure import write_figure
+from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.validate import need_callable, need_instance, need_items, need_path
+
+PIECE = "onlynorm-piece"
+PIECE_FORMAT = 1
+RECORDS = Path("onlynorm-out/records")
+_STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
+
+# What only shows or orders results cannot change them.
+_NOT_COMPUTING = ("cli", "evidence")  # of the evidence only what a result is made with can change it
+_ORDERING = ("artifacts", "cache", "expectations", "goals", "records", "registry", "reproduce")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an artifact's function measured: named values, the curves of its figure, the rows of its table."""
+
+    values: Mapping[str, float]
+    curves: Sequence[Curve] = ()
+    panels: Sequence[Panel] = ()
+    table: Table | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of a run, for whoever shows it. `total` is None until the artifact has counted its pieces."""
+
+    artifact: str
+    piece: str
+    state: Literal["started", "computed", "reloaded", "finished"]
+    done: int
+    total: int | None
+
+
+@dataclass
+class Run:
+    """What an artifact's function works with: sizes, seeds, and pieces that outlive the process."""
+
+    artifact: Artifact
+    scale: Scale
+    folder: Path
+    is_forced: bool = False
+    report: Callable[[Progress], None] = field(default=lambda _: None)
+    notes: list[PieceNote] = field(default_factory=list)
+    total: int | None = None
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """The sizes of this scale, as the TOML file gives them."""
+        return self.artifact.sizes[self.scale]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of this scale: the artifact's, or the first `n_seeds` where the sizes say so."""
+        return self.artifact.seeds[: self.sizes.get("n_seeds")]
+
+    def announce(self, n_pieces: int) -> None:
+        """Tell whoever shows progress how many pieces will come."""
+        self.total = n_pieces
+
+    def progress(self, piece: str, state: Literal["started", "computed", "reloaded", "finished"]) -> None:
+        """Report one step."""
+        self.report(Progress(self.artifact.id, piece, state, len(self.notes), self.total))
+
+    def piece(self, name: str, function: Callable[..., Any], **config: Any) -> Any:
+        """The result of `function(**config)`, computed once and reloaded ever after, as numbers and lists.
+
+        A fresh result goes through the same conversion as a stored one, so both runs see the same types.
+        """
+        if not isinstance(function, FunctionType) or function.__closure__:
+            raise ValueRangeError(
+                f"piece {name!r} needs a plain function without a closure, so that its configuration says "
+                f"everything; got {function!r}. Define it at the top of a module and pass the rest as config."
+            )
+        config = to_plain(config)
+        key = piece_key(self.artifact, name, function, config)
+        path = self.folder / "pieces" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)[:60]}-{key[:16]}.json"
+        made_with = {"library": library_digest(self.artifact.function.__module__, function.__module__), **versions()}
+        self.progress(name, "started")
+        kept = None if self.is_forced else _read_piece(path, key)
+        if kept is None:
+            start = time.perf_counter()
+            result = to_plain(function(**from_plain(config)))
+            kept = {
+                "key": key,
+                "seconds": time.perf_counter() - start,
+                "made_with": made_with,
+                "result": result,
+            }
+            write_sealed(path, kept, kind=PIECE)
+            kept, is_reloaded = {**kept, "result": from_plain(result)}, False
+        else:
+            is_reloaded = True
+        is_stale = kept.get("made_with") != made_with
+        self.notes.append(PieceNote(name, key, config, kept["seconds"], is_reloaded, is_stale))
+        self.progress(name, "reloaded" if is_reloaded else "computed")
+        return kept["result"]
+
+
+def reproduce(
+    ids: str | Artifact | Iterable[str | Artifact] | None = None,
+    *,
+    scale: Scale = "quick",
+    out: Path | str = RECORDS,
+    force: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+) -> tuple[Record, ...]:
+    """One record per artifact, written with its figure below `out`; finished pieces are kept unless `force`.
+
+    `ids` are artifact ids, keys of papers (everything of that paper) or Artifact objects; None is everything.
+    An artifact that raises becomes a record that says so, and the others still run. One whose data is missing leaves no
+    record, and is told of when the others are done.
+    """
+    if scale not in SCALES:
+        raise ValueRangeError(f"reproduce needs scale in {SCALES}; got {scale!r}.")
+    folder = need_path("out", out)
+    if progress is not None:
+        need_callable("progress", progress, cure="Leave it out to hear nothing.")
+    if ids is not None:
+        cure = "Pass ids like 'random_features:fig-3', keys of papers, or Artifact objects."
+        ids = [ids] if isinstance(ids, str | Artifact) else need_items("ids", ids, cure=cure)
+        for item in ids:
+            need_instance("ids", item, (str, Artifact), cure=cure)
+    only_given = ids is not None and all(isinstance(item, Artifact) for item in ids)
+    chosen = select(ids, {} if only_given else artifacts())
+    records, without = [], {}
+    for one in chosen:
+        try:
+            with claim(Path(out).joinpath(*one.id.split(":"))):
+                records.append(_reproduce(one, scale, folder, force, progress))
+        except MissingDataError as error:
+            without[one.id] = error
+    if without:
+        done = " All else is done." if records else ""
+        raise MissingDataError(f"{', '.join(without)}: {next(iter(without.values()))}{done}")
+    return tuple(records)
+
+
+def _reproduce(
+    one: Artifact, scale: Scale, out: Path, force: bool, progress: Callable[[Progress], None] | None
+) -> Record:
+    folder = out.joinpath(*one.id.split(":"))
+    run = Run(one, scale, folder, is_forced=force)
+    if progress is not None:
+        run.report = progress
+    start, failure = time.perf_counter(), ""
+    try:
+        outcome = one.function(run)
+    except (MissingDataError, StorageError):
+        raise
+    except Exception as error:
+        outcome, failure = (
+            Outcome(values={}),
+            f"The run stopped: {type(error).__name__}: {_without_paths(str(error))}",
+        )
+    record = _record(run, outcome, failure=failure, seconds=time.perf_counter() - start)
+    place = folder / scale
+    write_record(place / "record.json", record)
+    write_figure(record, place)
+    run.progress("", "finished")
+    return record
+
+
+def _record(run: Run, outcome: Outcome, *, failure: str, seconds: float) -> Record:
+    one = run.artifact
+    values = {name: float(value) for name, value in outcome.values.items()}
+    checks = tuple(check(item, values) for item in one.expectations_at(run.scale))
+    caveats = (*one.caveats, *([_STALE] if any(note.is_stale for note in run.notes) else []))
+    verdict, reasons = decide(checks, scale=run.scale, caveats=caveats, failure=failure)
+    return Record(
+        artifact=one.id,
+        title=one.title,
+        claim=one.claim,
+        kind=one.kind,
+        scale=run.scale,
+        verdict=verdict,
+        reasons=reasons,
+        checks=checks,
+        values=values,
+        sizes=run.sizes,
+        seeds=run.seeds,
+        caveats=caveats,
+        curves=tuple(outcome.curves),
+        panels=tuple(outcome.panels),
+        table=outcome.table,
+        pieces=tuple(run.notes),
+        versions=versions(),
+        platform=_platform(),
+        code=one.source_digest,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        seconds=seconds,
+    )
+
+
+def piece_key(one: Artifact, name: str, function: FunctionType, config: Mapping[str, Any]) -> str:
+    """The digest that names a piece; see the top of this file for what belongs to it and why."""
+    own_module = one.function.__module__ == function.__module__
+    sources = [one.source_digest, one.source_digest if own_module else source_digest(function)]
+    code = [*sources, function.__qualname__, PIECE_FORMAT, onlynorm.__version__]
+    return digest({"artifact": one.id, "piece": name, "config": config, "code": code})
+
+
+def _read_piece(path: Path, key: str) -> dict[str, Any] | None:
+    """A stored piece, or None when it is absent, damaged, or not the one asked for: then it is computed."""
+    if not path.exists():
+        return None
+    try:
+        kept = read_sealed(path, kind=PIECE)
+    except FormatError:
+        return None
+    is_whole = kept.get("key") == key and "result" in kept and isinstance(kept.get("seconds"), float)
+    return kept if is_whole else None
+
+
+@functools.cache
+def library_digest(*modules: str) -> str:
+    """SHA-256 over the source files that can change a result of functions of these modules.
+
+    The whole library counts, without what only shows or orders results. Of the papers and benchmarks those files count
+    that the modules import, directly or through each other.
+    """
+    root = Path(inspect.getfile(onlynorm)).parent
+    total = hashlib.sha256()
+    for path in source_files(root, *modules):
+        total.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return total.hexdigest()
+
+
+def source_files(root: Path, *modules: str) -> list[Path]:
+    """The files below `root`, the folder of the package, that `library_digest` reads."""
+    files = {path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in _NOT_COMPUTING}
+    waiting = [path for name in modules if (path := _file_of(root, name)) is not None]
+    for name in modules:
+        if _file_of(root, name) is None and name in sys.modules:  # an artifact of a user's own module
+            waiting += _imported_files(root, inspect.getsource(sys.modules[name]))
+    while waiting:
+        path = waiting.pop()
+        if path not in files:
+            files.add(path)
+            waiting += _imported_files(root, path.read_text(encoding="utf-8"))
+    return sorted(files)
+
+
+def _imported_files(root: Path, source: str) -> list[Path]:
+    """The files of the evidence that a source text imports."""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+    return [path for name in names if (path := _file_of(root, name)) is not None]
+
+
+def _file_of(root: Path, module: str) -> Path | None:
+    """The file of a module of the evidence that measures something, else None."""
+    parts = module.split(".")
+    if parts[:2] != ["onlynorm", "evidence"] or parts[2:3] == ["report"] or parts[-1] in _ORDERING:
+        return None
+    path = root.joinpath(*parts[1:]).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def versions() -> dict[str, str]:
+    """The versions that a number can depend on."""
+    return {
+        "onlynorm": onlynorm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+    }
+
+
+def _platform() -> dict[str, str]:
+    """The kind of machine, without its name."""
+    return {
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _without_paths(text: str) -> str:
+    """A message without folders of this machine: only the last part of a path stays."""
+    return re.sub(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/'\":;,]+[\\/])+", "…/", text)
+
+
+__all__ = ["Outcome", "Progress", "Run", "library_digest", "piece_key", "reproduce", "versions"]

@@ -1,0 +1,331 @@
+"""The registry of every numbered statement of the five papers, and of the checks that measure them.
+
+A statement lives in `papers/<paper>/statements.toml`: our wording, its assumptions, and where the paper's text slips.
+The file of a subject beside it registers the check:
+
+    @check("giannou2023:lemma-2")
+    def random_products_are_invertible(seed: int) -> Evidence: ...
+
+`run_check` runs it and returns a `Finding`. Keys read paper:kind-number, as in `hardt_ma2017:lemma-B.1`;
+docstrings cite them after the word Theory, and a test holds both sides together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from onlynorm.errors import AccuracyWarning, FormatError, shown
+from onlynorm.features import draw
+from onlynorm.validate import need_callable, need_choice, need_items, need_seed
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PAPERS = ("giannou2023", "burkholz2024", "random_features", "hardt_ma2017", "daneshmand2020")
+_PLAIN = ("lemma", "claim", "remark", "example", "fact")
+KINDS = {
+    "theorem": "thm-",
+    "proposition": "prop-",
+    "corollary": "cor-",
+    "conjecture": "conj-",
+    "inequality": "ineq-",
+    "equation": "eq-",
+    "named": "",  # unnumbered in its paper; our name stands in for the number
+    **{kind: f"{kind}-" for kind in _PLAIN},
+}
+
+
+class Verdict(str, Enum):
+    """What a check says about its statement."""
+
+    HOLDS = "holds"
+    CORRECTED = "holds with a corrected constant"
+    FAILS = "fails"
+    UNCHECKED = "not yet checked"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Paper:
+    """One of the five papers; `short` says what it gives us."""
+
+    key: str
+    title: str
+    authors: str
+    year: int
+    short: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.title} ({self.authors}, {self.year})"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement of a paper in our words; `slips` says where the printed text errs and how we read it."""
+
+    key: str
+    kind: str
+    number: str
+    title: str
+    says: str
+    assumes: tuple[str, ...]
+    slips: str = ""
+    restates: str = ""
+    from_elsewhere: bool = False
+
+    @property
+    def paper(self) -> str:
+        return self.key.partition(":")[0]
+
+    def __str__(self) -> str:
+        origin = ", quoted by the paper from another work" if self.from_elsewhere else ""
+        parts = [self.says]
+        if self.restates:
+            parts.append(f"Restates {self.restates}.")
+        if self.assumes:
+            parts.append("Assumes: " + "; ".join(self.assumes) + ".")
+        if self.slips:
+            parts.append("Slips: " + self.slips)
+        body = "\n".join(_indented(part) for part in parts)
+        return f"{self.key} ({self.kind}{origin}): {self.title}\n{body}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a check returns: its verdict, the measured numbers in words, and the same numbers by name."""
+
+    verdict: Verdict
+    text: str
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The outcome of running the check of one statement."""
+
+    key: str
+    verdict: Verdict
+    evidence: str
+    measured: dict[str, float]
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.verdict} ({self.seconds:.2f} s)\n{_indented(self.evidence)}"
+
+
+Check = Callable[[int], Evidence]
+_C = TypeVar("_C", bound=Check)
+_T = TypeVar("_T", Paper, Statement)
+_checks: dict[str, Check] = {}
+
+
+def papers() -> tuple[Paper, ...]:
+    """Returns the five papers, in the order of the table in the documentation."""
+    return tuple(_read(key)[0] for key in PAPERS)
+
+
+def statements(paper: str | None = None) -> tuple[Statement, ...]:
+    """Returns all statements, or those of one paper, in the order in which the paper makes them."""
+    if paper is None:
+        return tuple(_registry().values())
+    need_choice("paper", paper, PAPERS)
+    return tuple(s for s in _registry().values() if s.paper == paper)
+
+
+def statement(key: str) -> Statement:
+    """Returns the statement with this key."""
+    return _registry()[need_choice("statement", key, _registry())]
+
+
+def check(*keys: str) -> Callable[[_C], _C]:
+    """Returns a decorator that makes a function `(seed) -> Evidence` the check of one or more statements."""
+
+    def register(function: _C) -> _C:
+        need_callable("check", function, cure="Write a function of a seed that returns Evidence.")
+        for key in keys:
+            statement(key)
+            if key in _checks:
+                raise FormatError(
+                    f"check needs a statement that has no check yet; got {key!r}, checked at {where(key)}. "
+                    "Extend that check, or remove one of the two."
+                )
+        _checks.update(dict.fromkeys(keys, function))
+        return function
+
+    if not keys:
+        raise FormatError('check needs the key of a statement; got none. Write @check("giannou2023:thm-1").')
+    if len({shown(key) for key in keys}) < len(keys):
+        raise FormatError(f"check needs different keys; got {', '.join(map(shown, keys))}. Name each statement once.")
+    return register
+
+
+def has_check(key: str) -> bool:
+    """Returns whether a check is registered for the statement, or for the one it restates."""
+    return _check_of(key) is not None
+
+
+def where(key: str) -> str:
+    """Returns "module:line" of the check of a statement, or an empty string if it has none."""
+    function = _check_of(key)
+    if function is None:
+        return ""
+    function = inspect.unwrap(function)
+    return f"{function.__module__}:{inspect.getsourcelines(function)[1]}"
+
+
+def run_check(key: str, *, seed: int = 0) -> Finding:
+    """Returns the finding of one statement; a check that raises is a finding too, that it fails."""
+    return run_checks([key], seed=seed)[0]
+
+
+def run_checks(
+    keys: Iterable[str] | None = None,
+    *,
+    seed: int = 0,
+    progress: Callable[[Finding], None] | None = None,
+) -> tuple[Finding, ...]:
+    """Returns the findings of the given statements, by default all; a check that serves several runs once."""
+    listed = _registry() if keys is None else need_items("run_checks", keys, cure='List keys: ["giannou2023:thm-1"].')
+    chosen = [statement(key).key for key in listed]
+    seed = need_seed(seed)
+    if progress is not None:
+        need_callable("progress", progress, cure="It is called with each finding.")
+    done: dict[Check, tuple[Evidence, float]] = {}
+    findings = []
+    for key in chosen:
+        function = _check_of(key)
+        if function is None:
+            found = Finding(key, Verdict.UNCHECKED, "no check is registered for this statement", {}, 0.0)
+        else:
+            if function not in done:
+                start = time.perf_counter()
+                done[function] = _run(function, seed), time.perf_counter() - start
+            evidence, seconds = done[function]
+            found = Finding(key, evidence.verdict, evidence.text, dict(evidence.measured), seconds)
+        findings.append(found)
+        if progress is not None:
+            progress(found)
+    return tuple(findings)
+
+
+def _run(function: Check, seed: int) -> Evidence:
+    """What the check says; one that raises says that it fails, so that the checks behind it still run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccuracyWarning)  # a check measures what it needs, and says so
+            return function(seed)
+    except Exception as error:
+        return Evidence(Verdict.FAILS, f"the check raised {type(error).__name__}: {error}")
+
+
+def _check_of(key: str) -> Check | None:
+    restates = statement(key).restates
+    for paper in {one.partition(":")[0] for one in (key, restates) if one}:
+        importlib.import_module(f"onlynorm.evidence.papers.{paper}")  # registers the checks of the paper
+    return _checks.get(key) or _checks.get(restates)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, width=100, initial_indent="  ", subsequent_indent="  ")
+
+
+@cache
+def _registry() -> dict[str, Statement]:
+    registry = {s.key: s for paper in PAPERS for s in _read(paper)[1]}
+    for entry in registry.values():
+        if entry.restates and (entry.restates not in registry or registry[entry.restates].restates):
+            raise FormatError(
+                f"{entry.paper}/statements.toml, {entry.key}: restates needs a statement that restates no other; "
+                f"got {entry.restates!r}. Name the original statement."
+            )
+    return registry
+
+
+@cache
+def _read(paper: str) -> tuple[Paper, tuple[Statement, ...]]:
+    file = resources.files("onlynorm") / "evidence" / "papers" / paper / "statements.toml"
+    return _parse(file.read_text(encoding="utf-8"), name=f"{paper}/statements.toml")
+
+
+def _parse(text: str, *, name: str) -> tuple[Paper, tuple[Statement, ...]]:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FormatError(f"{name} needs valid TOML; got: {error}. Mend the file at that place.") from error
+    unknown = sorted(raw.keys() - {"paper", "statement"})
+    if unknown or "paper" not in raw:
+        got = f"unknown {', '.join(unknown)}" if unknown else "no [paper]"
+        raise FormatError(f"{name} needs one [paper] and [[statement]] tables; got {got}. Check the spelling.")
+    paper = _record(Paper, raw["paper"], where=f"{name}, [paper]")
+    if name != f"{paper.key}/statements.toml":
+        raise FormatError(f"{name}, [paper]: key needs to be the name of the folder; got {paper.key!r}. Rename one.")
+    entries: dict[str, Statement] = {}
+    for i, table in enumerate(raw.get("statement", []), start=1):
+        place = f"{name}, {table.get('key', f'statement {i}')}"
+        entry = _record(Statement, table, where=place)
+        expected = f"{paper.key}:{KINDS.get(entry.kind, '?-')}{entry.number}"
+        if entry.key != expected:
+            raise FormatError(f"{place}: key needs to be {expected!r}; got {entry.key!r}. Mend key, kind or number.")
+        if entry.key in entries:
+            raise FormatError(f"{place}: key needs to be unique; got it twice. Remove or renumber one entry.")
+        entries[entry.key] = entry
+    return paper, tuple(entries.values())
+
+
+def _record(cls: type[_T], table: Mapping[str, Any], *, where: str) -> _T:
+    """Returns the table as a dataclass, after checking names, presence and types of its fields."""
+    types: dict[str, type] = {"year": int, "assumes": list, "from_elsewhere": bool}
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    if (missing := sorted(required - table.keys())) or (unknown := sorted(table.keys() - fields.keys())):
+        got = f"{', '.join(missing)} missing" if missing else f"unknown {', '.join(unknown)}"
+        raise FormatError(f"{where}: needs the fields {', '.join(fields)}; got {got}. Add or rename the field.")
+    values = dict(table)
+    for name, value in table.items():
+        expected = types.get(name, str)
+        bad = type(value) is not expected or (value == "" and name in required)
+        if bad or (expected is list and not all(isinstance(item, str) and item for item in value)):
+            kind = "a list of strings" if expected is list else f"a filled {expected.__name__}"
+            raise FormatError(f"{where}: {name} needs {kind}; got {value!r}. Correct the value.")
+        values[name] = tuple(value) if expected is list else value
+    return cls(**values)
+
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def normal(seed: int, name: str, *shape: int) -> Tensor:
+    """Standard normal numbers that depend on nothing but their arguments; `shape` has two sizes."""
+    rows, cols = shape
+    return draw("er_normal", (rows, 1), n_features=cols, density=1.0, seed=seed, layer=name).left().contiguous()
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|."""
+    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+def verdict(holds: bool, *, as_printed: bool = True) -> Verdict:
+    """HOLDS, CORRECTED where only our reading does, FAILS."""
+    if not holds:
+        return Verdict.FAILS
+    return Verdict.HOLDS if as_printed else Verdict.CORRECTED

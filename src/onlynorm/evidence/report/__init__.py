@@ -1,0 +1,1 @@
+"""Records become one self-contained HTML file; nothing is computed here."""

@@ -1,0 +1,116 @@
+"""How small the largest norm of near-identity factors can be: the paper's bound, a smaller one, and a floor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from onlynorm.identity.factorization.matrices import Decomposition, need_depth, need_invertible, need_matrix
+from onlynorm.validate import need_number
+
+N_PHASES = 8
+"""Directions tried in the plane of each pair of eigenvectors."""
+_N_LENGTHS = 400
+"""Lengths tried for where a vector may end in more dimensions, and as many again around the best of them."""
+_SLACK = 1e-6
+"""What the spacing of those lengths may cost the floor, and far more than it does."""
+
+
+def paper_bound(stretch: float, depth: int) -> float:
+    """(4 pi + 3 g) / depth, with g the largest |log| of a singular value; promised from depth 3 g on.
+
+    Theory: hardt_ma2017:thm-2.1
+    """
+    stretch, depth = _need_stretch(stretch), need_depth(depth)
+    return (4.0 * math.pi + 3.0 * stretch) / depth
+
+
+def spiral_bound(stretch: float, depth: int) -> float:
+    """2 sin(pi / (2 depth)) + exp(g / depth) - 1, which the method "spiral" keeps at every depth.
+
+    It is below (pi + (e - 1) g) / depth from depth g on, and below (pi + 1.19 g) / depth from 3 g on. It may overflow
+    to infinity.
+    Theory: hardt_ma2017:thm-2.1
+    """
+    stretch, depth = _need_stretch(stretch), need_depth(depth)
+    return 2.0 * math.sin(math.pi / (2 * depth)) + _expm1(stretch / depth)
+
+
+def least_norm(matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int) -> float:
+    """A norm below which no factorization of this depth can stay, whatever its method.
+
+    A layer of norm a < 1 multiplies the length of a vector by r and turns it by t, where r exp(i t) lies in the disc of
+    radius a around one. The logarithms of that disc are a convex set, so l layers reach exactly l times that set: from
+    x to R x they need a >= |exp((s + i t) / l) - 1|, with s = log(|R x| / |x|) and t the angle between the two. That is
+    held against singular vectors, vectors in the planes of the eigenvectors, and those that R turns back the most.
+
+    A negative determinant takes more dimensions, in which x ends at (R x, anything): longer, at another angle, but with
+    the same component along x. The floor is then that of the best such end, for any number of dimensions more.
+
+    One layer is R - I and nothing else.
+    """
+    depth = need_depth(depth)
+    found = Decomposition.of(need_matrix(matrix, what="least_norm"))
+    need_invertible(found, what="least_norm")
+    if depth == 1:
+        return float(torch.linalg.matrix_norm(found.matrix - torch.eye(len(found.matrix)).to(found.matrix), 2))
+    logs, angles = _reached(found)
+    largest = _expm1(float(found.values[0].log()) / depth)
+    if found.sign > 0:
+        floor = float(_step(logs, angles, depth).max())
+        return max(largest, -math.expm1(float(found.values[-1].log()) / depth), min(floor, 1.0), 0.0)
+    return max(largest, min((1.0 - _SLACK) * _floor_with_more_dimensions(logs, angles, depth), 1.0), 0.0)
+
+
+def _step(logs: Tensor, angles: Tensor, depth: int) -> Tensor:
+    """|exp((s + i t) / depth) - 1|, without the rounding of a difference."""
+    grown = torch.expm1(logs / depth)
+    return torch.sqrt(grown.square() + 4.0 * (1.0 + grown) * torch.sin(angles / (2 * depth)).square())
+
+
+def _floor_with_more_dimensions(logs: Tensor, angles: Tensor, depth: int) -> float:
+    """The largest over all vectors x of the smallest step to any (R x, c), for x and R x of these logs and angles."""
+    along = torch.cos(angles)  # times the length, the component along x
+
+    def steps(longer: Tensor) -> Tensor:
+        return _step(logs[:, None] + longer, torch.acos(along[:, None] * torch.exp(-longer)), depth)
+
+    # From the length of R x itself up to one that costs more than half a turn saves.
+    unit = torch.linspace(0.0, 1.0, _N_LENGTHS, dtype=logs.dtype, device=logs.device)
+    most = (-logs).clamp(min=0.0)[:, None] + 3.0
+    longer = unit * most
+    best = longer.gather(1, steps(longer).argmin(1, keepdim=True))
+    around = (best + (2.0 * unit - 1.0) * most / (_N_LENGTHS - 1)).clamp(min=0.0)
+    return float(steps(around).amin(1).max())
+
+
+def _reached(found: Decomposition) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """(log of the stretching, angle) of the vectors that the floor is measured by."""
+    unit = found.values[0]
+    matrix = found.matrix / unit  # angles have no scale, but squares overflow
+    tried = [found.right.mT, torch.linalg.eigh((matrix + matrix.mT) / 2.0)[1][:, :1]]
+    try:
+        vectors = torch.linalg.eig(matrix)[1]
+        phases = torch.exp(1j * torch.arange(N_PHASES, device=matrix.device) * (math.pi / N_PHASES))
+        planes = (vectors[:, :, None] * phases.to(vectors)).real.flatten(1)
+        tried.append(planes[:, planes.norm(dim=0) > 0.5 / N_PHASES])  # a real eigenvector has no imaginary part
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        pass  # without eigenvectors nothing is claimed about their planes
+    start = torch.nn.functional.normalize(torch.cat(tried, 1), dim=0)
+    end = matrix @ start
+    length = end.norm(dim=0)
+    end = end / length
+    angles = 2.0 * torch.atan2((start - end).norm(dim=0), (start + end).norm(dim=0))
+    return length.log() + unit.log(), angles
+
+
+def _need_stretch(stretch: float) -> float:
+    return need_number("stretch", stretch, low=0.0, cure="It is the largest |log| of a singular value.")
+
+
+def _expm1(value: float) -> float:
+    return math.expm1(value) if value < 700.0 else math.inf

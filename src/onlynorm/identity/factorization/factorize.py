@@ -1,0 +1,177 @@
+"""`factorize`: a matrix as a product of layers I + A with A small, by the construction that makes A smallest."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from onlynorm.errors import ToleranceError, ValueRangeError
+from onlynorm.identity.factorization.bounds import least_norm, paper_bound
+from onlynorm.identity.factorization.decompositions import METHODS, ObstacleError, Parts, need_chance
+from onlynorm.identity.factorization.factors import Factorization, Option, Run
+from onlynorm.identity.factorization.matrices import (
+    Decomposition,
+    need_depth,
+    need_invertible,
+    need_matrix,
+    random_matrix,
+)
+from onlynorm.identity.factorization.padding import pad, pad_as_printed
+from onlynorm.validate import need_choice, need_number
+
+AUTO = ("root", "polar", "spiral", "log")
+"""What "auto" weighs; the first of equals is taken. The paper's svd turns no less far than polar: angles add."""
+EXACT = 1e-10
+"""The product error above which "auto" does not take a construction while there is a better one."""
+N_PROBES = 16
+_TIE = 1e-9
+
+
+def factorize(
+    matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int, *, method: str = "auto", tolerance: float | None = None
+) -> Factorization:
+    """The factors of R = (I + A_l) ... (I + A_1), l = depth, with the largest |A_i| as small as the method makes it.
+
+    `method` is "auto", which takes the smallest largest norm, or one of "root", "log", "polar", "spiral", "svd".
+    With `tolerance`, a larger relative error of the product raises. A negative determinant costs one dimension more
+    from depth 2 on, and the result says how to use it; a singular matrix is refused with the nearest one that is not.
+    Theory: hardt_ma2017:thm-2.1, hardt_ma2017:negative-determinant, hardt_ma2017:positive-definite
+    """
+    start = time.perf_counter()
+    depth = need_depth(depth)
+    need_choice("method", method, ("auto", *METHODS))
+    if tolerance is not None:
+        tolerance = need_number("tolerance", tolerance, low=0.0, open_low=True, cure="Try 1e-10.")
+    given = Decomposition.of(need_matrix(matrix))
+    need_invertible(given)
+    n_extra = int(given.sign < 0 and depth > 1)
+    found = given if not n_extra else pad_as_printed(given) if method == "svd" else pad(given, depth)
+    methods = AUTO if method == "auto" else (method,)
+    weighed = (
+        _one_layer(given, methods) if given.sign < 0 and depth == 1 else _weigh(Parts(found), given, depth, methods)
+    )
+    made = [one for one in weighed if not one.option.obstacle]
+    if not made:
+        raise ValueRangeError(f"method {method!r} {weighed[0].option.obstacle}. Use method='auto'.")
+    exact = [one for one in made if one.error <= EXACT] or [min(made, key=lambda one: one.error)]
+    least = min(one.option.max_norm for one in exact)
+    best = next(one for one in exact if one.option.max_norm <= (1.0 + _TIE) * least)
+    error = max(best.error, layer_error(best.runs, given.matrix))
+    if tolerance is not None and not error <= tolerance:
+        raise ToleranceError(
+            f"factorize needs a product error of {tolerance:.1e}; {best.option.method} reaches {error:.1e} at "
+            f"depth {depth}. Try method='spiral', or a tolerance above the rounding of {depth} products."
+        )
+    return Factorization(
+        runs=best.runs,
+        method=best.option.method,
+        reason=_reason(method, best, weighed, error, depth, given),
+        max_norm=best.option.max_norm,
+        bound=paper_bound(given.stretch, depth),
+        least_norm=min(least_norm(given.matrix, depth), best.option.max_norm),
+        product_error=error,
+        stretch=given.stretch,
+        seconds=time.perf_counter() - start,
+        n_extra=n_extra,
+        options=tuple(one.option for one in weighed),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """A construction that was tried: its layers and their product error, or only the obstacle."""
+
+    option: Option
+    runs: tuple[Run, ...] = ()
+    error: float = math.inf
+
+
+def _one_layer(given: Decomposition, methods: Sequence[str]) -> list[Weighed]:
+    """R - I as the only layer there is, where a negative determinant leaves no other construction."""
+    core = given.matrix - torch.eye(len(given.matrix)).to(given.matrix)
+    runs = (Run(core, 1),)
+    whole = Option("spiral", float(torch.linalg.matrix_norm(core, 2)))
+    obstacle = "needs two layers or more for a negative determinant; got depth 1"
+    return [
+        Weighed(whole, runs, product_error(runs, given.matrix))
+        if name == "spiral"
+        else Weighed(Option(name, obstacle=obstacle))
+        for name in methods
+    ]
+
+
+def _weigh(parts: Parts, given: Decomposition, depth: int, methods: Sequence[str]) -> list[Weighed]:
+    weighed: list[Weighed] = []
+    for name in methods:
+        smallest = min((one.option.max_norm for one in weighed if one.runs), default=math.inf)
+        try:
+            if name == "log" and smallest < math.inf:
+                need_chance(parts, depth, smallest)
+            runs = METHODS[name](parts, depth)
+        except ObstacleError as obstacle:
+            weighed.append(Weighed(Option(name, obstacle=str(obstacle))))
+            continue
+        norm = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs)
+        weighed.append(Weighed(Option(name, norm), runs, product_error(runs, given.matrix)))
+    return weighed
+
+
+def product_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> float:
+    """The relative Frobenius error of the product of all layers, without an extra dimension."""
+    whole = runs[0].product()
+    for run in runs[1:]:
+        whole = run.product() @ whole
+    return _relative(whole[: len(matrix), : len(matrix)], matrix)
+
+
+def layer_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> float:
+    """The relative error for 16 random vectors that go through one layer after the other, as in a network."""
+    probes = random_matrix(max(len(matrix), N_PROBES), name="probes").to(matrix)[: len(matrix), :N_PROBES]
+    sent = torch.cat([probes, probes.new_zeros(len(runs[0].core) - len(matrix), probes.shape[1])])
+    for run in runs:
+        sent = run.apply(sent)
+    return _relative(sent[: len(matrix)], matrix @ probes)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    unit = expected.abs().max()  # squares of very large or very small entries would not be numbers
+    value = float(((found - expected) / unit).norm() / (expected / unit).norm())
+    return value if math.isfinite(value) else math.inf
+
+
+def _reason(
+    asked: str, best: Weighed, weighed: Sequence[Weighed], error: float, depth: int, found: Decomposition
+) -> str:
+    text = f"{asked} was asked for."
+    if asked == "auto" and depth == 1 and found.sign < 0:
+        text = "One layer is R - I, whatever the method."
+    elif asked == "auto":
+        others = "; ".join(str(one.option) for one in weighed if one is not best)
+        is_beaten = any(one.option.max_norm < best.option.max_norm and one.error > EXACT for one in weighed)
+        among = " of those that are exact" * is_beaten
+        text = (
+            f"{best.option.method} has the smallest largest norm{among} ({others}; svd turns no less far than polar)."
+        )
+    if error > EXACT:
+        text += f" The product is off by {error:.1e}, more than {EXACT:.0e}; layers nearer to I lose less."
+    if depth < 3.0 * found.stretch:
+        text += f" Depth {depth} is below 3 * {found.stretch:.3g}, from where on the paper promises its bound: "
+        text += _enough_depth(found)
+    return text
+
+
+def _enough_depth(found: Decomposition) -> str:
+    """What would do for the paper's bound: more layers, or a scale at which the singular values lie around one."""
+    advice = f"take {math.ceil(3.0 * found.stretch)} layers or more"
+    logs = found.values[[0, -1]].log()
+    centred = float(logs[0] - logs[1]) / 2
+    if centred < 0.9 * found.stretch:
+        advice += f", or {max(1, math.ceil(3.0 * centred))} for R scaled by {float(torch.exp(-logs.mean())):.3g}"
+    return f"{advice}."

@@ -1,0 +1,314 @@
+"""A matrix as a product of layers I + A near the identity: stored by runs of like layers, applied, made a network.
+
+Factors in a file: one sealed safetensors file with the cores and rotations, far smaller than all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Num, Shaped
+from torch import Tensor, nn
+
+from onlynorm.errors import FormatError, ShapeError, StorageError
+from onlynorm.identity.factorization.rotations import Rotation
+from onlynorm.memory import memory_limit, need_memory
+from onlynorm.storage import canonical, make_checked, read_tensors, write_tensors
+from onlynorm.validate import as_real, as_tensor, need_instance, need_path
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """`count` layers I + A_j with A_j = G^j core G^-j, one turn of the rotation G further each; equal ones without G.
+
+    All layers of a run have the same spectral norm.
+    """
+
+    core: Float[Tensor, "dim dim"]
+    count: int
+    rotation: Rotation | None = None
+
+    def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
+        """The A_j in the order in which they are applied."""
+        for place in range(self.count):
+            yield self.layer(place)
+
+    def layer(self, place: int) -> Float[Tensor, "dim dim"]:
+        """A_j for j = place."""
+        if self.rotation is None or place == 0:
+            return self.core
+        turned = self.rotation.power(place)
+        return turned @ self.core @ turned.mT
+
+    def product(self) -> Float[Tensor, "dim dim"]:
+        """The product of all layers, G^count (G^-1 (I + core))^count, by repeated squaring."""
+        whole = self.core + torch.eye(len(self.core), dtype=self.core.dtype, device=self.core.device)
+        if self.rotation is None:
+            return torch.linalg.matrix_power(whole, self.count)
+        return self.rotation.power(self.count) @ torch.linalg.matrix_power(self.rotation.power(-1) @ whole, self.count)
+
+    def apply(self, columns: Float[Tensor, "dim n"]) -> Float[Tensor, "dim n"]:
+        """The columns after one layer after the other, in their dtype; no layer but the first is ever built."""
+        core, rotation = self.core.to(columns), self.rotation
+        if rotation is None:
+            for _ in range(self.count):
+                columns = columns + core @ columns
+            return columns
+        basis = rotation.basis.to(columns)
+        rotation = Rotation(basis, rotation.angles.to(columns))
+        core = basis.mT @ core @ basis
+        inside = basis.mT @ columns
+        for place in range(self.count):
+            inside = inside + rotation.turn(core @ rotation.turn(inside, -place), place)
+        return basis @ inside
+
+
+@dataclass(frozen=True)
+class Option:
+    """A construction that was weighed: its largest norm, or what stands in its way."""
+
+    method: str
+    max_norm: float = float("nan")
+    obstacle: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method}: {self.obstacle}" if self.obstacle else f"{self.method} {self.max_norm:.3g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Factorization:
+    """R = (I + A_l) ... (I + A_1) with small |A_i|: the layers, and what is known about them.
+
+    `max_norm` is the largest spectral norm, `bound` the paper's promise for it, `least_norm` what no factorization of
+    this depth can be below. `product_error` is relative to R and measured, of the product and layer by layer. `stretch`
+    is the largest |log| of a singular value of R. With `n_extra` = 1 the layers act in one dimension more than R,
+    because its determinant is negative; see `usage`.
+    """
+
+    runs: tuple[Run, ...] = field(repr=False)
+    method: str
+    reason: str
+    max_norm: float
+    bound: float
+    least_norm: float
+    product_error: float
+    stretch: float
+    seconds: float
+    n_extra: int = 0
+    options: tuple[Option, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """The number of layers."""
+        return sum(run.count for run in self.runs)
+
+    @property
+    def dim(self) -> int:
+        """The size of R, without an extra dimension."""
+        return len(self.runs[0].core) - self.n_extra
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the depth is large enough for the paper's bound, depth >= 3 * stretch."""
+        return self.depth >= 3.0 * self.stretch
+
+    @property
+    def usage(self) -> str:
+        """How to use the factors where they act in one dimension more; empty where they do not."""
+        if not self.n_extra:
+            return ""
+        odd = " In odd dimension the factors of -R, with the sign of the output flipped, do it too." * (self.dim % 2)
+        return (
+            "det(R) < 0, which no product of layers near the identity has: the factors are those of a matrix with one "
+            "row and one column more, whose upper left part is R. Append a zero to x and drop the last output, as "
+            f"apply and to_network do.{odd}"
+        )
+
+    def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
+        """A_1, A_2, ..., A_l in the order in which they are applied, each built when it is asked for."""
+        for run in self.runs:
+            yield from run.layers()
+
+    def factors(self) -> Float[Tensor, "depth dim dim"]:
+        """All A_i in one tensor, A_1 first; refused where memory does not hold it, since `layers` needs none."""
+        whole = self.dim + self.n_extra
+        need_memory(
+            f"a tensor of {self.depth} factors", 8 * self.depth * whole**2, memory_limit(),
+            "Go through layers() one by one.",
+        )  # fmt: skip
+        return torch.stack(list(self.layers()))
+
+    def product(self) -> Float[Tensor, "dim dim"]:
+        """(I + A_l) ... (I + A_1), with the extra dimension if there is one; R is its upper left part."""
+        made = self.runs[0].product()
+        for run in self.runs[1:]:
+            made = run.product() @ made
+        return made
+
+    def apply(self, x: Shaped[Tensor | np.ndarray, "*batch inp"]) -> Num[Tensor, "*batch out"]:
+        """R x for every row of x, layer by layer, on the device of x, whatever autocast says.
+
+        The result has the dtype of x, and float64 for integers. Half precision is accumulated in float32: rounding to
+        it after each of many layers would leave no digit.
+        """
+        x = as_tensor("apply", x)
+        if not x.ndim or x.shape[-1] != self.dim:
+            raise ShapeError(
+                f"apply needs inputs (..., {self.dim}); got {tuple(x.shape)}. Pass samples as rows, x.mT if they are "
+                "columns."
+            )
+        if x.is_complex():
+            return torch.complex(self.apply(x.real), self.apply(x.imag))
+        given = x.dtype if x.is_floating_point() else torch.float64
+        columns = x.reshape(-1, self.dim).mT.to(torch.promote_types(given, torch.float32))
+        if self.n_extra:
+            columns = torch.cat([columns, columns.new_zeros(1, columns.shape[1])])
+        with torch.autocast(x.device.type, enabled=False):
+            for run in self.runs:
+                columns = run.apply(columns)
+        return columns[: self.dim].mT.reshape(x.shape).to(given)
+
+    def to_network(self) -> nn.Sequential:
+        """A residual linear network in float64, a trainable layer x + A x per factor; needs the memory of `factors`."""
+        weights = self.factors()
+        layers: list[nn.Module] = [NearIdentity(weight) for weight in weights]
+        if self.n_extra:
+            layers = [nn.ConstantPad1d((0, 1), 0.0), *layers, Keep(self.dim)]
+        return nn.Sequential(*layers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the numbers of the factors, ready for JSON."""
+        return {
+            "dim": self.dim, "depth": self.depth, "method": self.method, "reason": self.reason,
+            "max_norm": self.max_norm, "bound": self.bound, "is_promised": self.is_promised,
+            "least_norm": self.least_norm, "product_error": self.product_error, "stretch": self.stretch,
+            "n_extra": self.n_extra, "usage": self.usage, "seconds": self.seconds,
+            "runs": [run.count for run in self.runs],
+            "options": [{"method": o.method, "max_norm": o.max_norm, "obstacle": o.obstacle} for o in self.options],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        size = f"{self.dim} x {self.dim}" + " and one dimension more" * self.n_extra
+        promise = "the paper promises" if self.is_promised else "the paper, for greater depth, would promise"
+        text = (
+            f"{size} as {self.depth} layers I + A by {self.method}: largest |A| {self.max_norm:.4g} ({promise} "
+            f"{self.bound:.4g}, none can be below {self.least_norm:.4g}), product error {self.product_error:.1e}, "
+            f"{self.seconds:.2g} s\n  {self.reason}"
+        )
+        return f"{text}\n  {self.usage}" if self.n_extra else text
+
+
+class NearIdentity(nn.Module):
+    """A layer x + A x."""
+
+    def __init__(self, weight: Num[Tensor | np.ndarray, "dim dim"]) -> None:
+        super().__init__()
+        weight = as_real("a layer x + A x", weight)
+        if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
+            raise ShapeError(f"a layer x + A x needs a square A; got {tuple(weight.shape)}. Pass A, not I + A.")
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x + A x for every row of x."""
+        return x + x @ self.weight.mT
+
+
+class Keep(nn.Module):
+    """The first `n` outputs."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first n numbers of every row."""
+        return x[..., : self.n]
+
+
+KIND = "factorization"
+FORMAT = 1
+_CURE = "Make it again with onlynorm factorize, or copy it again."
+_NUMBERS = ("max_norm", "bound", "least_norm", "product_error", "stretch", "seconds")
+
+
+def save_factors(factors: Factorization, path: Path | str) -> None:
+    """Write the factorization to `path`, whole or not at all; equal factorizations give equal bytes."""
+    path = need_path("save_factors", path)
+    need_instance("save_factors", factors, Factorization, cure="Pass what factorize returned.")
+    if path.is_dir():
+        raise StorageError(f"factors need the name of a file; {path} is a folder. Try {path / 'factors.safetensors'}.")
+    tensors: dict[str, Tensor] = {}
+    for place, run in enumerate(factors.runs):
+        tensors[f"core.{place}"] = run.core.cpu().contiguous()
+        if run.rotation is not None:
+            tensors[f"basis.{place}"] = run.rotation.basis.cpu().contiguous()
+            tensors[f"angles.{place}"] = run.rotation.angles.cpu().contiguous()
+    write_tensors(path, tensors, kind=KIND, format=FORMAT, document={"factorization": factors.as_dict()})
+
+
+def load_factors(path: Path | str) -> Factorization:
+    """The factorization in a file that `save_factors` wrote; `FormatError` where it is damaged or something else."""
+    path = need_path("load_factors", path)
+    document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
+    try:
+        facts = document["factorization"]
+        runs = tuple(_run(tensors, place, count) for place, count in enumerate(facts["runs"]))
+        if len(tensors) != sum(1 if run.rotation is None else 3 for run in runs):
+            raise ValueError("tensors of no run")
+        made = Factorization(
+            runs=runs,
+            method=facts["method"],
+            reason=facts["reason"],
+            n_extra=facts["n_extra"],
+            options=tuple(make_checked(Option, option) for option in facts["options"]),
+            **{name: float(facts[name]) for name in _NUMBERS},
+        )
+        _need_facts(made, facts)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise FormatError(
+            f"factors need the tensors and facts of their runs; {path.name} has others ({error!s:.200}). {_CURE}"
+        ) from error
+    return made
+
+
+def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
+    """ValueError unless the facts in the file are those of the factors, as far as the factors tell."""
+    if type(made.n_extra) is not int or made.n_extra not in (0, 1) or made.dim < 1:
+        raise ValueError(f"{made.n_extra!r:.40} extra dimensions")
+    if len({run.core.shape for run in made.runs}) != 1 or not isinstance(made.method + made.reason, str):
+        raise ValueError("cores of several sizes")
+    known = made.as_dict()
+    for name, value in facts.items():
+        if canonical(value) != canonical(known.get(name)):
+            raise ValueError(f"{name} {value!r:.60} instead of {known.get(name)!r:.60}")
+    largest = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in made.runs)
+    if not abs(largest - made.max_norm) <= torch.finfo(torch.float64).eps ** 0.5 * (largest + made.max_norm):
+        raise ValueError(f"a largest norm of {made.max_norm} for factors of {largest}")
+
+
+def _run(tensors: dict[str, Tensor], place: int, count: Any) -> Run:
+    core = tensors[f"core.{place}"]
+    if type(count) is not int or not 1 <= count < 2**53 or core.ndim != 2 or core.shape[0] != core.shape[1]:
+        raise ValueError(f"a run of {count!r:.40} layers of shape {tuple(core.shape)}")
+    if core.dtype != torch.float64 or not bool(core.isfinite().all()):
+        raise ValueError("a run of layers of finite numbers in float64")
+    if f"basis.{place}" not in tensors:
+        return Run(core, count)
+    basis, angles = tensors[f"basis.{place}"], tensors[f"angles.{place}"]
+    is_finite = bool(basis.isfinite().all() and angles.isfinite().all())
+    if basis.shape != core.shape or angles.ndim != 1 or 2 * len(angles) > len(core) or not is_finite:
+        raise ValueError("a basis of planes")
+    if {basis.dtype, angles.dtype} != {torch.float64} or not _is_orthogonal(basis):
+        raise ValueError("an orthogonal basis in float64")
+    return Run(core, count, Rotation(basis, angles))
+
+
+def _is_orthogonal(basis: Tensor) -> bool:
+    """Whether the columns are orthonormal up to rounding."""
+    lacks = basis.mT @ basis - torch.eye(len(basis), dtype=basis.dtype)
+    return float(lacks.abs().max()) <= 64 * len(basis) * torch.finfo(basis.dtype).eps

@@ -1,0 +1,127 @@
+"""What a matrix needs to be before it is factored, the nearest one that is, and random ones to try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.features import draw
+from onlynorm.validate import as_tensor, need_free_memory, need_integer, need_number
+
+EPS = torch.finfo(torch.float64).eps
+CLIP = 1e-6
+"""Singular values below this fraction of the largest one are raised to it by `nearest_invertible` by default."""
+MAX_DEPTH = 1_000_000
+"""Layers of a factorization: all of them are applied once to measure the error."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """The singular value decomposition matrix = left diag(values) right, values descending."""
+
+    matrix: Float[Tensor, "dim dim"]
+    left: Float[Tensor, "dim dim"]
+    values: Float[Tensor, " dim"]
+    right: Float[Tensor, "dim dim"]
+
+    @classmethod
+    def of(cls, matrix: Float[Tensor, "dim dim"]) -> Decomposition:
+        """The decomposition of a matrix in float64."""
+        return cls(matrix, *torch.linalg.svd(matrix))
+
+    @property
+    def sign(self) -> float:
+        """The sign of the determinant, read off the two orthogonal factors."""
+        return float(torch.linalg.slogdet(self.left)[0] * torch.linalg.slogdet(self.right)[0])
+
+    @property
+    def stretch(self) -> float:
+        """The largest |log| of a singular value: the gamma of the paper."""
+        return float(self.values.log().abs().max())
+
+    @property
+    def is_singular(self) -> bool:
+        """Whether the smallest singular value is lost in the rounding of the largest."""
+        return bool(self.values[-1] <= len(self.values) * EPS * self.values[0])
+
+
+def need_matrix(matrix: Any, *, what: str = "factorize") -> Float[Tensor, "dim dim"]:
+    """The matrix in float64, or an error: it has to be square, real, finite and not empty."""
+    matrix = as_tensor(what, matrix)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
+        raise ShapeError(
+            f"{what} needs a square matrix (d, d); got shape {tuple(matrix.shape)}. Pad the smaller side, or factor "
+            "the square part."
+        )
+    if matrix.is_complex():
+        raise ValueRangeError(f"{what} needs real numbers; got {matrix.dtype}. Pass the real part, if that is meant.")
+    made = matrix.detach().to(torch.float64)
+    need_free_memory(f"{what} of a {len(made)} x {len(made)} matrix", 64.0 * len(made) ** 2, cure="Take a smaller one.")
+    if not torch.isfinite(made).all():
+        n_bad = int((~torch.isfinite(made)).sum())
+        raise ValueRangeError(f"{what} needs finite numbers; got {n_bad} that are not. Look where they come from.")
+    return made
+
+
+def need_depth(depth: int, *, what: str = "factorize") -> int:
+    """The depth as an int from 1 to `MAX_DEPTH`."""
+    return need_integer(f"depth of {what}", depth, low=1, high=MAX_DEPTH, cure="Deeper means smaller norms.")
+
+
+def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
+    """Raises where the matrix is singular, and says how far the nearest one is that can be factored."""
+    if not bool(torch.isfinite(found.values).all()):
+        raise ValueRangeError(
+            f"{what} needs singular values within float64; got entries up to {float(found.matrix.abs().max()):.1e}, "
+            "for which they overflow. Scale the matrix down."
+        )
+    if not found.is_singular:
+        return
+    rank = int((found.values > len(found.values) * EPS * found.values[0]).sum())
+    distance = _floor(found, None) - float(found.values[-1])
+    raise ValueRangeError(
+        f"{what} needs an invertible matrix: a product of I + A with |A| < 1 is one; got rank {rank} of "
+        f"{len(found.values)} with singular values from {float(found.values[0]):.2g} to "
+        f"{float(found.values[-1]):.2g}. nearest_invertible(matrix) is {distance:.2g} away in spectral norm: it raises "
+        f"the small ones to {_floor(found, None):.2g}."
+    )
+
+
+def nearest_invertible(
+    matrix: Num[Tensor | np.ndarray, "dim dim"], *, smallest: float | None = None
+) -> Float[Tensor, "dim dim"]:
+    """The nearest matrix, in spectral norm, without singular values below `smallest`, 1e-6 of the largest if left out.
+
+    A singular matrix leaves the sign of the determinant open; it is then made positive, which costs no distance.
+    """
+    if smallest is not None:
+        smallest = need_number(
+            "the smallest singular value",
+            smallest,
+            low=0.0,
+            open_low=True,
+            cure=f"Leave it out for {CLIP} of the largest.",
+        )
+    found = Decomposition.of(need_matrix(matrix, what="nearest_invertible"))
+    values = found.values.clamp(min=_floor(found, smallest))
+    if found.is_singular and found.sign < 0:
+        values[-1] = -values[-1]
+    return found.left * values @ found.right
+
+
+def _floor(found: Decomposition, smallest: float | None) -> float:
+    return smallest if smallest is not None else CLIP * (float(found.values[0]) or 1.0)
+
+
+def random_matrix(dim: int, *, seed: int = 0, name: str = "matrix") -> Float[Tensor, "dim dim"]:
+    """A (dim, dim) matrix of independent normal numbers of variance 1 / dim; a function of its arguments only."""
+    dim = need_integer("dim of a random matrix", dim, low=1, high=2**31 - 1, cure="Try 8.")
+    need_free_memory(f"a random {dim} x {dim} matrix", 24.0 * dim**2, cure="Take a smaller one.")
+    drawn = draw("er_normal", (dim, 1), n_features=dim, density=1.0, seed=seed, layer=name).left()
+    return (drawn / drawn.shape[0] ** 0.5).contiguous()

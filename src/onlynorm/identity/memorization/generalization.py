@@ -1,0 +1,259 @@
+"""How a memorizer behaves off its sample: held-out data, noise of growing size, and how far a class is certain.
+
+A memorizer does not generalise. Away from its points it is mostly silent, every output exactly zero (`SILENT`): either
+no neuron fires and the flag stays up, or one fires by the wrong amount and the input ends near no class vector. A
+neuron fires on a half-space beyond its own point, so an input that lies far out in the direction of some point is moved
+by it, and now and then it lands near a class, right or wrong. What is measured here says how often each happens.
+
+Two distances belong to every input. `activation_distances`: the same neurons fire as long as it moves by less than
+that, so that the network is linear there. `class_radii`: the class is certain to stay the same. The second is much
+smaller, since a move by a few percent of the first carries the input past its class vector.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.errors import ConversionError, ShapeError, shown
+from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Block, Memorizer
+from onlynorm.identity.memorization.thresholds import lengths_of
+from onlynorm.modules import is_class_labels
+from onlynorm.seeds import seeded
+from onlynorm.validate import as_tensor, need_callable, need_instance, need_integer, need_items, need_number, need_seed
+
+SIZES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
+"""Sizes of the noise: its length over the median distance of a point from the mean."""
+MOST = 2000
+"""Training points that noise is added to."""
+_LINEAR = 256
+"""Inputs whose linear maps are held at a time."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Fractions of the inputs with the right class, with no class, and with a wrong one."""
+
+    right: float
+    silent: float
+    wrong: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.right:.2f} % right, {100 * self.silent:.2f} % silent, {100 * self.wrong:.2f} % wrong"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffSample:
+    """What a memorizer does off its sample.
+
+    Lengths are over `scale`, the median distance of a point from the mean. `class_radius` has the smallest, the median
+    and the largest distance within which a training point certainly keeps its class, `activation_distance` the same of
+    the distance to the nearest activation boundary. `noise` has rows (size, answers); `chance` is the fraction of the
+    most frequent held-out class.
+    """
+
+    scale: float
+    class_radius: tuple[float, float, float]
+    activation_distance: tuple[float, float, float]
+    noise: tuple[tuple[float, Answers], ...]
+    n_noisy: int
+    held_out: Answers | None
+    n_held_out: int
+    chance: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"{what}: at least {low:.1e}, median {middle:.1e}, at most {high:.1e}"
+            for what, (low, middle, high) in (
+                ("radius of a certain class", self.class_radius),
+                ("distance to the nearest activation boundary", self.activation_distance),
+            )
+        ]
+        lines += [f"noise of size {size:g}: {answers}" for size, answers in self.noise]
+        if self.held_out is not None:
+            lines.append(
+                f"{self.n_held_out} held-out samples: {self.held_out}; the most frequent class alone would be "
+                f"{100 * self.chance:.2f} % right"
+            )
+        lines.append("lengths are over the median distance of a point from the mean")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def measure_off_sample(
+    network: Memorizer,
+    x: Tensor | np.ndarray,
+    *,
+    labels: Int[Tensor | np.ndarray, " n"],
+    held_out: tuple[Tensor | np.ndarray, Tensor | np.ndarray] | None = None,
+    sizes: Sequence[float] = SIZES,
+    most: int = MOST,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> OffSample:
+    """Class radii at the training points, answers under noise of each size, and answers on held-out samples.
+
+    Noise is gaussian and the same for a seed, added to at most `most` points, evenly spread over the sample.
+    """
+    need_instance("measure_off_sample", network, Memorizer, cure="Pass what memorize returns.")
+    if progress is not None:
+        need_callable("progress", progress, cure="It is called with how much is done, and of how much.")
+    seed = need_seed(seed)
+    sizes = need_items("sizes of noise", sizes, cure=f"Leave them out for {SIZES}.")
+    sizes = [need_number("a size of noise", size, low=0.0, cure="Try 0.01.") for size in sizes]
+    most = need_integer("most", most, low=1, cure=f"Leave it out for {MOST}.")
+    points, labels = _need_labels(network, x, labels)
+    step = max(1, -(-len(points) // most))
+    chosen, expected = points[::step], labels[::step]
+    scale = float(lengths_of(points - points.mean(0)).median()) or 1.0
+    total = len(sizes) + 2
+    radii, distances = class_radii(network, chosen) / scale, activation_distances(network, chosen) / scale
+    _tell(progress, 1, total)
+    rows = []
+    for place, size in enumerate(sizes):
+        noisy = chosen
+        if size:
+            drawn = torch.randn(chosen.shape, generator=seeded(seed), dtype=torch.float64).to(chosen)
+            noisy = chosen + drawn * (size * scale / chosen.shape[1] ** 0.5)
+        rows.append((float(size), _judge(network.classify(noisy), expected)))
+        _tell(progress, place + 2, total)
+    answers, n_held_out, chance = None, 0, 0.0
+    if held_out is not None:
+        if not isinstance(held_out, tuple | list) or len(held_out) != 2:
+            raise ConversionError(
+                f"held_out needs a pair of inputs and labels; got {shown(held_out)}. Pass (inputs, labels)."
+            )
+        inputs, truth = _need_labels(network, *held_out)
+        answers, n_held_out = _judge(network.classify(inputs), truth), len(truth)
+        chance = float(truth.unique(return_counts=True)[1].amax()) / n_held_out
+    _tell(progress, total, total)
+    return OffSample(
+        scale=scale, class_radius=_spread(radii), activation_distance=_spread(distances),
+        noise=tuple(rows), n_noisy=len(chosen), held_out=answers, n_held_out=n_held_out, chance=chance,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def activation_distances(network: Memorizer, x: Tensor | np.ndarray) -> Float[Tensor, " n"]:
+    """For each input a distance within which the same neurons fire in all blocks up to its own.
+
+    Its own block is the first in which a neuron fires. It is the smallest |pre-activation| over the length of its
+    gradient: the distance to the nearest activation boundary there. The class may change earlier; see `class_radii`.
+    """
+    network = _need_memorizer(network)
+    rows, lift = network.rows(x), network.lift.weight
+    found = []
+    steepness = [lengths_of(block.inner.weight @ lift) for block in _blocks(network)]
+    for part in rows.split(ROWS):
+        h = network.enter(part)
+        nearest, waits = h.new_full((len(h),), torch.inf), torch.ones(len(h), dtype=torch.bool, device=h.device)
+        for block, steep in zip(_blocks(network), steepness, strict=True):
+            said = block.inner(h)
+            nearest = torch.where(waits, torch.minimum(nearest, _nearest(said, steep)), nearest)
+            waits &= (said <= 0.0).all(1)
+            h = h + block.outer(functional.relu(said))
+        found.append(nearest)
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def class_radii(network: Memorizer, x: Tensor | np.ndarray) -> Float[Tensor, " n"]:
+    """For each input a radius within which `classify` cannot change its answer, silence included.
+
+    Within the distance to the nearest activation boundary the network is linear in its input. Where the hidden vector
+    is M lift(x) + constant, a neuron with weights w keeps its sign within |pre-activation| / |w M lift|, and one output
+    stays above another within their difference over the length of the gradient of that difference. The radius is the
+    smallest of these over all neurons, the last layer and the classes. For blocks after the first that moves an input,
+    |w M lift| <= |w| |M lift| spares a product per neuron. It holds in exact arithmetic: rounding in float64 moves the
+    boundaries by about 1e-16 times the length of the input, and in lower precision by as much more as it rounds.
+    """
+    network = _need_memorizer(network)
+    if network.is_real:
+        raise ConversionError(
+            f"class_radii needs a memorizer of classes; this one has {network.n_outputs} real outputs. "
+            "activation_distances needs no classes."
+        )
+    rows = network.rows(x)
+    # lift = small Q^T with orthonormal columns of Q, so that |w lift| = |w small|: nothing has the size of the inputs.
+    small = torch.linalg.qr(network.lift.weight.mT)[1].mT
+    return torch.cat([_radii_of(network, small, network.enter(part)) for part in rows.split(_LINEAR)])
+
+
+def _radii_of(network: Memorizer, small: Tensor, h: Tensor) -> Tensor:
+    radii = h.new_full((len(h),), torch.inf)
+    has_moved = torch.zeros(len(h), dtype=torch.bool, device=h.device)
+    maps, gains = small.expand(len(h), -1, -1).clone(), h.new_zeros(len(h))
+    for block in _blocks(network):
+        said, inner = block.inner(h), block.inner.weight
+        steep = torch.where(has_moved[:, None], gains[:, None] * lengths_of(inner), lengths_of(inner @ small))
+        radii = torch.minimum(radii, _nearest(said, steep))
+        fires = (~(said.amax(1) <= 0.0)).nonzero().flatten()
+        if len(fires):
+            maps[fires] += block.outer.weight @ ((said[fires] > 0.0)[:, :, None] * (inner @ maps[fires]))
+            gains[fires] = torch.linalg.matrix_norm(maps[fires], 2)
+            has_moved[fires] = True
+            h[fires] += block.outer(functional.relu(said[fires]))
+    return torch.minimum(radii, _readout_radii(network, h, maps))
+
+
+def _readout_radii(network: Memorizer, h: Tensor, maps: Float[Tensor, "n width size"]) -> Float[Tensor, " n"]:
+    """How far inputs may move before a cue changes its sign, or another output is as large as the largest one."""
+    said, slopes = network.cues(h), network.cues.weight @ maps
+    radii = _nearest(said, torch.linalg.vector_norm(slopes, dim=2))
+    outputs = network.values(functional.relu(said))
+    largest, best = outputs.max(1)
+    slopes = network.values.weight @ ((said > 0.0)[:, :, None] * slopes)
+    chosen = torch.arange(len(h), device=h.device)
+    ahead = largest[:, None] - outputs
+    steep = torch.linalg.vector_norm(slopes[chosen, best][:, None] - slopes, dim=2)
+    # The best output has no lead over itself; it only has to stay positive.
+    ahead[chosen, best], steep[chosen, best] = largest, torch.linalg.vector_norm(slopes[chosen, best], dim=1)
+    return torch.where(largest > 0.0, torch.minimum(radii, _nearest(ahead, steep)), radii)
+
+
+def _nearest(said: Float[Tensor, "n neurons"], steep: Tensor) -> Float[Tensor, " n"]:
+    """The smallest |value| over its steepness; neurons that only fill up a block have none and no boundary to cross."""
+    return torch.where(steep > 0.0, said.abs() / steep, torch.inf).amin(1)
+
+
+def _need_memorizer(network: Memorizer) -> Memorizer:
+    """The network, with its parameters as float64 numbers."""
+    need_instance("a measure off the sample", network, Memorizer, cure="Pass what memorize returns.")
+    is_double = all(parameter.dtype == torch.float64 for parameter in network.parameters())
+    return network if is_double else copy.deepcopy(network).double()
+
+
+def _blocks(network: Memorizer) -> list[Block]:
+    return [block for block in network.blocks if isinstance(block, Block)]
+
+
+def _spread(values: Tensor) -> tuple[float, float, float]:
+    return float(values.amin()), float(values.median()), float(values.amax())
+
+
+def _judge(answers: Tensor, expected: Tensor) -> Answers:
+    n, right, silent = len(answers), int((answers == expected).sum()), int((answers == SILENT).sum())
+    return Answers(right / n, silent / n, (n - right - silent) / n)
+
+
+def _tell(progress: Callable[[int, int], None] | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)
+
+
+def _need_labels(network: Memorizer, x: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
+    """The samples as float64 rows and their labels, checked."""
+    rows, labels = network.rows(x).double(), as_tensor("labels", labels)
+    if labels.shape != rows.shape[:1] or not is_class_labels(labels):
+        raise ShapeError(
+            f"measure_off_sample needs one whole-number label per sample, {len(rows)}; got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}. It judges classes; real targets have none."
+        )
+    return rows, labels.long().to(rows.device)

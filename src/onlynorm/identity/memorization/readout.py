@@ -1,0 +1,87 @@
+"""Where a memorizer sends its points, and how it reads its outputs there.
+
+Every goal has the flag -unit and lies within `RADIUS` units of the axis of the flag. Classes have a random vector each,
+which one more block of lemma B.1 turns into a one-hot label; real targets are laid out in a subspace and read from it.
+The unit is one, and larger where points lie far out: a sum of numbers of size L is rounded to about eps L, so that a
+goal has to be of a size that is not lost in the rounding of the longest move.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onlynorm.features import draw
+from onlynorm.identity.memorization.thresholds import lengths_of
+
+EPS = torch.finfo(torch.float64).eps
+RADIUS = 0.5
+"""Length of the vectors that stand for classes, where the median point has one: none gets near a threshold."""
+_FLAG = 2.0
+"""Weight of the flag in a cue: an input that never moved fires none unless it is four median lengths away."""
+
+
+@dataclass(frozen=True)
+class Readout:
+    """Where points are sent, and how outputs are read there: values relu(cues h + shifts)."""
+
+    goals: Tensor
+    cues: Tensor
+    shifts: Tensor
+    values: Tensor
+
+    def error(self, distance: float) -> float:
+        """The largest error of an output at points that arrived within this distance of their goals."""
+        longest = float(lengths_of(self.goals).amax())
+        sizes = lengths_of(self.cues) * (distance + EPS * (self.cues.shape[1] + 2) * longest)
+        return float((self.values.abs() @ (sizes + 2.0 * EPS * self.shifts.abs())).amax())
+
+    def scaled(self, unit: float) -> Readout:
+        """The same outputs read at goals that are `unit` times as far out."""
+        return Readout(self.goals * unit, self.cues, self.shifts * unit, self.values / unit)
+
+
+def choose_readout(targets: Tensor, n_outputs: int, *, width: int, seed: int) -> Readout:
+    """The goals of class numbers (n,) or real targets (n, outputs) in units of one, and the last layer."""
+    return (_read_real if targets.ndim == 2 else _read_classes)(targets, n_outputs, width, seed)
+
+
+def _read_classes(targets: Tensor, r: int, width: int, seed: int) -> Readout:
+    """A random vector per class, and one block of lemma B.1 that turns each into its one-hot label."""
+    vectors = normals(seed, "memorize/classes", width - 1, r).mT.to(targets.device)
+    vectors = RADIUS * vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
+    products = vectors @ vectors.mT
+    own = products.diagonal().clone()
+    products.fill_diagonal_(-torch.inf)
+    # Vectors of one length hide none: each threshold lies above all others, so that a cue fires for its class alone.
+    gaps = (own - products.amax(1)).clamp(max=1.0)
+    flag = vectors.new_ones(r, 1)
+    goals, cues = torch.cat([vectors, -flag], 1), torch.cat([vectors, -_FLAG * flag], 1)
+    return Readout(goals[targets], cues, gaps / 2.0 - own - _FLAG, torch.diag(2.0 / gaps))
+
+
+def _read_real(targets: Tensor, r: int, width: int, seed: int) -> Readout:
+    """Targets as points of an r-dimensional subspace, and two neurons per output, one for each sign.
+
+    Every output has its own scale, half of its range: one output does not cost another its digits.
+    """
+    middle = targets.amax(0) / 2.0 + targets.amin(0) / 2.0  # their sum may overflow
+    reach = (targets - middle).abs().amax(0)
+    reach = torch.where(reach > 0.0, reach, middle.abs())  # zero where all targets are, and then so is the output
+    unit = torch.where(reach > 0.0, reach, 1.0)
+    at = (targets - middle) / unit
+    longest = float(torch.linalg.vector_norm(at, dim=1).amax()) or 1.0
+    axes = torch.linalg.qr(normals(seed, "memorize/targets", width - 1, r))[0].to(targets)
+    goals = torch.cat([at @ axes.mT * (RADIUS / longest), -targets.new_ones(len(targets), 1)], 1)
+    shift = middle / unit * (RADIUS / longest)
+    away = _FLAG * (1.0 + shift.abs())  # times the flag, it switches both neurons off at inputs that never moved
+    cues = torch.cat([torch.cat([sign * axes.mT, -away[:, None]], 1) for sign in (1.0, -1.0)])
+    value = torch.diag(reach / RADIUS * longest)
+    return Readout(goals, cues, torch.cat([shift - away, -shift - away]), torch.cat([value, -value], 1))
+
+
+def normals(seed: int, name: str, rows: int, columns: int) -> Tensor:
+    """Standard normal numbers (rows, columns) that depend on nothing but their arguments."""
+    return draw("er_normal", (rows, 1), n_features=columns, density=1.0, seed=seed, layer=name).left().contiguous()

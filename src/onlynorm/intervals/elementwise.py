@@ -1,0 +1,284 @@
+"""Rules for intervals in arithmetic, in functions of one number and in softmax.
+
+Elementwise functions turn at a few known points and are monotone in between, so their extremes lie at the ends of the
+interval or at such a point inside. Where a function is Lipschitz, the ball follows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.intervals.tensor import (
+    EPS,
+    Ball,
+    Interval,
+    IntervalError,
+    aliases,
+    ball_of,
+    enclose,
+    ends,
+    interval_rule,
+    no_rule,
+    norm,
+    size,
+)
+
+Plain = Callable[..., Any]
+
+
+# ---------------------------------------------------------------------------------------------- elementwise functions
+
+
+class Curve(NamedTuple):
+    """A function of one number, monotone between its `turns`; `slope` is the largest, or gives it from the options.
+
+    Its values err by a few units in their last place; where terms up to one cancel in it, by units of these.
+    """
+
+    function: Plain
+    turns: tuple[float, ...] = ()
+    slope: float | Callable[..., float] | None = None
+    is_exact: bool = False
+    cancels: bool = False
+
+    def error(self, values: Tensor) -> Tensor:
+        """What computed values may err by."""
+        return 0.0 * values if self.is_exact else 16 * EPS * (values.abs() + float(self.cancels))
+
+
+def elementwise(curve: Curve, x: Interval, *args: Any, **options: Any) -> Interval:
+    """A function of one number with these options, on an interval."""
+    if any(isinstance(value, Interval) for value in (*args, *options.values())):
+        raise no_rule(curve.function)
+    args = tuple(value.detach().double() if isinstance(value, Tensor) else value for value in args)
+
+    def value(at: Tensor) -> Tensor:
+        made: Tensor = curve.function(at, *args, **options)
+        return made
+
+    low, high = _extremes([value(x.low), value(x.high)])
+    for turn in curve.turns:
+        at = value(torch.full_like(x.low, turn))
+        is_inside = (x.low < turn) & (turn < x.high)
+        low = torch.where(is_inside, torch.minimum(low, at), low)
+        high = torch.where(is_inside, torch.maximum(high, at), high)
+    ball, known = None, x.ball
+    if curve.slope is not None and known is not None:
+        slope = curve.slope if isinstance(curve.slope, float) else curve.slope(*args, **options)
+        centre = value(known.centre)
+        ball = Ball(centre, known.radius * slope, extra=norm(curve.error(size(low, high)) + curve.error(centre)))
+    if curve.is_exact:
+        return Interval(low, high, ball=ball)
+    return enclose(low - curve.error(low), high + curve.error(high), ball=ball)
+
+
+def _leak(negative_slope: float = 0.01) -> float:
+    return max(1.0, abs(negative_slope))
+
+
+def _channel_leak(weight: Tensor) -> float:
+    return max(1.0, float(weight.abs().max()))
+
+
+def _steepest(alpha: float = 1.0) -> float:
+    return max(1.0, abs(alpha))
+
+
+# The turns of the two forms of GELU, of SiLU and of Mish are the only zeros of their derivatives; their largest slopes,
+# like those of SELU and erf, are rounded up.
+_CURVES = {
+    "sigmoid": Curve(torch.sigmoid, slope=0.25),
+    "tanh": Curve(torch.tanh, slope=1.0),
+    "logsigmoid": Curve(functional.logsigmoid, slope=1.0),
+    "softsign": Curve(functional.softsign, slope=1.0),
+    "hardsigmoid": Curve(functional.hardsigmoid, slope=0.16667, cancels=True),
+    "leaky_relu": Curve(functional.leaky_relu, (0.0,), _leak),
+    "prelu": Curve(functional.prelu, (0.0,), _channel_leak),
+    "elu": Curve(functional.elu, (0.0,), _steepest, cancels=True),
+    "celu": Curve(functional.celu, (0.0,), 1.0, cancels=True),
+    "selu": Curve(functional.selu, (0.0,), 1.7581, cancels=True),
+    "gelu": Curve(functional.gelu, (-0.7517915246935645, -0.7524614220710162), 1.129, cancels=True),
+    "silu": Curve(functional.silu, (-1.278464542761074,), 1.0999),
+    "mish": Curve(functional.mish, (-1.1924312145154956,), 1.0885),
+    "hardswish": Curve(functional.hardswish, (-1.5,), 1.5, cancels=True),
+    "exp": Curve(torch.exp),
+    "expm1": Curve(torch.expm1),
+    "log": Curve(torch.log),
+    "log1p": Curve(torch.log1p),
+    "sqrt": Curve(torch.sqrt),
+    "rsqrt": Curve(torch.rsqrt),
+    "erf": Curve(torch.erf, slope=1.1284),
+    "atan": Curve(torch.atan, slope=1.0),
+    "square": Curve(torch.square, (0.0,)),
+    "relu": Curve(torch.relu, slope=1.0, is_exact=True),
+    "relu6": Curve(functional.relu6, slope=1.0, is_exact=True),
+    "hardtanh": Curve(functional.hardtanh, slope=1.0, is_exact=True),
+    "clamp": Curve(torch.clamp, slope=1.0, is_exact=True),
+    "clip": Curve(torch.clip, slope=1.0, is_exact=True),
+    "clamp_min": Curve(torch.clamp_min, slope=1.0, is_exact=True),
+    "clamp_max": Curve(torch.clamp_max, slope=1.0, is_exact=True),
+    "abs": Curve(torch.abs, (0.0,), 1.0, is_exact=True),
+}
+for _name, _curve in _CURVES.items():
+    interval_rule(*aliases(_name))(functools.partial(elementwise, _curve))
+
+
+@interval_rule(functional.softplus)
+def softplus(x: Interval, beta: float = 1.0, threshold: float = 20.0) -> Interval:
+    """log(1 + exp(beta x)) / beta; torch takes x itself above the threshold, and so falls by a little there."""
+    made = elementwise(Curve(functional.softplus, slope=1.0, cancels=True), x, beta, threshold)
+    room = 8 * EPS * abs(threshold)
+    is_passed = (beta * x.low <= threshold + room) & (beta * x.high >= threshold - room)
+    drop = torch.where(is_passed, math.log1p(math.exp(room - threshold)) / beta, 0.0)
+    ball = made.ball
+    if ball is not None:
+        ball = Ball(ball.centre, ball.radius + norm(drop))
+    return enclose(made.low, made.high, error=drop, ball=ball)
+
+
+@interval_rule(*aliases("pow"), Tensor.__pow__)
+def power(x: Any, exponent: Any) -> Any:
+    """x to a positive whole power, or to one half."""
+    if not isinstance(x, Interval) or not isinstance(exponent, int | float):
+        raise no_rule(torch.pow)
+    if exponent == 0.5:
+        return x.sqrt()
+    if exponent != int(exponent) or exponent < 1:
+        raise no_rule(torch.pow)
+    turns = (0.0,) if int(exponent) % 2 == 0 else ()
+    return elementwise(Curve(torch.pow, turns), x, exponent)
+
+
+# --------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@interval_rule(*aliases("add"), Tensor.__radd__)
+def add(x: Any, y: Any, *, alpha: float = 1) -> Interval:
+    """x + alpha y."""
+    y = y if alpha == 1 else y * alpha
+    (x_low, x_high), (y_low, y_high) = ends(x), ends(y)
+    low, high = x_low + y_low, x_high + y_high
+    parts = [part for part in (x, y) if isinstance(part, Interval)]
+    if all(part.ball is None for part in parts) or any(part.low.shape != low.shape for part in parts):
+        return enclose(low, high)
+    balls = [ball_of(part) for part in parts]
+    constants = [ends(part)[0] for part in (x, y) if not isinstance(part, Interval)]
+    centre = functools.reduce(torch.add, [*(ball.centre for ball in balls), *constants])
+    inexact = norm(4 * EPS * (size(low, high) + centre.abs()))
+    return enclose(low, high, ball=Ball(centre, sum(ball.radius for ball in balls), extra=inexact))
+
+
+@interval_rule(*aliases("sub", "subtract"))
+def subtract(x: Any, y: Any, *, alpha: float = 1) -> Interval:
+    """x - alpha y."""
+    return add(x, -y if alpha == 1 else y * -alpha)
+
+
+@interval_rule(Tensor.__rsub__, torch.rsub)
+def subtract_from(x: Any, y: Any) -> Interval:
+    """y - x."""
+    return add(y, -x)
+
+
+@interval_rule(*aliases("neg", "negative"))
+def negate(x: Interval) -> Interval:
+    """-x, exactly."""
+    ball = x.ball
+    return Interval(-x.high, -x.low, ball=None if ball is None else Ball(-ball.centre, ball.radius))
+
+
+@interval_rule(*aliases("mul", "multiply"), Tensor.__rmul__)
+def multiply(x: Any, y: Any) -> Any:
+    """x y elementwise."""
+    if x is y:
+        return x.square()
+    if not isinstance(x, Interval):
+        x, y = y, x
+    made = enclose(*_extremes([a * b for a in ends(x) for b in ends(y)]))
+    return made if isinstance(y, Interval) else _scaled(x, ends(y)[0], made)
+
+
+@interval_rule(*aliases("addcmul"))
+def add_product(x: Any, y: Any, z: Any, *, value: float = 1) -> Any:
+    """x + value y z."""
+    return y * z * value + x
+
+
+@interval_rule(*aliases("div", "divide", "true_divide"))
+def divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Interval:
+    """x / y elementwise, for a y that is nowhere zero."""
+    low, high = ends(y)
+    if rounding_mode is not None or bool(((low <= 0) & (high >= 0)).any()):
+        raise IntervalError(
+            "certified ranges need quotients whose divisor is never zero, and no rounding_mode; got a divisor whose "
+            "interval holds zero, or a rounding_mode. Add a positive number to it, or use calibrated ranges."
+        )
+    made = enclose(*_extremes([a / b for a in ends(x) for b in (low, high)]))
+    return made if isinstance(y, Interval) else _scaled(x, 1.0 / low, made)
+
+
+@interval_rule(Tensor.__rdiv__, torch.reciprocal, Tensor.reciprocal)
+def divide_into(x: Interval, y: Any = 1.0) -> Interval:
+    """y / x."""
+    return divide(y, x)
+
+
+@interval_rule(*aliases("maximum", in_place=False))
+def maximum(x: Any, y: Any) -> Interval:
+    """The larger of x and y, exactly."""
+    return Interval(*(torch.maximum(a, b) for a, b in zip(ends(x), ends(y), strict=True)))
+
+
+@interval_rule(*aliases("minimum", in_place=False))
+def minimum(x: Any, y: Any) -> Interval:
+    """The smaller of x and y, exactly."""
+    return Interval(*(torch.minimum(a, b) for a, b in zip(ends(x), ends(y), strict=True)))
+
+
+# ------------------------------------------------------------------------------------------------------------ softmax
+
+
+@interval_rule(functional.softmax, torch.softmax, Tensor.softmax)
+def softmax(x: Interval, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Interval:
+    """The share of each exponential in their sum: it grows with its own number and falls with every other."""
+    low, high = (torch.sigmoid(bound) for bound in _against_the_rest(x, dim))
+    made = enclose(low, high, error=16 * EPS * torch.ones_like(low))
+    return Interval(made.low.clamp(min=0.0), made.high.clamp(max=1.0 + 16 * EPS))
+
+
+@interval_rule(functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
+def log_softmax(x: Interval, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Interval:
+    """The logarithm of softmax."""
+    low, high = (functional.logsigmoid(bound) for bound in _against_the_rest(x, dim))
+    return enclose(low, high, error=16 * EPS * (1.0 + size(low, high)))
+
+
+def _against_the_rest(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
+    """Bounds of z_i = x_i - log(sum over j != i of exp x_j); softmax is sigmoid(z)."""
+    finite = torch.where(torch.isfinite(x.low) & torch.isfinite(x.high), size(x.low, x.high), 0.0)
+    # What the logarithms of sums may err by, in the exponent.
+    inexact = 16 * EPS * (x.low.shape[dim] + finite.amax(dim, keepdim=True))
+    least, most = (torch.logsumexp(bound, dim, keepdim=True) for bound in (x.low, x.high))
+    own = (x.low - least + inexact).clamp(max=0.0), (x.high - most - inexact).clamp(max=0.0)
+    rest = least + torch.log1p(-torch.exp(own[0])) - inexact, most + torch.log1p(-torch.exp(own[1])) + inexact
+    return x.low - rest[1] - inexact, x.high - rest[0] + inexact
+
+
+def _extremes(corners: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return functools.reduce(torch.minimum, corners), functools.reduce(torch.maximum, corners)
+
+
+def _scaled(x: Interval, factor: Tensor, made: Interval) -> Interval:
+    """The product x times a constant with the ball that x had, stretched by the largest factor."""
+    if x.ball is not None and x.low.shape == made.low.shape:
+        centre = x.ball.centre * factor
+        inexact = norm(8 * EPS * (size(made.low, made.high) + centre.abs()))
+        made.ball = Ball(centre, x.ball.radius * float(factor.abs().max()), extra=inexact)
+    return made

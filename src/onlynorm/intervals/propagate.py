@@ -1,0 +1,119 @@
+"""`propagate`: the boxes that hold every input of a network's layers, for every network input in a box.
+
+The network is run once on an `Interval`. Every torch function it meets on the way is answered by a rule that encloses
+the function's values, so skips, functional calls and in-place operations need no tracing. What has no rule is refused
+by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.intervals.tensor import Ball, Box, Interval, IntervalError, ends
+from onlynorm.modules.layers import CONVOLUTIONS
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, Box]:
+    """The box of the inputs of each named layer, for all network inputs in `box`, which has the shape of one sample.
+
+    A layer that is called several times gets the smallest box around all calls.
+    """
+    low, high = (bound.detach().double() for bound in (box.low, box.high))
+    if low.shape != high.shape:
+        raise ShapeError(
+            f"a box needs low and high of one shape; got {tuple(low.shape)} and {tuple(high.shape)}. Pass both in the "
+            "shape of one sample."
+        )
+    is_range = (low <= high) & torch.isfinite(high - low)
+    if not bool(is_range.all()):
+        raise ValueRangeError(
+            f"a box needs low <= high, both finite; got {int((~is_range).sum())} of {low.numel()} numbers without. "
+            "Pass the least and the largest value of every input."
+        )
+    seen: dict[str, list[Interval]] = {name: [] for name in names}
+    inside: list[str] = []
+    hooks = []
+    for name, module in network.named_modules():
+        hooks.append(module.register_forward_pre_hook(functools.partial(_enter, inside, name)))
+        hooks.append(module.register_forward_hook(functools.partial(_leave, inside)))
+    for name in names:
+        keep = functools.partial(_keep, seen[name])
+        hooks.append(network.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True))
+    try:
+        network(Interval(low[None].clone(), high[None].clone()))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        where = f"module {inside[-1]!r}" if inside and inside[-1] else "the network's own forward"
+        if isinstance(error, ValueRangeError):
+            raise ValueRangeError(f"in {where}: {error}") from error
+        said = error if isinstance(error, IntervalError) else f"it needs to take one sample of the box; got: {error}"
+        raise ConversionError(f"in {where}: {said}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: _box_of(network.get_submodule(name), calls, name) for name, calls in seen.items()}
+
+
+def _enter(inside: list[str], name: str, *_: Any) -> None:
+    inside.append(name)
+
+
+def _leave(inside: list[str], *_: Any) -> None:
+    inside.pop()
+
+
+def _keep(calls: list[Interval], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = args[0] if args else kwargs["input"]
+    # A later operation in place must not reach what was seen here.
+    low, high = (end.clone() for end in ends(given))
+    if not bool(torch.isfinite(high - low).all()):
+        raise ValueRangeError(
+            "certified ranges need finite bounds; got an overflow in front of this layer. Shrink the box, or use "
+            "calibrated ranges."
+        )
+    calls.append(Interval(low, high, ball=given.ball if isinstance(given, Interval) else None))
+
+
+def _box_of(layer: nn.Module, calls: list[Interval], name: str) -> Box:
+    """One box without the axis of the samples, from all calls of a layer."""
+    if not calls:
+        raise ConversionError(
+            f"a certified layer needs to be called by the network; {name!r} was not. Remove the unused layer."
+        )
+    batched = 2 + len(layer.kernel_size) if isinstance(layer, CONVOLUTIONS) else 2
+    boxes = []
+    for call in calls:
+        if call.low.ndim < batched:
+            boxes.append(Box(call.low, call.high, call.ball))
+        elif call.low.shape[0] == 1:
+            ball = call.ball
+            known = None if ball is None else Ball(ball.centre[0], ball.radius)
+            boxes.append(Box(call.low[0], call.high[0], known))
+        else:  # positions that the network moved to the axis of the samples
+            boxes.append(Box(call.low.amin(0), call.high.amax(0)))
+    return boxes[0] if len(boxes) == 1 else _union(boxes, is_convolution=isinstance(layer, CONVOLUTIONS))
+
+
+def _union(boxes: list[Box], *, is_convolution: bool) -> Box:
+    shapes = [box.low.shape for box in boxes]
+    if any(shape != shapes[0] for shape in shapes):
+        # Over all positions, with the zeros that may surround a smaller image.
+        axes = tuple(range(1, len(shapes[0]))) if is_convolution else None
+        largest = [max(sizes) for sizes in zip(*shapes, strict=True)] if is_convolution else [shapes[0][-1]]
+        boxes = [_hull(box, axes, largest) for box in boxes]
+    low, high = torch.stack([box.low for box in boxes]), torch.stack([box.high for box in boxes])
+    return Box(low.amin(0), high.amax(0))
+
+
+def _hull(box: Box, axes: tuple[int, ...] | None, largest: list[int]) -> Box:
+    if axes is None:
+        return Box(box.low.reshape(-1, largest[0]).amin(0), box.high.reshape(-1, largest[0]).amax(0))
+    low, high = box.low.amin(axes, keepdim=True), box.high.amax(axes, keepdim=True)
+    return Box(low.clamp(max=0.0).expand(largest).clone(), high.clamp(min=0.0).expand(largest).clone())

@@ -1,0 +1,294 @@
+"""`Interval`: a tensor that stands for all tensors between two bounds, and the register of rules for torch on it.
+
+Enclosures hold for the exact function and for its evaluation in float64, in any order of summation. All bounds are
+float64 and rounded outward: a sum of n products errs by at most n eps times the sum of their absolute values, and
+linear maps are widened by four times that, once for each sum that is computed here and once for the network's own; a
+single operation is widened by one unit in the last place, other elementwise functions by sixteen. Assumed: convolutions
+are computed from products and sums (no Winograd or Fourier shortcuts), and elementwise functions to a few units in the
+last place, as torch does in float64.
+
+Intervals forget how numbers depend on each other: every layer widens them by its absolute row sums. So an interval may
+also carry a `Ball`: all its tensors lie within a Euclidean distance of the image of one input. A layer widens a ball by
+its largest singular value only, a much smaller number, at the price of a larger start; both hold, so the narrower does.
+
+How far a linear layer can pull two inputs apart: upper bounds of its largest singular value.
+
+A convolution is bounded in two ways, whatever its stride, padding and dilation and however large the images:
+
+- As a matrix on patches. A number lies in at most k patches (k kernel positions), so |A| <= sqrt(k) |W| with W the
+  weight as (out, inp k); the same holds for the transposed map and W as (out k, inp).
+- By frequencies. Zero padding, strides and borders only leave rows and columns of the full convolution out, whose norm
+  is the largest |W(w)| over all frequencies w, with W(w) the (out, inp) matrix sum_t W_t e^(-i w t). A grid of N
+  frequencies per axis may miss the maximum, but u* W(w) v is a trigonometric polynomial of degree n = (k - 1) / 2 up to
+  a phase, which by a lemma of M. Riesz stays above cos(n d) times its maximum within d of it, and no frequency is
+  farther than pi / N from the grid: dividing by cos(pi n / N) per axis makes it a bound.
+
+Eigenvalues and Fourier sums are backward stable, with errors far below `SLACK`, which is added on top.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import resolve_name
+
+from onlynorm.errors import OnlynormError, ValueRangeError
+
+SLACK = 1e-9
+"""Relative room for the rounding in eigenvalues and Fourier sums."""
+N_FREQUENCIES = 16
+"""Frequencies per axis and kernel position beyond the first: half a percent above the maximum per axis."""
+LARGEST_WORK = 2e9
+"""Multiplications up to which the eigenvalues of a matrix, or of all frequencies of a convolution, are computed."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The linear part of a layer, by its weight (out, inp per group, *kernel)."""
+
+    weight: Float[Tensor, "out inp *kernel"]
+    groups: int = 1
+
+    def scaled(self, scale: Float[Tensor, " out"]) -> Stretch:
+        """The layer followed by one factor per output, such as a norm in evaluation mode."""
+        return Stretch(self.weight * scale.reshape(-1, *(1,) * (self.weight.ndim - 1)), self.groups)
+
+    def bound(self) -> float:
+        """A number that |A x| / |x| never exceeds."""
+        return (1.0 + SLACK) * max(_bound(part) for part in self.weight.chunk(self.groups))
+
+
+def _bound(weight: Tensor) -> float:
+    n_kernel = math.prod(weight.shape[2:])
+    if n_kernel == 1:
+        return _largest(weight.flatten(1))
+    flat = weight.flatten(2)
+    patches = math.sqrt(n_kernel) * min(_largest(flat.flatten(1)), _largest(flat.mT.flatten(0, 1)))
+    sizes = [max(1, N_FREQUENCIES * (k - 1)) for k in weight.shape[2:]]
+    if math.prod(sizes) / 2 * min(weight.shape[:2]) ** 3 > LARGEST_WORK:
+        return patches
+    axes = tuple(range(2, weight.ndim))
+    # Frequencies w and -w have conjugate matrices, so half of them suffice.
+    spectrum = torch.fft.rfftn(weight, s=sizes, dim=axes).flatten(2).permute(2, 0, 1)
+    missed = math.prod(math.cos(math.pi * (k - 1) / 2 / n) for k, n in zip(weight.shape[2:], sizes, strict=True))
+    return min(patches, _largest(spectrum) / missed)
+
+
+def _largest(matrices: Tensor) -> float:
+    """The largest singular value of one or many matrices, from their smaller Gram matrices; of a huge one a bound."""
+    if matrices.ndim == 2 and min(matrices.shape) ** 3 > LARGEST_WORK:
+        sizes = matrices.abs()
+        by_sums = math.sqrt(float(sizes.sum(0).max()) * float(sizes.sum(1).max()))
+        return min(by_sums, float(torch.linalg.vector_norm(matrices)))
+    if matrices.shape[-2] > matrices.shape[-1]:
+        matrices = matrices.mH
+    return math.sqrt(max(0.0, float(torch.linalg.eigvalsh(matrices @ matrices.mH)[..., -1].max())))
+
+
+EPS = torch.finfo(torch.float64).eps
+Rule = Callable[..., Any]
+_Rule = TypeVar("_Rule", bound=Rule)
+_RULES: dict[Any, Rule] = {}
+
+
+class IntervalError(OnlynormError, RuntimeError):
+    """What cannot be computed on intervals, and the cure; `propagate` turns it into a ConversionError.
+
+    It is none itself because that is a TypeError, which Python takes from an operator as a sign to try another operand.
+    """
+
+
+@dataclass(frozen=True)
+class Ball:
+    """All tensors lie within `radius` of `centre`, in the Euclidean norm over all their numbers.
+
+    After a linear layer the radius is that of its inputs, `inner`, times what the layer stretches, which is found only
+    when asked for: a norm behind the layer changes the stretch, and both at once stretch less than one by one.
+    """
+
+    centre: Float[Tensor, "*shape"]
+    inner: float
+    stretch: Stretch | None = None
+    extra: float = 0.0
+
+    @functools.cached_property
+    def radius(self) -> float:
+        """The radius, rounded up."""
+        inner = self.inner if self.stretch is None else self.inner * self.stretch.bound()
+        return (inner + self.extra) * (1.0 + 4 * EPS)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Every input of a layer lies between `low` and `high`, elementwise; both have the shape of one sample.
+
+    `propagate` may know a ball that holds every input too.
+    """
+
+    low: Float[Tensor, "*sample"]
+    high: Float[Tensor, "*sample"]
+    ball: Ball | None = None
+
+
+class Interval(Tensor):
+    """A tensor of which only bounds are known: torch functions on it return bounds of their values."""
+
+    low: Tensor
+    high: Tensor
+    _ball: Ball | None
+    _version_of_ball: int
+
+    @staticmethod
+    def __new__(cls, low: Tensor, high: Tensor, *, ball: Ball | None = None) -> Interval:
+        made: Interval = Tensor._make_wrapper_subclass(cls, low.shape, dtype=torch.float64, device=low.device)
+        made.low, made.high, made.ball = low, high, ball
+        return made
+
+    @property
+    def ball(self) -> Ball | None:
+        """A ball that holds all tensors too, if one is known; what an operation in place has outdated is not."""
+        return self._ball if self.low._version == self._version_of_ball else None
+
+    @ball.setter
+    def ball(self, ball: Ball | None) -> None:
+        # Views share the count of versions of their storage, so a change through any of them outdates the ball.
+        self._ball, self._version_of_ball = ball, self.low._version
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Interval(low={self.low}, high={self.high})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        rule = _RULES.get(func)
+        if rule is None and (func in _METADATA or getattr(func, "__name__", "") == "__get__"):
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if rule is None:
+            raise no_rule(func)
+        is_in_place = bool(kwargs.pop("inplace", False)) or _is_in_place(func)
+        if kwargs.pop("out", None) is not None or (is_in_place and not isinstance(args[0], Interval)):
+            raise IntervalError(
+                "certified ranges need a network that does not write what it computes into other tensors; got "
+                f"{name_of(func)}. Write y = f(x) in its place, or use calibrated ranges."
+            )
+        made = rule(*args, **kwargs)
+        for one in made if isinstance(made, tuple) else (made,):
+            # Not a number on either side fails this too.
+            if isinstance(one, Interval) and not bool((one.low <= one.high).all()):
+                raise ValueRangeError(
+                    f"certified ranges need operations that are defined on the whole interval; got {name_of(func)} on "
+                    "one where it is not, or that overflows. Shrink the box, or use calibrated ranges."
+                )
+        if is_in_place and made is not args[0]:
+            target = args[0]
+            target.low.copy_(made.low)
+            target.high.copy_(made.high)
+            target.ball = made.ball
+            return target
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise no_rule(func)  # what torch does below its own functions has no rule either
+
+
+def interval_rule(*functions: Any) -> Callable[[_Rule], _Rule]:
+    """A decorator that makes a function the rule for these torch functions on intervals.
+
+    The rule takes what the torch function takes and returns an `Interval(low, high)` that holds every value the
+    function can have on tensors between the bounds of its arguments, rounding included.
+    """
+
+    def register(rule: _Rule) -> _Rule:
+        _RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return register
+
+
+def aliases(*names: str, in_place: bool = True) -> list[Any]:
+    """Every torch function of these names: of torch, of torch.nn.functional and of tensors, in place or not."""
+    spelled = [f"{name}{end}" for name in names for end in (("", "_") if in_place else ("",))]
+    spaces = (torch, functional, Tensor, torch.special)
+    return [getattr(space, name) for name in spelled for space in spaces if hasattr(space, name)]
+
+
+def enclose(low: Tensor, high: Tensor, *, error: Tensor | None = None, ball: Ball | None = None) -> Interval:
+    """The interval rounded outward: by `error`, and by one unit in the last place for this rounding itself."""
+    if error is not None:
+        low, high = low - error, high + error
+    infinity = torch.full((), math.inf, dtype=low.dtype, device=low.device)
+    return Interval(torch.nextafter(low, -infinity), torch.nextafter(high, infinity), ball=ball)
+
+
+def ends(value: Any) -> tuple[Tensor, Tensor]:
+    """The bounds of an interval; a constant twice."""
+    if isinstance(value, Interval):
+        return value.low, value.high
+    is_whole = isinstance(value, Tensor) and not value.is_floating_point()
+    constant = torch.as_tensor(value, dtype=value.dtype if is_whole else torch.float64).detach()
+    return constant, constant
+
+
+def size(low: Tensor, high: Tensor) -> Tensor:
+    """The largest absolute value between the bounds."""
+    return torch.maximum(low.abs(), high.abs())
+
+
+def ball_of(x: Interval) -> Ball:
+    """A ball around all tensors of the interval: the known one, no larger than the box allows, else one of the box."""
+    known = x.ball
+    centre = x.low / 2 + x.high / 2 if known is None else known.centre
+    around = norm(torch.maximum(centre - x.low, x.high - centre))
+    return Ball(centre, around if known is None else min(around, known.radius))
+
+
+def norm(values: Tensor) -> float:
+    """The Euclidean norm, rounded up."""
+    return float(torch.linalg.vector_norm(values)) * (1.0 + (values.numel() + 8) * EPS)
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function as a user writes it."""
+    return resolve_name(func) or getattr(func, "__name__", str(func))
+
+
+def no_rule(func: Any) -> IntervalError:
+    """The error for a torch function that cannot be applied to an interval."""
+    name = name_of(func)
+    if func in _DECIDES:
+        return IntervalError(
+            f"certified ranges need a network that computes without looking at its values; got {name} on an interval, "
+            "which may have more than one answer. Use calibrated ranges."
+        )
+    return IntervalError(
+        f"certified ranges need a rule for every operation; got {name}, which has none here. Use calibrated ranges, "
+        f"or register a rule with interval_rule({name})."
+    )
+
+
+def _is_in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+_METADATA = frozenset(
+    aliases("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex",
+            "element_size", "is_contiguous", "stride", "get_device", "__hash__", in_place=False)
+)  # fmt: skip
+_DECIDES = frozenset(
+    aliases("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "gt", "lt", "ge", "le", "eq", "ne",
+            "argmax", "argmin", "argsort", "equal", "allclose", in_place=False)
+)  # fmt: skip

@@ -1,0 +1,372 @@
+"""`find_norms`: every normalization layer of a model, by type and by what it looks like.
+
+Torch's own norms are known by type. Others (timm's, transformers', torchvision's, one's own) are recognised without
+importing anything: a class whose name says norm, without weighty children, that scales and perhaps shifts channels by
+one-dimensional tensors. What looks like a norm but has nothing to tune is listed with the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.modules.validate import need_model
+from onlynorm.modules.walk import unwrap
+from onlynorm.validate import need_instance
+
+NORMS = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+class FoldedNorm(nn.Identity):
+    """Where a norm was before it became part of the layer in front of it.
+
+    `n_axes` is how many axes its input has, if the norm would work along another one with more: behind a Linear.
+    """
+
+    def __init__(self, n_axes: int | None = None) -> None:
+        super().__init__()
+        self.n_axes = n_axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, which the layer has already scaled and shifted."""
+        if self.n_axes is not None and x.ndim != self.n_axes:
+            raise ShapeError(
+                f"a norm folded into a Linear needs inputs with {self.n_axes} axes; got {tuple(x.shape)}, which the "
+                "norm would have scaled along another axis. Unfold the network, or reshape the inputs."
+            )
+        return x
+
+
+def folded_places(network: nn.Module) -> list[str]:
+    """Every place of the network at which a norm was folded away."""
+    return [n for n, module in network.named_modules(remove_duplicate=False) if isinstance(module, FoldedNorm)]
+
+
+SCALES = ("weight", "gamma", "scale", "g", "a_2")
+SHIFTS = ("bias", "beta", "shift", "b", "b_2")
+"""Names under which norms keep their two parameters, most common first."""
+_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    (nn.modules.batchnorm._BatchNorm, "batch"),
+    (nn.modules.instancenorm._InstanceNorm, "instance"),
+    (nn.LayerNorm, "layer"),
+    (nn.RMSNorm, "rms"),
+    (nn.GroupNorm, "group"),
+)
+_WORDS = (("batch", "batch"), ("instance", "instance"), ("rms", "rms"), ("group", "group"), ("layer", "layer"))
+_ENDINGS = (("GRN", "other"), ("BN", "batch"), ("LN", "layer"))
+"""Short forms with which class names end: global response norm, batch norm, layer norm."""
+_PLACES = ("norm", "bn", "ln")
+_STATISTICS = ("running_", "moving_", "num_batches")
+"""How the buffers begin that hold running statistics."""
+_WRAPPER = "_orig_mod"
+"""What torch.compile puts into the names of what is inside a compiled module."""
+_CAN_GET_AFFINE = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.instancenorm._InstanceNorm,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+_MULTIPLY = (
+    nn.modules.batchnorm._BatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward, nn.SyncBatchNorm.forward,
+    nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward,
+)  # fmt: skip
+"""The forward passes of torch's norms: their weight is the scale."""
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """One norm. `names` lists every place of the same module; `scale` and `shift` name its tensors, if it has them.
+
+    `is_frozen` says that they are buffers, as in a FrozenBatchNorm; `has_statistics`, that running statistics are kept.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    class_name: str
+    n_channels: int
+    scale: str | None
+    shift: str | None
+    has_statistics: bool
+    is_frozen: bool
+
+    @property
+    def name(self) -> str:
+        """The first place of the norm."""
+        return self.names[0]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of scale and shift inside the module, as far as it has them."""
+        return tuple(name for name in (self.scale, self.shift) if name is not None)
+
+    def __str__(self) -> str:
+        held = " and ".join(self.tensors) + (" (buffers)" if self.is_frozen else "")
+        return f"{self.name} ({self.class_name}, {self.n_channels} channels): {held}"
+
+
+@dataclass(frozen=True)
+class SkippedNorm:
+    """Something that is called a norm but has nothing to tune, and why."""
+
+    name: str
+    class_name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.class_name}): {self.reason}"
+
+
+@dataclass(frozen=True)
+class Norms:
+    """What `find_norms` found: norms to tune, what was skipped, and weight norms, which normalise weights."""
+
+    norms: tuple[NormLayer, ...]
+    skipped: tuple[SkippedNorm, ...]
+    weight_norms: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.norms)} norms, {sum(n.n_channels for n in self.norms):,} channels"]
+        lines += [f"  {norm}" for norm in self.norms]
+        lines += [f"  skipped: {norm}" for norm in self.skipped]
+        lines += [f"  weight norm (normalises a weight, not a signal): {name}" for name in self.weight_norms]
+        return "\n".join(lines)
+
+
+def need_module(what: str, model: Any) -> nn.Module:
+    """The model inside DDP, DataParallel, torch.compile and Fabric wrappers; raises unless it is one with weights."""
+    return unwrap(need_model(what, model))
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor without what torch.compile added to it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER) if _WRAPPER in name else name
+
+
+def is_statistic(name: str) -> bool:
+    """Whether a buffer of this name holds running statistics."""
+    return name.rpartition(".")[2].startswith(_STATISTICS)
+
+
+def has_statistics(module: nn.Module) -> bool:
+    """Whether the module itself, and not only its children, holds running statistics."""
+    return any(is_statistic(name) for name, _ in module.named_buffers(recurse=False))
+
+
+def may_track(module: nn.Module) -> bool:
+    """Whether training may move buffers of the module: running statistics, or other buffers of a norm."""
+    if has_statistics(module):
+        return True
+    buffers = [name for name, b in module.named_buffers(recurse=False) if b.is_floating_point()]
+    return any(name not in SCALES + SHIFTS for name in buffers) and norm_kind(module) is not None
+
+
+def find_norms(model: nn.Module) -> Norms:
+    """Every normalization layer of the model, each once, in the order of its modules."""
+    model = unwrap(need_instance("find_norms", model, nn.Module, cure="Pass the model itself."))
+    places: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(plain_name(name))
+    norms: list[NormLayer] = []
+    skipped: list[SkippedNorm] = []
+    weight_norms: list[str] = []
+    for place, module in model.named_modules():
+        name = plain_name(place)
+        weight_norms += [f"{name}.{weight}".lstrip(".") for weight in _normalised_weights(module)]
+        if type(module) is nn.Identity and any(word in name.rpartition(".")[2].lower() for word in _PLACES):
+            skipped.append(SkippedNorm(name, "Identity", "an Identity stands where a norm would"))
+        kind = norm_kind(module)
+        if kind is None:
+            continue
+        found = _describe(tuple(places[id(module)]), module, kind)
+        if isinstance(found, NormLayer):
+            norms.append(found)
+        else:
+            skipped.append(found)
+    return Norms(tuple(norms), tuple(skipped), tuple(weight_norms))
+
+
+def norm_kind(module: nn.Module) -> str | None:
+    """batch, instance, layer, rms, group or other for a norm, None for any other module."""
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+        return None
+    for known, kind in _KINDS:
+        if isinstance(module, known):
+            return kind
+    class_name = type(module).__name__
+    name = class_name.lower()
+    short = next((kind for ending, kind in _ENDINGS if class_name.endswith(ending)), None)
+    is_named = ("norm" in name or short is not None) and "parametriz" not in type(module).__module__
+    if not is_named or any(True for child in module.children() for _ in child.parameters()):
+        return None  # a wrapper around a norm and other layers: its children are visited on their own
+    kind = next((kind for word, kind in _WORDS if word in name), short or "other")
+    if kind != "other" and name.endswith("norm"):
+        return kind  # it may hold a matrix: a scale for each channel of each head
+    if any(tensor.ndim > 1 and max(tensor.shape) != tensor.numel() for tensor in _own(module).values()):
+        return None  # holds a matrix: a layer with a norm in its name
+    return kind
+
+
+def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer | SkippedNorm:
+    own = _own(module)
+    scale = next((name for name in SCALES if name in own), None)
+    shift = next((name for name in SHIFTS if name in own), None)
+    class_name = type(module).__name__
+    if scale is None and shift is None:
+        if isinstance(module, FoldedNorm):
+            reason = "part of the layer before it (folded); unfold(model) brings it back"
+        elif not own and can_get_affine(module):
+            reason = "no scale and no shift (affine=False); add_affine=True gives it both"
+        elif not own:
+            reason = f"no scale and no shift, and {class_name} has no option for them; put torch's norm in its place"
+        else:
+            reason = f"its tensors ({', '.join(own)}) are not called like a scale or a shift"
+        return SkippedNorm(names[0], class_name, reason)
+    sizes = [own[name].numel() for name in (scale, shift) if name is not None]
+    parameters = dict(module.named_parameters(recurse=False))
+    held = [name for name in (scale, shift) if name is not None]
+    return NormLayer(
+        names, kind, class_name, max(sizes), scale, shift,
+        has_statistics=has_statistics(module),
+        is_frozen=not any(name in parameters for name in held),
+    )  # fmt: skip
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and buffers, running statistics left out."""
+    tensors: Iterator[tuple[str, Tensor]] = iter(
+        [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    )
+    return {name: t for name, t in tensors if not is_statistic(name)}
+
+
+def can_get_affine(module: nn.Module) -> bool:
+    """Whether `add_affine` can give this norm, which has neither, a scale and a shift."""
+    is_bare = isinstance(module, _CAN_GET_AFFINE) and getattr(module, "weight", None) is None
+    return is_bare and (type(module).forward in _MULTIPLY or _uses_scale(module))
+
+
+@torch.no_grad()
+def _uses_scale(norm: nn.Module) -> bool:
+    """Whether a subclass of a norm of torch with a forward pass of its own would use a scale; True if none can tell."""
+    probe = copy.deepcopy(norm).float().eval()
+    add_affine(probe, torch.empty(0))
+    scale = probe.weight
+    assert isinstance(scale, Tensor)
+    for x in _probe_inputs(tuple(scale.shape), scale.numel(), scale.device):
+        try:
+            scale.fill_(1.0)
+            at_one = probe.forward(x)
+            scale.fill_(2.0)
+            at_two = probe.forward(x)
+        except Exception:  # a forward pass may raise anything at a shape it does not take
+            continue
+        if isinstance(at_one, Tensor) and isinstance(at_two, Tensor) and bool(at_one.any()):
+            return not torch.equal(at_one, at_two)
+    return True
+
+
+def _probe_inputs(shape: tuple[int, ...], n_channels: int, device: torch.device) -> Iterator[Tensor]:
+    """Two samples of each shape that a norm of so many channels may take."""
+    generator, n = torch.Generator().manual_seed(0), n_channels
+    for one in (shape, (n,), (3, n), (n, 3), (3, 3, n), (n, 3, 3), (n, 3, 3, 3)):
+        yield torch.randn(2, *one, generator=generator).to(device)
+
+
+def affine_shape(norm: nn.Module) -> tuple[int, ...]:
+    """The shape of the scale that `add_affine` gives a norm of torch."""
+    shape: Any = getattr(norm, "normalized_shape", None)
+    if shape is None:
+        shape = (norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features,)
+    return tuple(shape)
+
+
+def add_affine(norm: nn.Module, like: Tensor) -> Callable[[], None]:
+    """Gives the norm a scale of one and a shift of zero, which leave its function as it is; returns the inverse."""
+    flag = "affine" if hasattr(norm, "affine") else "elementwise_affine"
+    own = next((b for b in norm.buffers(recurse=False) if b.is_floating_point()), like)
+    shape = affine_shape(norm)
+    norm.weight = nn.Parameter(torch.ones(shape, dtype=own.dtype, device=own.device))
+    if not isinstance(norm, nn.RMSNorm):
+        norm.bias = nn.Parameter(torch.zeros(shape, dtype=own.dtype, device=own.device))
+    setattr(norm, flag, True)
+
+    def remove() -> None:
+        remove_affine(norm)
+
+    return remove
+
+
+def remove_affine(norm: nn.Module) -> None:
+    """Takes scale and shift from a norm of torch."""
+    norm.register_parameter("weight", None)
+    if not isinstance(norm, nn.RMSNorm):
+        norm.register_parameter("bias", None)
+    setattr(norm, "affine" if hasattr(norm, "affine") else "elementwise_affine", False)
+
+
+def number_like(model: nn.Module) -> Tensor:
+    """A tensor in the precision and on the device of the model."""
+    numbers = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and not t.is_meta)
+    return next(numbers, torch.empty(0))
+
+
+@torch.no_grad()
+def scale_at_zero(module: nn.Module, norm: NormLayer) -> float:
+    """What the norm multiplies by where its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
+
+    Measured on a copy of the norm, unless it runs the forward pass of a norm of torch.
+    """
+    if norm.scale is None or type(module).forward in _MULTIPLY:
+        return 0.0
+    probe = copy.deepcopy(module).float().eval()
+    scale = getattr(probe, norm.scale)
+    for name in norm.tensors:
+        getattr(probe, name).zero_()
+    for x in _probe_inputs(tuple(scale.shape), norm.n_channels, scale.device):
+        try:
+            scale.zero_()
+            at_zero = probe.forward(x)
+            scale.fill_(1.0)
+            at_one = probe.forward(x)
+        except Exception:  # a forward pass may raise anything at a shape it does not take
+            continue
+        if not isinstance(at_zero, Tensor) or not isinstance(at_one, Tensor) or not bool(at_one.any()):
+            continue
+        at_zero, at_one = at_zero.float(), at_one.float()  # some norms return a fixed lower precision
+        if not bool(at_zero.any()):
+            return 0.0
+        if at_zero.shape == x.shape and bool(torch.allclose(at_zero, x, rtol=1e-3, atol=1e-4)):
+            return 1.0  # global response norm: what it adds to its input vanishes
+        if bool(torch.allclose(at_one, 2.0 * at_zero, rtol=1e-2, atol=1e-3)):
+            return 1.0
+    raise ConversionError(
+        f"the scale of {norm.name} ({norm.class_name}) needs to be measured; got no output from which to tell weight "
+        "from 1 + weight. Set its weight by hand, and leave it out by which=."
+    )
+
+
+def _normalised_weights(module: nn.Module) -> list[str]:
+    """Weights of the module that torch's weight_norm, old or new, writes as length times direction."""
+    found = [name.removesuffix("_g") for name, _ in module.named_parameters(recurse=False)
+             if name.endswith("_g") and hasattr(module, name.removesuffix("_g") + "_v")]  # fmt: skip
+    parametrizations = getattr(module, "parametrizations", None)
+    if isinstance(parametrizations, nn.ModuleDict):
+        found += [
+            name for name, stack in parametrizations.items()
+            if any("WeightNorm" in type(step).__name__ for step in stack.children())
+        ]  # fmt: skip
+    return found

@@ -1,0 +1,141 @@
+"""`untouched`: a block in which a model may run in training mode and leaves no trace, whatever happens inside.
+
+Restored are the modes of all modules, all buffers (running statistics, by value and by identity), tensors that modules
+hold as plain attributes (by identity), and the states of the random generators of torch, numpy and Python. Gradients
+are computed by torch.autograd.grad, which does not touch `.grad`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from onlynorm.errors import ConversionError
+from onlynorm.modules.validate import need_model
+from onlynorm.modules.walk import unwrap, without_compiling
+from onlynorm.seeds import GLOBAL_GENERATORS, seeded
+
+
+@contextmanager
+def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Inside, the model is in training mode or not, and gradients are enabled; afterwards everything is as it was.
+
+    `tensors` are the inputs: the generators of their devices, and of the model's, are restored too.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    attributes = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)  # as older versions of weight_norm and spectral_norm keep them
+    ]
+    python, numbers = random.getstate(), np.random.get_state()
+    try:
+        devices = _gpus(model, tensors)
+        forked = torch.random.fork_rng(devices=devices)
+        with GLOBAL_GENERATORS, without_compiling(), torch.inference_mode(False), forked, torch.enable_grad():
+            model.train(is_training)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numbers)
+        for module, mode in modes:
+            module.training = mode  # model.train(mode) may be overridden, and would reach further
+        for module, name, value in attributes:
+            vars(module)[name] = value
+        _restore([module for module, _ in modes], buffers)
+
+
+@torch.no_grad()
+def _restore(modules: list[nn.Module], buffers: list[tuple[nn.Module, str, Tensor | None, Tensor | None]]) -> None:
+    known = {(module, name) for module, name, *_ in buffers}
+    for module in modules:
+        for name in [name for name in module._buffers if (module, name) not in known]:
+            del module._buffers[name]  # made by the forward pass
+    for module, name, buffer, kept in buffers:
+        module._buffers[name] = buffer
+        if buffer is not None and kept is not None:
+            buffer.copy_(kept)
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, autocast is off: measures need all digits, and cached weights would hide that a weight was changed."""
+    with ExitStack() as stack:
+        for device, _ in autocasts():
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def autocasts() -> list[tuple[str, torch.dtype]]:
+    """(device type, dtype) of every autocast that is active."""
+    devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
+    return [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
+
+
+def need_layers(what: str, model: object) -> nn.Module:
+    """The model without wrappers, if its layers are modules that Python calls; scripted and exported ones are refused.
+
+    `what` is the verb that needs it. Models traced by torch.fx are fine: they call their layers as modules.
+    """
+    inner = unwrap(need_model(what, model))
+    if any(p.is_inference() for p in inner.parameters()):
+        raise ConversionError(
+            f"{what} needs parameters that autograd can follow; got a {type(inner).__name__} made inside "
+            "torch.inference_mode(). Make it outside."
+        )
+    for name, module in inner.named_modules():
+        where = f"at {name!r}" if name else "as the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConversionError(
+                f"{what} needs layers that Python calls; got a traced or scripted {type(module).__name__} {where}, "
+                "which hides its layers. Pass the model that it was made from."
+            )
+        if isinstance(module, torch.fx.GraphModule) and not _calls_layers(module):
+            raise ConversionError(
+                f"{what} needs layers that Python calls; got an exported graph {where}, which calls functions only. "
+                "Pass the model that it was made from."
+            )
+    return inner
+
+
+def failed_on(what: str, model: nn.Module, inputs: Iterable[Tensor], error: Exception) -> ConversionError:
+    """The error of a verb for whose inputs the model itself raised an error."""
+    shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
+    first = str(error).partition("\n")[0]
+    return ConversionError(
+        f"{what} needs inputs that the model takes; got {shapes}, on which {type(model).__name__} failed with "
+        f"{type(error).__name__}: {first:.200}. Pass inputs as its forward takes them: a tensor or a tuple."
+    )
+
+
+def _calls_layers(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph calls modules with parameters, as far as it has any parameters."""
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    has_any = next(graph.parameters(), None) is not None
+    return not has_any or any(next(graph.get_submodule(name).parameters(), None) is not None for name in called)
+
+
+def reseed(model: nn.Module, seed: int) -> None:
+    """Makes dropout and the like draw from this seed, on the CPU and on the model's GPUs; use it inside `untouched`."""
+    torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach GPUs whose state is not put back
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    for gpu in _gpus(model, ()):
+        with torch.cuda.device(gpu):
+            torch.cuda.manual_seed(seed)
+
+
+def _gpus(model: nn.Module, tensors: Iterable[Tensor]) -> list[int]:
+    places = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors)}
+    return sorted(place.index or 0 for place in places if place.type == "cuda")

@@ -1,0 +1,227 @@
+"""The chain of pre-activations of a random network, with batch norms or without, many chains as one tensor.
+
+    H+ = norm(H + gamma W F(H))        gamma = inf: H+ = norm(W F(H)), a network without skips
+
+H is (chains, width, samples), W has independent entries of variance one, F works elementwise. The norm scales every
+row to norm sqrt(N) ("batch", the paper's), after taking off its mean ("centred"), or there is none ("none").
+
+Without a norm the numbers grow or vanish exponentially. Where F is homogeneous the whole matrix is rescaled in every
+step, which changes no rank; with other F the true numbers are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+
+from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.features.streams import Stream
+from onlynorm.rank.chains.weights import LAWS, ChainWeights
+from onlynorm.validate import (
+    as_tensor,
+    need_choice,
+    need_device,
+    need_free_memory,
+    need_instance,
+    need_integer,
+    need_number,
+    need_seed,
+    need_sizes,
+)
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "linear": lambda x: x,
+    "relu": torch.relu,
+    "leaky_relu": functional.leaky_relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "sin": torch.sin,
+}
+HOMOGENEOUS = ("linear", "relu", "leaky_relu")
+NORMS = ("batch", "centred", "none")
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_LOOK = 256  # steps between two looks at whether all numbers are finite
+CHAIN_ENTRIES, MOST_CHAINS = 2**15, 128
+"""Entries of H over all chains, and chains, where `n_chains` is not given; docs/rank.md has the measured rates."""
+MOST_STEPS = 10**10
+"""Layers that a chain can have: with more the run would take days."""
+_TINY = 1e-30  # a row below it is zero: a dead unit, which stays zero
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The law of a chain; equal chains give equal numbers. Theory: daneshmand2020:thm-3, daneshmand2020:lemma-4
+
+    `activation` is a name or an elementwise function. Without `n_chains` there are as many chains as fill a processor
+    (see `chains`). float32 is the default: averages over a chain have errors of 1e-3 at best, and it is two to three
+    times as fast.
+    """
+
+    width: int
+    gamma: float = 1.0
+    n_samples: int | None = None
+    activation: str | Activation = "linear"
+    norm: str = "batch"
+    weights: str = "uniform"
+    n_chains: int | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, low in (("width", 1), ("n_samples", 2), ("n_chains", 1)):
+            value = getattr(self, name)
+            if value is not None or name == "width":
+                number = need_integer(f"{name} of a chain", value, low=low, cure=f"Pass {name}=8.")
+                object.__setattr__(self, name, number)
+        need_integer("the number of samples of a chain", self.samples, low=2, cure="Pass n_samples=8.")
+        if not (isinstance(self.gamma, float) and self.gamma == math.inf):
+            need_number("gamma of a chain", self.gamma, low=0.0, cure="math.inf drops the skips.")
+        for name, known in (("norm", NORMS), ("weights", LAWS), ("dtype", tuple(DTYPES))):
+            need_choice(name, getattr(self, name), known)
+        if not callable(self.activation):
+            need_choice("activation", self.activation, ACTIVATIONS)
+        need_device("device of a chain", self.device)
+        need_seed(self.seed)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples N: as many as the width where nothing else is said."""
+        return self.width if self.n_samples is None else self.n_samples
+
+    @property
+    def chains(self) -> int:
+        """`n_chains`, or as many as fill a processor: 128 of width 16 or less, 32 of width 32, 2 of width 128."""
+        if self.n_chains is not None:
+            return self.n_chains
+        return max(1, min(CHAIN_ENTRIES // (self.width * self.samples), MOST_CHAINS))
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(chains, width, samples)."""
+        return self.chains, self.width, self.samples
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Whether a vanilla chain may be rescaled in every step, because F(c x) = c F(x) for c > 0."""
+        return self.norm == "none" and self.activation in HOMOGENEOUS
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that the numbers depend on, as plain data; a function goes by its name."""
+        named = self.activation if isinstance(self.activation, str) else _name(self.activation)
+        kept = ("width", "gamma", "samples", "norm", "weights", "seed", "dtype")
+        return {**{name: getattr(self, name) for name in kept}, "n_chains": self.chains, "activation": named}
+
+    def draw_inputs(self) -> Float[Tensor, "chains width samples"]:
+        """A Gaussian input matrix for every chain, of full rank with probability one."""
+        numbers = Stream(self.seed, "rank/chain", "inputs").normals(0, math.prod(self.shape))
+        return torch.from_numpy(numbers).view(self.shape).to(self.device, DTYPES[self.dtype])
+
+    def ready_inputs(self, inputs: Tensor | None) -> Float[Tensor, "chains width samples"]:
+        """The given inputs, one matrix for all chains or one for each, or drawn ones; always a copy."""
+        size = 8.0 * self.chains * self.width * max(self.width, self.samples)  # inputs are drawn in float64
+        need_free_memory(f"a chain of width {self.width} and {self.samples} samples", size, cure="Pass smaller sizes.")
+        if inputs is None:
+            return self.draw_inputs()
+        inputs = as_tensor("inputs of a chain", inputs)
+        if tuple(inputs.shape) not in (self.shape, self.shape[1:]):
+            raise ShapeError(
+                f"a chain needs inputs {self.shape[1:]} or {self.shape}, (chains, width, samples); got "
+                f"{tuple(inputs.shape)}. Pass X.T if its rows are samples, and n_samples as their number."
+            )
+        if not bool(torch.isfinite(inputs).all()):
+            raise ValueRangeError("a chain needs finite inputs; got NaN or infinite ones. Clean the data first.")
+        return inputs.detach().to(self.device, DTYPES[self.dtype]).expand(self.shape).clone()
+
+    def draw_weights(self) -> ChainWeights:
+        """The weights of all steps."""
+        return ChainWeights(
+            self.weights, seed=self.seed, n_chains=self.chains, width=self.width, dtype=DTYPES[self.dtype],
+            device=self.device,
+        )  # fmt: skip
+
+    def step(
+        self, H: Float[Tensor, "chains width samples"], W: Float[Tensor, "chains width width"], *, scale: float = 1.0
+    ) -> Float[Tensor, "chains width samples"]:
+        """H+ for the weights scale * W."""
+        H, W = (as_tensor(name, value).to(DTYPES[self.dtype]) for name, value in (("H", H), ("W", W)))
+        square = (self.chains, self.width, self.width)
+        if tuple(H.shape) != self.shape or tuple(W.shape) != square:
+            raise ShapeError(
+                f"a step needs H {self.shape} and W {square}; got {tuple(H.shape)} and {tuple(W.shape)}. Take both "
+                "from this chain."
+            )
+        return self._step(H, W, need_number("scale", scale, low=-1e30, high=1e30, cure="Pass weights.scale."))
+
+    def _step(self, H: Tensor, W: Tensor, scale: float) -> Tensor:
+        """The same without checks, which would take longer than the step."""
+        inner = _function(self.activation)(H)
+        moved = W @ inner if math.isinf(self.gamma) else torch.baddbmm(H, W, inner, alpha=self.gamma * scale)
+        if self.norm == "none":
+            if self.is_rescaled:
+                norms = torch.linalg.matrix_norm(moved, keepdim=True).clamp_(min=_TINY)
+                return moved.mul_(norms.reciprocal_().mul_(math.sqrt(self.width * self.samples)))
+            return moved.mul_(scale) if math.isinf(self.gamma) else moved
+        if self.norm == "centred":
+            moved -= moved.mean(2, keepdim=True)
+        norms = torch.linalg.vector_norm(moved, dim=2, keepdim=True).clamp_(min=_TINY)
+        return moved.mul_(norms.reciprocal_().mul_(math.sqrt(self.samples)))
+
+    def __str__(self) -> str:
+        s = self.settings()
+        skip = "no skips" if math.isinf(self.gamma) else f"gamma {self.gamma:g}"
+        norm = {"batch": "batch norms", "centred": "centred batch norms", "none": "no norms"}[self.norm]
+        return (
+            f"{self.chains} chains of width {self.width}, {self.samples} samples, {s['activation']}, {norm}, {skip}, "
+            f"{self.weights} weights, seed {self.seed}, {self.dtype}"
+        )
+
+
+def walk(
+    chain: Chain, depths: Iterable[int], *, inputs: Tensor | None = None
+) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
+    """(depth, H) at each of the depths, in order; depth 0 is the input itself."""
+    need_instance("walk", chain, Chain, cure="Pass Chain(width=32).")
+    cure = "walk needs depths >= 0, such as range(0, 100, 10)."
+    wanted = sorted(set(need_sizes("depths", depths, low=0, n_least=1, cure=cure)))
+    chosen = set(wanted)
+    X = chain.ready_inputs(inputs)
+    if wanted[0] == 0:
+        yield 0, X
+    for depth, H in steps(chain, X, weights=chain.draw_weights(), start=0, stop=wanted[-1]):
+        if depth in chosen:
+            yield depth, H
+
+
+def steps(
+    chain: Chain, H: Tensor, *, weights: ChainWeights, start: int, stop: int
+) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
+    """(depth, H) after each of the steps start, ..., stop - 1 from H; numbers that leave their range are an error."""
+    for depth, numbers in enumerate(weights.steps(start, stop), start=start + 1):
+        H = chain._step(H, numbers, weights.scale)
+        if (depth % _LOOK == 0 or depth == stop) and not bool(torch.isfinite(H).all()):
+            raise ValueRangeError(
+                f"a chain needs numbers within the range of {chain.dtype}; got NaN or infinity before step {depth}. "
+                "Without norms a signal grows or vanishes: use dtype='float64', a smaller gamma or fewer steps."
+            )
+        yield depth, H
+
+
+def _function(activation: str | Activation) -> Activation:
+    return ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+
+def _name(function: Activation) -> str:
+    """The name under which a kept state knows a function: a module such as nn.ELU() by what it shows of itself."""
+    name = getattr(function, "__qualname__", None)
+    return str(function) if name is None else f"{function.__module__}.{name}"

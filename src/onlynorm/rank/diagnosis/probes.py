@@ -1,0 +1,221 @@
+"""`Probes`: hooks that read every signal of a forward pass once, and the gradient that comes back to it.
+
+Read are the outputs of all layers that compute, the inputs of layers with weights, and the outputs of blocks: where a
+network adds skips or takes activations by functions, no layer's output shows the result. A tensor that was read is not
+read again unless it was changed in place since. Everything is measured at the moment it exists, so in-place layers
+change nothing, and no activation is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from onlynorm.modules import tensors_in
+from onlynorm.modules.norms import norm_kind
+from onlynorm.modules.untouched import full_precision
+from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
+
+SHAPES_ONLY = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
+"""Layers that compute nothing worth reading."""
+CHANNELS_FIRST = (
+    nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
+)  # fmt: skip
+WEIGHTY = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
+INPUT, BLOCK = "input", "block"
+
+
+@dataclass
+class Reading:
+    """A `Layer` in the making, with the module whose output it is."""
+
+    name: str
+    kind: str
+    call: int
+    depth: int
+    signal: Signal
+    shape: tuple[int, ...]
+    module: nn.Module | None = None
+    is_taken_in: bool = False
+    gradient: float | None = None
+    signal_gradient: float | None = None
+
+    def layer(self) -> Layer:
+        """The same without the module, once both passes are over."""
+        has_weights = self.module is not None and is_weighty(self.module)
+        return Layer(
+            **vars(self.signal), name=self.name, kind=self.kind, call=self.call, depth=self.depth,
+            has_weights=has_weights, is_taken_in=self.is_taken_in, shape=self.shape, gradient=self.gradient,
+            signal_gradient=self.signal_gradient,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """Inputs (samples, positions, in) and output gradients (samples, positions, out) of the last linear layer."""
+
+    name: str
+    inputs: Tensor
+    deltas: Tensor
+
+
+@dataclass
+class Probes:
+    """The hooks on a model, and what they have read so far. Use it as a context: the hooks go when it ends.
+
+    Without `is_reading` nothing is measured, and only the last linear layer is watched.
+    """
+
+    model: nn.Module
+    inputs: Sequence[Tensor]
+    max_columns: int | None
+    generator: torch.Generator
+    is_reading: bool = True
+    readings: list[Reading] = field(default_factory=list)
+    last: LastLayer | None = None
+
+    def __post_init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._calls: dict[str, int] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Reading]] = {}
+        self._channels, self._n_units = 1, 0
+        self._depth = 0
+        self._is_forward = self._is_noting = True
+
+    def __enter__(self) -> Probes:
+        for name, module in self.model.named_modules():
+            if "parametrizations" in name.split("."):
+                continue  # what makes a weight is no layer
+            if isinstance(module, nn.Linear) or (self.is_reading and not isinstance(module, SHAPES_ONLY)):
+                self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def end_forward(self) -> None:
+        """From now on nothing is read: checkpointed layers run once more in the backward pass."""
+        self._is_forward = False
+
+    def end_backward(self) -> None:
+        """From now on no gradient of a signal is noted: another backward pass has another meaning."""
+        self._is_noting = False
+
+    def add_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give every reading of a layer the norm of the gradients of the layer's parameters."""
+        for reading in self.readings:
+            if reading.module is not None and reading.kind != BLOCK:
+                found = [gradients[p] for p in reading.module.parameters() if p in gradients]
+                reading.gradient = math.hypot(*map(norm_of, found)) if found else None
+
+    def unobserved(self) -> float:
+        """The fraction of the model's parameters that belong to no layer that was read."""
+        seen = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
+                for p in reading.module.parameters()}  # fmt: skip
+        sizes = {p: p.numel() for p in self.model.parameters()}
+        total = sum(sizes.values())
+        return sum(size for p, size in sizes.items() if p not in seen) / total if total else 0.0
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+            if not self._is_forward:
+                return
+            if isinstance(module, nn.Linear):
+                self._watch(name, next(tensors_in((args, kwargs)), None), output)
+            if self.is_reading:
+                with full_precision():
+                    self._layer(name, module, (args, kwargs), output)
+
+        return hook
+
+    def _layer(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        is_weighted = is_weighty(module)
+        self._channels = _channels(module, self._channels)
+        if is_weighted:
+            taken = next(tensors_in(given), None)  # what else comes in may be a mask
+            is_first = any(taken is tensor for tensor in self.inputs)
+            reading = None if taken is None else self._read("input" if is_first else f"input of {name}", INPUT, taken)
+            if reading is not None:
+                reading.is_taken_in = True
+            self._depth += 1
+        kind = _kind(module) if is_weighted or next(module.children(), None) is None else BLOCK
+        made = next(tensors_in(output), None)  # what else comes out repeats it, as an LSTM's states do
+        if made is not None:
+            self._read(name or type(module).__name__, kind, made, module)
+
+    def _read(self, name: str, kind: str, tensor: Tensor, module: nn.Module | None = None) -> Reading | None:
+        """The reading of the tensor, made now unless it was read before in its present state."""
+        if tensor.ndim < 2 or tensor.numel() == 0:
+            return None
+        known = self._seen.get(id(tensor))
+        # the id alone could be that of a tensor that was freed since
+        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            return known[2]
+        call = self._calls[name] = self._calls.get(name, 0) + 1
+        # a block may have turned over what its layers gave
+        is_turned = kind == BLOCK and tensor.shape[self._channels] != self._n_units == tensor.shape[-self._channels]
+        channels = -self._channels if is_turned else self._channels
+        signal = read_signal(tensor, channels=channels, max_columns=self.max_columns, generator=self.generator)
+        self._n_units = signal.n_units
+        reading = Reading(name, kind, call, self._depth, signal, tuple(tensor.shape), module)
+        self.readings.append(reading)
+        self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
+        if tensor.requires_grad:
+            tensor.register_hook(self._note_gradient(reading))
+        return reading
+
+    def _note_gradient(self, reading: Reading) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            if self._is_noting:
+                reading.signal_gradient = norm_of(gradient)
+
+        return note
+
+    def _watch(self, name: str, inputs: Tensor | None, output: Any) -> None:
+        """Keep inputs and output gradients of the linear layer whose gradient comes first: the last one that counts."""
+        if inputs is None or inputs.ndim < 2 or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+
+        def note(delta: Tensor) -> None:
+            if self.last is None:
+                shaped = (t.detach().flatten(1, -2) if t.ndim > 2 else t.detach()[:, None] for t in (inputs, delta))
+                self.last = LastLayer(name, *shaped)
+
+        output.register_hook(note)
+
+
+def is_weighty(module: nn.Module) -> bool:
+    """Whether the module is a layer with weights that mix its inputs: torch's own, or any that holds a matrix."""
+    if isinstance(module, WEIGHTY):
+        return True
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding) or norm_kind(module) is not None:
+        return False
+    return any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+def norm_of(values: Tensor) -> float:
+    """The norm; in float64, which takes a copy, only where squares of float32 may have left its range."""
+    found = float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
+    return found if 1e-15 < found < math.inf else float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _channels(module: nn.Module, before: int) -> int:
+    """The axis of the channels of what the module gives: its own convention, or that of the layers before it."""
+    if isinstance(module, CHANNELS_FIRST):
+        return 1
+    return -1 if isinstance(module, CHANNELS_LAST) else before
+
+
+def _kind(module: nn.Module) -> str:
+    norm = norm_kind(module)
+    return f"{norm} norm" if norm is not None else type(module).__name__

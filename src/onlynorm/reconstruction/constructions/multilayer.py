@@ -1,0 +1,243 @@
+"""The multilayer construction: one target layer from L = `n_layers` frozen layers in a row, by their L norms.
+
+A wide construction needs one layer with a feature per weight; here the same number of features is spread over L - 1
+hidden layers of about weights / (L - 1) features each: far narrower layers, at more multiplications per input, because
+the layers between them are dense (`tradeoff` shows both). Widths follow `solvers.multilayer.widths_for`; `excess` is
+the number of gammas over equations + L, 1.1 by default.
+
+`features` may be any random distribution. "orthogonal" needs the fewest steps, but a Haar matrix of n features takes
+n^3 operations to draw; for few and wide layers "he_normal" is as good.
+
+Read on in multilayer_block (the layers), multilayer_norms (their norms), solvers.multilayer (their gammas).
+
+Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.4
+
+The norms of a multilayer block, from its gammas: every activation on its linear piece, every constant cancelled.
+
+What layer i carries is one linear map of the input, R_i = W_i diag(gamma_(i-1)) R_(i-1), so its range comes from the
+input directly and does not widen with depth. With u = R_i x, the frozen layer gives g u + c, where g is the gain of the
+activations in front and c what their constants add:
+
+    s, b, m, o       with phi(s gamma u + b) = m (s gamma u + b) + o for all features of the layer    (linearize)
+    norm_i           scale s gamma / g, shift b - scale c
+    norm_L           scale gamma_L / g, shift bias - scale c
+
+Each norm takes away what came before it, so constants do not grow from layer to layer.
+
+Theory: burkholz2024:thm-2.4, burkholz2024:thm-2.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from onlynorm.errors import ValueRangeError
+from onlynorm.features import Features, draw
+from onlynorm.features.distributions import STRUCTURED
+from onlynorm.frozen.pair import CHUNK_BYTES
+from onlynorm.frozen.sequence import MultilayerBlock
+from onlynorm.modules.affine import affine, set_affine
+from onlynorm.modules.layers import TargetLayer, layer_options, weight_of
+from onlynorm.reconstruction.constructions.base import Rebuilt, Recipe, construction
+from onlynorm.reconstruction.costs import (
+    ALONE,
+    LAYER_SECONDS,
+    SCRATCH,
+    VECTORS,
+    Costs,
+    Load,
+    add_costs,
+    draw_bytes,
+    draw_seconds,
+    hidden_costs,
+)
+from onlynorm.reconstruction.linearize import linearize
+from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, Ranges, Seen, default_margin, extremes_of_rows, widen
+from onlynorm.solvers.choose import RATES
+from onlynorm.solvers.multilayer.gammas import DEFAULT_EXCESS, DENSE, solve_multilayer, widths_for
+from onlynorm.solvers.operator import Progress
+from onlynorm.solvers.prepare import need_tolerance
+from onlynorm.solvers.spectrum import condition_number
+
+
+@torch.no_grad()
+def choose_norms(
+    block: MultilayerBlock,
+    gammas: list[Tensor],
+    bias: Float[Tensor, " out"] | None,
+    *,
+    seen: Seen,
+    window: float,
+    margin: float | None = None,
+) -> float:
+    """Sets all norms of the block; returns the certified error of its worst activation, in the units it carries.
+
+    The activations of a block share the error `window`, which is relative to the widest range of each layer.
+    """
+    last, error = block.n_layers - 1, 0.0
+    carried = block.weight(0).double()
+    constant = torch.zeros_like(carried[:, 0])
+    gain = carried.new_ones(())
+    for i, gamma in enumerate(gammas[:-1]):
+        ranges = _ranges(block, carried, seen, margin)
+        ends = torch.stack([gamma * ranges.low, gamma * ranges.high])
+        low, high = ends.amin(0), ends.amax(0)
+        tolerance = window * max(float((high - low).max()), 1e-300) / last
+        line = linearize(block.activation, low, high, tolerance=tolerance, shared=True)
+        scale = line.scale * gamma / gain
+        mean, variance = gain * ranges.mean + constant, gain.square() * ranges.variance
+        set_affine(block.norm(i), scale, line.shift - scale * constant, mean=mean, variance=variance)
+        which = block.where(i)
+        block.slope[which], block.offset[which] = line.slope, line.offset
+        if not isinstance(block.activation, nn.Identity):
+            ends = torch.stack([gain * ranges.low + constant, gain * ranges.high + constant])
+            block.low[which], block.high[which] = ends.amin(0), ends.amax(0)
+        # Constants are taken from the norm as it was stored, so that its rounding cancels too.
+        stored_scale, stored_shift = affine(block.norm(i))
+        constant = block.mapped(i + 1, line.slope * (stored_scale * constant + stored_shift) + line.offset)
+        carried = block.mapped(i + 1, gamma[:, None] * carried)
+        gain = line.gain.flatten()[0]
+        error = max(error, float(line.error_in_input.max()))
+    scale = gammas[-1] / gain
+    shift = -scale * constant
+    set_affine(block.norm(last), scale, shift if bias is None else bias + shift)
+    return error
+
+
+def _ranges(block: MultilayerBlock, carried: Float[Tensor, "feat cols"], seen: Seen, margin: float | None) -> Ranges:
+    """What a layer carries: its range on the batch with a margin, or in the whole box, and its statistics."""
+    parts: list[tuple[Tensor, ...]] = []
+    held: list[tuple[Tensor, Tensor]] = []
+    count = n_rows = 0
+    for part in block.samples(block.padded(seen.inputs.double())):
+        values = block.project(part, carried, is_first=True)
+        of_rows = extremes_of_rows(values)
+        if seen.held_back is not None:
+            held.append(seen.held_back.extremes(*of_rows, first_row=n_rows))
+        n_rows += len(values)
+        flat = values.movedim(1, 0).flatten(1)
+        count += flat.shape[1]
+        parts.append((of_rows[0].amin(0), of_rows[1].amax(0), flat.sum(1), flat.square().sum(1)))
+    if seen.held_back is not None:
+        of_samples = [torch.stack(column) for column in zip(*held, strict=True)]
+        seen.held_back.note(of_samples[0].amin(0), of_samples[1].amax(0))
+    lows, highs, sums, squares = (torch.stack(column) for column in zip(*parts, strict=True))
+    low, high = lows.amin(0), highs.amax(0)
+    mean = sums.sum(0) / count
+    variance = (squares.sum(0) / count - mean.square()).clamp(min=0.0)
+    if seen.box is None:
+        return Ranges(*widen(low, high, default_margin(block.activation) if margin is None else margin), mean, variance)
+    bounds = block.padded(seen.box.low.double()), block.padded(seen.box.high.double())
+    centre = block.project((bounds[0] + bounds[1]) / 2, carried, is_first=True).movedim(1, 0).flatten(1)
+    radius = block.project((bounds[1] - bounds[0]) / 2, carried.abs(), is_first=True).movedim(1, 0).flatten(1)
+    low, high = (centre - radius).amin(1), (centre + radius).amax(1)
+    return Ranges(*widen(low, high, CERTIFIED_MARGIN if margin is None else margin), mean, variance)
+
+
+STEPS = 20
+"""Steps of a solve, and below, inner iterations over the condition number at the start: medians of what was measured at
+1,024 to 9,216 equations and 3 to 10 layers, where the worst took three times as many."""
+ITERATIONS = 80
+STEP_SECONDS = 2e-3
+"""Python's own time for a step."""
+
+
+def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
+    """What the multilayer construction of this layer takes; steps and seconds are rough, from what was measured."""
+    drawn = draw_layers(target, recipe)
+    costs = add_costs(_group_costs(layers, recipe) for layers in drawn)
+    groups, widths = len(drawn), [one.n_features * len(drawn) for one in drawn[0]]
+    inp = drawn[0][0].cols
+    is_stored = recipe.storage == "dense"
+    stored = VECTORS * sum(widths) + 8 * costs.n_frozen * is_stored
+    largest = max(8 * one.n_features * one.cols * groups for one in drawn[0])
+    seconds, calibrating = costs.seconds + LAYER_SECONDS, 0
+    for width in widths[:-1]:
+        hidden = hidden_costs(
+            inp, width, groups, load, axes=len(target.shape) - 2, n_kernel=math.prod(target.shape[2:]),
+            n_channels=target.shape[1] * groups,
+        )  # fmt: skip
+        values = min(CHUNK_BYTES, 8 * load.n_samples * load.n_positions * width)
+        # What a layer carries of the inputs, and the same one layer on.
+        seconds, calibrating = seconds + hidden.seconds, max(calibrating, hidden.memory + values + 24 * width * inp)
+    for layers in drawn:
+        seconds += sum(draw_seconds(one, n_left=0, n_right=1 if is_stored else 4) for one in layers)
+    # The frozen weights of all groups are joined as they are drawn, and solved for one group at a time.
+    memory = stored + max(costs.memory, calibrating + (1 - is_stored) * 2 * largest, largest + draw_bytes(largest // 8))
+    return dataclasses.replace(costs, memory=memory + SCRATCH * sum(widths), stored=stored, seconds=seconds)
+
+
+def draw_layers(target: TargetLayer, recipe: Recipe, *, device: torch.device | str = "cpu") -> list[list[Features]]:
+    """The frozen layers of every group, from the input on; nothing is computed yet."""
+    if recipe.features in STRUCTURED:
+        raise ValueRangeError(
+            f"the multilayer construction needs random features; got {recipe.features!r}, which fix their own number. "
+            "Use features='orthogonal' or 'he_normal'."
+        )
+    excess = DEFAULT_EXCESS if recipe.excess is None else recipe.excess
+    widths = widths_for(target.group_shape, n_layers=recipe.n_layers, excess=excess)
+    shapes = [(1, *target.group_shape[1:]), *((1, width) for width in widths)]
+    drawn = []
+    for group in range(target.groups):
+        name = f"{target.name}/group {group}" if target.groups > 1 else target.name
+        drawn.append([
+            draw(
+                recipe.features, shape, n_features=width, seed=recipe.seed, layer=f"{name}/source {i}",
+                density=recipe.density, device=device,
+            )
+            for i, (shape, width) in enumerate(zip(shapes, (*widths, target.group_shape[0]), strict=True), 1)
+        ])  # fmt: skip
+    return drawn
+
+
+@construction("multilayer", estimate=estimate, fields=("n_layers",))
+def build(
+    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, progress: Progress | None = None
+) -> Rebuilt:
+    """The block that computes the layer from frozen layers in a row. Theory: burkholz2024:thm-2.5"""
+    weight, bias = weight_of(layer)
+    block = MultilayerBlock(
+        layer_options(layer), draw_layers(target, recipe, device=weight.device), activation=recipe.activation,
+        norms=recipe.norms, storage=recipe.storage,
+    ).to(weight.device)  # fmt: skip
+    frozen = zip(*(block.weight(i).chunk(target.groups) for i in range(block.n_layers)), strict=True)
+    solutions = [
+        solve_multilayer(layers, part.flatten(1), tolerance=recipe.tolerance, progress=progress)
+        for layers, part in zip(frozen, weight.chunk(target.groups), strict=True)
+    ]
+    gammas = [torch.cat(parts) for parts in zip(*(solution.gammas for solution in solutions), strict=True)]
+    error = choose_norms(block, gammas, bias, seen=seen, window=recipe.window, margin=recipe.margin)
+    worst = max(solutions, key=lambda solution: solution.residual)
+    seconds = sum(solution.seconds for solution in solutions)
+    return Rebuilt(block, worst.method, worst.residual, error, seconds, worst.shortfall)
+
+
+def _group_costs(layers: list[Features], recipe: Recipe) -> Costs:
+    out, inp = layers[-1].n_features, layers[0].cols
+    widths = [one.n_features for one in layers]
+    equations, n_gammas = out * inp, sum(widths)
+    n_frozen = sum(one.n_features * one.cols for one in layers)
+    wanted = need_tolerance(recipe.tolerance)
+    condition = condition_number(equations, n_gammas)
+    # The factors of the Jacobian, and all frozen matrices once per step.
+    flops, factors = 4.0 * STEPS * (out + inp) * n_frozen, n_gammas * (out + inp)
+    if equations <= DENSE:
+        method, memory = "dense", 24 * equations**2 + 16 * factors
+        flops += STEPS * equations**2 * (2.0 * n_gammas + equations / 3.0)
+        seconds = flops / RATES[torch.float64]
+    else:
+        method, memory = "matrix-free", 52 * factors + 64 * equations
+        inner = 4.0 * ITERATIONS * condition * equations * n_gammas / RATES[torch.float32]
+        seconds = flops / RATES[torch.float64] + inner
+    seconds += STEPS * STEP_SECONDS
+    missing = equations + len(layers) - 1 - n_gammas
+    note = f"{missing} features too few: the closest product" if missing > 0 else ""
+    return Costs(
+        equations, n_gammas - out, 2 * n_gammas, n_frozen, memory, condition,
+        math.sqrt(missing / equations) if missing > 0 else wanted, seconds, n_frozen, method, note,
+    )  # fmt: skip

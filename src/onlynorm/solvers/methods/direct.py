@@ -1,0 +1,297 @@
+"""Factorizations, for the sizes and shapes where they are the right tool.
+
+- **LU** of the square system, factored in float32 and refined with float64 residuals. At l = 1 the condition
+  number grows like N and Krylov methods stall, so a factorization is needed; float32 halves its time and quarters
+  its memory (in place, and the float64 matrix never exists). Plain refinement stops gaining where
+  kappa * eps32 nears one; there GMRES, preconditioned with the same factors, takes over.
+- **Cholesky** of the smaller Gram matrix, in float32 where the squared condition number leaves refinement room to
+  converge and in float64 otherwise. The Gram matrix comes from products of the small factors, never from M.
+- **QR** of M with pivots in float64, for any rank: it works with the condition number itself where Cholesky has its
+  square, and gives the minimum-norm solution where the rank is deficient.
+- **SVD**, which gives all singular values as well.
+
+All take features of unit length, so that "least norm" means the same for each of them.
+
+Theory: giannou2023:thm-1, random_features:thm-2.1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onlynorm.errors import ShapeError
+from onlynorm.solvers.operator import Operator
+
+Substitute = Callable[[Tensor], Tensor]
+"""Solves with the factors: (n, k) float64 right-hand sides in, (n, k) float64 out."""
+Measure = Callable[[Tensor], Tensor]
+"""The norms of what features can still remove of k residuals (n, k)."""
+MAX_REFINEMENTS, MAX_RESTARTS = 12, 3
+GMRES_RESTART = 40
+FLOOR = 1e-3
+"""Refinement goes on to this fraction of the tolerance: a few digits more cost little beside the factorization."""
+ROUNDED_PIVOT = 30
+"""Added to the size of a matrix: a pivot of that many eps is rounding, in the smallest matrices too."""
+
+
+@dataclass
+class DirectResult:
+    """What the factorization gave: gamma, solves with the factors, its condition estimate, and what is left.
+
+    `error` is the relative residual or, with too few features, that of its part in the column space of M: what
+    features could still remove. `rank` and `optimality`, that part for a matrix of deficient rank, are known where
+    singular values were computed.
+    """
+
+    gamma: Tensor
+    iterations: int
+    condition: float
+    error: float
+    rank: int | None = None
+    optimality: float | None = None
+
+
+def solve_lu(
+    operator: Operator,
+    target: Float[Tensor, "*batch out inp"],
+    *,
+    tolerance: float,
+    dtype: torch.dtype = torch.float32,
+) -> DirectResult:
+    """The unique gamma of a square system, by LU in `dtype` and refinement in the operator's precision."""
+    if operator.n_features != operator.equations:
+        raise ShapeError(
+            f"solve_lu needs as many features as equations; got {operator.n_features} for {operator.equations}. "
+            "Use Krylov or Cholesky for other shapes."
+        )
+    substitute, condition = _factor_lu(operator, dtype)
+    gamma, count, error = _refine(operator, target, substitute, _lengths, tolerance)
+    for _ in range(MAX_RESTARTS):
+        if error <= tolerance or not math.isfinite(error):
+            break
+        gamma, extra = _gmres(operator, target, gamma, substitute, tolerance)
+        before, error = error, relative_residual(operator, target, gamma)
+        count += extra
+        if not error <= 0.5 * before:
+            break
+    return DirectResult(gamma, count, condition, error)
+
+
+def solve_cholesky(
+    operator: Operator,
+    target: Float[Tensor, "*batch out inp"],
+    *,
+    tolerance: float,
+    dtype: torch.dtype = torch.float64,
+) -> DirectResult | None:
+    """The minimum-norm or least-squares gamma through the smaller Gram matrix; None if it is not positive definite.
+
+    The Gram matrix and its factor have precision `dtype`; residuals that refine the result are the operator's.
+    """
+    least_squares = operator.n_features < operator.equations
+    inner = operator.to(dtype)
+    gram = inner.gram() if least_squares else inner.row_gram()
+    del inner
+    factor, info = gram.mT, torch.empty((), dtype=torch.int32, device=gram.device)
+    torch.linalg.cholesky_ex(factor, out=(factor, info))  # column-major, so in place
+    if int(info) != 0:
+        return None
+
+    def half(right: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(factor, right.to(dtype), upper=False)
+
+    def transpose(rest: Tensor) -> Tensor:
+        return operator.transpose(rest.mT.unflatten(-1, (operator.out, operator.inp))).mT
+
+    def substitute(rest: Tensor) -> Tensor:
+        right = transpose(rest) if least_squares else rest
+        y = torch.linalg.solve_triangular(factor.mT, half(right), upper=True).to(rest.dtype)
+        return y if least_squares else transpose(y)
+
+    def projected(rest: Tensor) -> Tensor:
+        return _lengths(half(transpose(rest)))
+
+    measure = projected if least_squares else _lengths
+    gamma, count, error = _refine(operator, target, substitute, measure, tolerance)
+    return DirectResult(gamma, count, _condition(factor), error)
+
+
+def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
+    """The minimum-norm least-squares gamma of a system of any rank, by QR with pivots (LAPACK gelsy)."""
+    matrix, flat = operator.materialise(), target.reshape(-1, operator.equations)
+    cutoff = (max(matrix.shape) + ROUNDED_PIVOT) * torch.finfo(matrix.dtype).eps
+    found, _, rank, _ = scipy.linalg.lstsq(
+        matrix.cpu().numpy(), flat.mT.cpu().numpy(), cond=cutoff, lapack_driver="gelsy", overwrite_a=True,
+        check_finite=False,
+    )  # fmt: skip
+    gamma = torch.from_numpy(found).mT.to(target).reshape(*target.shape[:-2], operator.n_features)
+    rest = target - operator.apply(gamma)
+    sizes = torch.linalg.vector_norm(flat, dim=1).clamp_min(torch.finfo(flat.dtype).tiny)
+    # With unit features |M^T r| is the sum of the cosines between the residual and each of them.
+    seen = torch.linalg.vector_norm(operator.transpose(rest).reshape(len(flat), -1), dim=1) / sizes
+    error = float((torch.linalg.vector_norm(rest.reshape(len(flat), -1), dim=1) / sizes).max())
+    optimality = float(seen.max())
+    if operator.n_features < operator.equations:
+        error = optimality
+    return DirectResult(gamma, 1, _growth(operator, gamma), error, rank=int(rank), optimality=optimality)
+
+
+def solve_svd(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
+    """The minimum-norm least-squares gamma of a system of any rank."""
+    matrix = operator.materialise()
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    cutoff = max(matrix.shape) * torch.finfo(s.dtype).eps * s[0]
+    kept = s > cutoff
+    u, s, vh = u[:, kept], s[kept], vh[kept]
+    flat = target.flatten(-2)
+    gamma = ((flat @ u) / s) @ vh
+    condition = float(s[0] / s[-1]) if len(s) else math.inf
+    rest = (operator.apply(gamma) - target).flatten(-2).reshape(-1, flat.shape[-1]).mT
+    sizes = torch.linalg.vector_norm(flat.reshape(-1, flat.shape[-1]), dim=1).clamp_min(torch.finfo(s.dtype).tiny)
+    error, optimality = (float((_lengths(part) / sizes).max()) for part in (rest, u.mT @ rest))
+    if operator.n_features < operator.equations:
+        error = optimality
+    return DirectResult(gamma, 1, condition, error, rank=len(s), optimality=optimality)
+
+
+def relative_residual(operator: Operator, target: Tensor, gamma: Tensor) -> float:
+    """The worst |M gamma - target| / |target| in the batch."""
+    rest = torch.linalg.vector_norm(operator.apply(gamma) - target, dim=(-2, -1))
+    size = torch.linalg.vector_norm(target, dim=(-2, -1))
+    worst = torch.where(size > 0, rest / size.clamp_min(torch.finfo(size.dtype).tiny), rest)
+    return float(worst.nan_to_num(nan=math.inf).max())
+
+
+def _factor_lu(operator: Operator, dtype: torch.dtype) -> tuple[Substitute, float]:
+    """LU factors of M in `dtype` as a substitution, with a 1-norm condition estimate."""
+    matrix = operator.materialise(dtype=dtype)
+    pivots, info = (torch.empty(size, dtype=torch.int32, device=matrix.device) for size in (len(matrix), ()))
+    # The matrix is column-major and is overwritten, so the factors cost no second copy. A zero pivot shows up as a
+    # residual that is not finite.
+    torch.linalg.lu_factor_ex(matrix, out=(matrix, pivots, info))
+
+    def substitute(rest: Tensor) -> Tensor:
+        return torch.linalg.lu_solve(matrix, pivots, rest.to(dtype)).to(rest.dtype)
+
+    if int(info) != 0:
+        return substitute, math.inf
+    return substitute, operator.one_norm() * _inverse_one_norm(matrix, pivots)
+
+
+def _inverse_one_norm(lu: Tensor, pivots: Tensor) -> float:
+    """A lower bound of |M^-1|_1, nearly always within a factor of three: Hager's estimate from a few solves."""
+    n = len(lu)
+    x = torch.full((n, 1), 1.0 / n, dtype=lu.dtype, device=lu.device)
+    size = 0.0
+    for _ in range(3):
+        y = torch.linalg.lu_solve(lu, pivots, x)
+        size = max(size, float(y.abs().sum()))
+        z = torch.linalg.lu_solve(lu, pivots, torch.where(y < 0, -torch.ones_like(y), 1.0), adjoint=True)
+        x = torch.zeros_like(x)
+        x[int(z.abs().argmax())] = 1.0
+    return size if math.isfinite(size) else math.inf
+
+
+def _condition(factor: Float[Tensor, "n n"]) -> float:
+    """An estimate of kappa(M) from a lower triangular factor of its Gram matrix: a few power steps each way."""
+    upper = factor.mT
+
+    def multiply(x: Tensor) -> Tensor:
+        return factor @ (upper @ x)
+
+    def divide(x: Tensor) -> Tensor:
+        half = torch.linalg.solve_triangular(factor, x, upper=False)
+        return torch.linalg.solve_triangular(upper, half, upper=True)
+
+    largest = 1.0
+    for step in (multiply, divide):
+        x = torch.full((len(factor), 1), len(factor) ** -0.5, dtype=factor.dtype, device=factor.device)
+        for _ in range(4):
+            x = step(x / torch.linalg.vector_norm(x))
+        largest *= float(torch.linalg.vector_norm(x))
+    return math.sqrt(max(1.0, largest))
+
+
+def _growth(operator: Operator, gamma: Tensor) -> float:
+    """|M| |gamma| / |M gamma|, the worst of the batch: a lower bound of kappa(M), close to it for generic targets."""
+    made = operator.apply(gamma)
+    x = made.reshape(-1, operator.out, operator.inp)[0] + 1.0
+    for _ in range(3):
+        x = operator.row_gram_apply(x / torch.linalg.vector_norm(x))
+    largest = torch.linalg.vector_norm(x).sqrt()
+    sizes = torch.linalg.vector_norm(made, dim=(-2, -1))
+    growth = largest * torch.linalg.vector_norm(gamma, dim=-1) / sizes
+    return float(growth[sizes > 0].max()) if bool((sizes > 0).any()) else 1.0
+
+
+def _lengths(rest: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rest, dim=0)
+
+
+def _refine(
+    operator: Operator, target: Tensor, substitute: Substitute, measure: Measure, tolerance: float
+) -> tuple[Tensor, int, float]:
+    """Repeats gamma += substitute(target - M gamma) while it at least halves what `measure` finds in the rest.
+
+    Returns the best gamma, the number of substitutions and the relative size of what is left.
+    """
+    tiny = torch.finfo(target.dtype).tiny
+    size = torch.linalg.vector_norm(target, dim=(-2, -1)).clamp_min(tiny)
+    gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
+    best, error, count = gamma, 1.0, 0
+    rest = (target / size[..., None, None]).reshape(-1, operator.equations).mT
+    is_least_squares = operator.n_features < operator.equations
+    floor = tolerance if is_least_squares else FLOOR * tolerance  # what is left of least squares counts squared
+    while error > floor and count < MAX_REFINEMENTS:
+        gamma = gamma + substitute(rest).mT.reshape(gamma.shape) * size[..., None]
+        rest = ((target - operator.apply(gamma)) / size[..., None, None]).reshape(-1, operator.equations).mT
+        count += 1
+        now = float(measure(rest).max())
+        if not now < error:
+            break
+        stalled = now > 0.5 * error
+        best, error = gamma, now
+        if stalled:
+            break
+    return best, count, error
+
+
+def _gmres(
+    operator: Operator, target: Tensor, gamma: Tensor, substitute: Substitute, tolerance: float
+) -> tuple[Tensor, int]:
+    """GMRES on M, right-hand side by right-hand side, preconditioned with the float32 factors."""
+    n = operator.equations
+    targets = target.reshape(-1, n)
+    found = gamma.reshape(-1, n).clone()
+    count = 0
+
+    def apply(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        return operator.apply(torch.from_numpy(x.reshape(-1))).reshape(-1).numpy()
+
+    def precondition(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        nonlocal count
+        count += 1
+        return substitute(torch.from_numpy(np.ascontiguousarray(x)).reshape(-1, 1)).reshape(-1).numpy()
+
+    matrix = scipy.sparse.linalg.LinearOperator((n, n), matvec=apply, dtype=np.float64)
+    factors = scipy.sparse.linalg.LinearOperator((n, n), matvec=precondition, dtype=np.float64)
+    for i, right in enumerate(targets):
+        solution, _ = scipy.sparse.linalg.gmres(
+            matrix, right.numpy(), x0=found[i].numpy(), M=factors, rtol=0.3 * tolerance, atol=0.0,
+            restart=min(GMRES_RESTART, n), maxiter=4,
+        )  # fmt: skip
+        candidate = torch.from_numpy(solution)
+        old = torch.linalg.vector_norm(right - operator.apply(found[i]).reshape(-1))
+        new = torch.linalg.vector_norm(right - operator.apply(candidate).reshape(-1))
+        if bool(new < old):
+            found[i] = candidate
+    return found.reshape(gamma.shape), count

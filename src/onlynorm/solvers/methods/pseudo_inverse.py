@@ -1,0 +1,86 @@
+"""pinv(M) for random features, made once and used at every step of training.
+
+With at least as many features as equations pinv(M) = M^T (M M^T)^-1, with fewer (M^T M)^-1 M^T: a Cholesky factor of
+the smaller Gram matrix, in float64, serves all steps. Features are scaled to unit length, as everywhere in the solver,
+so "least change of gamma" means that of their contributions. Blocks of outputs share one factor.
+
+The factor is made in float64 and then kept in the precision of the layer, where a test shows that it loses little: what
+one step leaves over is part of the next one's target, so that small errors do not add up. Where the factor would not
+fit into memory, a few conjugate gradients take its place; blocks of outputs are the better cure, since they are exact
+and cost less.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from onlynorm.errors import InsufficientFeaturesError
+from onlynorm.memory import memory_budget
+from onlynorm.solvers.methods.krylov import conjugate_gradients
+from onlynorm.solvers.operator import KhatriRao
+
+ENOUGH = 1e-3
+"""What a solve may leave over of its right-hand side, in a precision below float64 or by an iteration."""
+MAX_ITERATIONS = 500
+
+
+class PseudoInverse:
+    """The map from a change of the weight to the least change of gamma that makes it, or comes nearest to it."""
+
+    def __init__(self, operator: KhatriRao, *, dtype: torch.dtype = torch.float64, memory: float | None = None) -> None:
+        """For an operator in float64; `dtype` is the precision to work in, where it is precise enough.
+
+        Factorizes if two Gram matrices fit into `memory` bytes, 80 % of the machine's if left out.
+        """
+        self.is_wide = operator.n_features >= operator.equations
+        self.factor: Tensor | None = None
+        working = torch.float64 if dtype == torch.float64 else torch.float32
+        operator, self._lengths = operator.unit()
+        self.operator = operator.to(working)
+        if 2 * 8 * min(operator.n_features, operator.equations) ** 2 <= memory_budget(memory):
+            gram = operator.row_gram() if self.is_wide else operator.gram()
+            factor = _factorize(gram, operator)
+            self.factor = factor.to(working)
+            if working != torch.float64 and self._left_over(gram) > ENOUGH:
+                self.factor, self.operator = factor, operator
+
+    def __call__(self, change: Float[Tensor, "*blocks out inp"]) -> Float[Tensor, "*blocks feat"]:
+        """pinv(M) change for every block."""
+        if change.ndim > 2 and len(change) == 1:  # products of a batch of one take a slower way
+            return self(change[0])[None]
+        change = change.to(self.operator.dtype)
+        lengths = self._lengths.to(change.dtype)
+        if self.is_wide:
+            return self.operator.transpose(self._solve(change, 2)) / lengths
+        return self._solve(self.operator.transpose(change), 1) / lengths
+
+    def _solve(self, right: Tensor, n_axes: int) -> Tensor:
+        """The inverse of the smaller Gram matrix times vectors that lie along the last `n_axes` axes."""
+        if self.factor is not None:
+            # Two triangular solves; cholesky_solve would copy the factor at every call.
+            columns = right.reshape(-1, len(self.factor)).mT
+            half = torch.linalg.solve_triangular(self.factor, columns, upper=False)
+            return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(right.shape)
+        op = self.operator
+        gram = op.row_gram_apply if n_axes == 2 else lambda g: op.transpose(op.apply(g))
+        if not bool(right.isfinite().all()):  # the iteration would leave out what is no number, and hide it
+            return torch.full_like(right, torch.nan)
+        return conjugate_gradients(gram, right, n_axes, tolerance=ENOUGH, max_iterations=MAX_ITERATIONS)[0]
+
+    def _left_over(self, gram: Tensor) -> float:
+        """The part of a random right-hand side that a solve leaves."""
+        wanted = torch.randn(len(gram), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(gram.device)
+        found = self._solve(wanted.to(self.operator.dtype), 1).double()
+        return float(torch.linalg.vector_norm(gram @ found - wanted) / torch.linalg.vector_norm(wanted))
+
+
+def _factorize(gram: Tensor, operator: KhatriRao) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(gram)
+    if int(info) != 0:
+        raise InsufficientFeaturesError(
+            f"a preconditioned step needs independent features; got {operator!r} of lower rank. Take denser features, "
+            "another seed, or more excess."
+        )
+    return factor

@@ -1,0 +1,1 @@
+"""Gammas of several norms at once: products of frozen layers are solved by damped steps."""

@@ -1,0 +1,168 @@
+"""What `solve` needs of its input, and what it does with input that is legal but extreme.
+
+Every refusal names what was needed, what came and the cure, before anything is computed. Numbers near the ends of the
+floating range are scaled to its middle by powers of two, which is exact. Outputs and inputs that no feature
+reaches leave the system.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError, shown
+from onlynorm.solvers.operator import KhatriRao, times_power
+from onlynorm.validate import as_real, is_real_number
+
+DEFAULT_TOLERANCE = 1e-10
+EXTREME = 20
+"""Features whose largest entry lies within 2^+-20 are left as they are: products of four still fit into float32."""
+FIRST = 16
+"""Features of a block that are looked at before all others."""
+SAMPLED, DENSE = 200, 0.95
+"""Features that are looked at for zeros, and the fraction of nonzero entries above which they count as dense."""
+
+
+def need_tolerance(tolerance: float | None) -> float:
+    """The tolerance to aim at, or an error for one that is none."""
+    if tolerance is None:
+        return DEFAULT_TOLERANCE
+    if not is_real_number(tolerance) or not 0.0 < tolerance < 1.0:
+        raise ValueRangeError(f"tolerance needs to lie in (0, 1); got {shown(tolerance)}. Try 1e-10.")
+    return float(tolerance)
+
+
+def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None) -> Tensor:
+    """The target in the operator's precision, or an error where its shape or numbers do not fit."""
+    target = as_real("target", target, cure="Pass the weight of a layer.")
+    if target.ndim < 2 or target.shape[-2:] != (operator.out, operator.inp) or target.numel() == 0:
+        raise ShapeError(
+            f"solve needs a target (..., {operator.out}, {operator.inp}) for left ({operator.out}, "
+            f"{operator.n_features}) and right ({operator.n_features}, {operator.inp}); got {tuple(target.shape)}. "
+            "Flatten a convolution's kernel into its inputs: weight.flatten(1)."
+        )
+    need_finite("target", target)
+    if near is not None:
+        need_near(near, (*target.shape[:-2], operator.n_features))
+    return target.detach().to(operator.dtype)
+
+
+def need_near(near: Tensor | float, shape: tuple[int, ...]) -> Tensor:
+    """`near` as a tensor that broadcasts to the shape of the gammas, or an error."""
+    given = as_real("near", near, cure="It is a gamma to stay close to.")
+    lead = given.shape[:-1]
+    fits = given.ndim == 0 or (given.shape[-1] == shape[-1] and len(lead) < len(shape))
+    if not fits or any(n not in (1, m) for n, m in zip(reversed(lead), reversed(shape[:-1]), strict=False)):
+        raise ShapeError(
+            f"near needs one number or {shape[-1]} of them; got {tuple(given.shape)}. It is a gamma to stay close to."
+        )
+    need_finite("near", given)
+    return given
+
+
+def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
+    """Raises where the minimum-width system, whose matrix holds the target itself, was asked for more than one."""
+    if target.ndim != 2 or near is not None:
+        got = f"a target of shape {tuple(target.shape)}" if target.ndim != 2 else "near"
+        raise ShapeError(
+            f"minimum_width needs one target (out, inp) and no near; got {got}. "
+            "Solve for one target at a time, or draw out * inp features and leave minimum_width out."
+        )
+
+
+def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
+    """Raises where exactness was asked for with fewer features than equations."""
+    if tolerance is None or minimum_width or operator.n_features >= operator.equations:
+        return
+    missing = operator.equations - operator.n_features
+    raise InsufficientFeaturesError(
+        f"an exact solution needs {operator.equations} features for {operator.out} x {operator.inp} weights; got "
+        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features, or leave the "
+        "tolerance out for the least-squares solution."
+    )
+
+
+def need_finite(name: str, values: Tensor) -> None:
+    """Raises at the first NaN or infinity."""
+    # A finite sum has finite terms, and costs a fraction of looking at each; only overflow needs the second look.
+    if not math.isfinite(float(values.detach().sum())) and not bool(torch.isfinite(values).all()):
+        bad = int((~torch.isfinite(values)).sum())
+        where = tuple(int(i) for i in (~torch.isfinite(values)).nonzero()[0])
+        raise ValueRangeError(
+            f"{name} needs finite numbers; got {bad} NaN or infinite, the first at {where}. "
+            "Look for a diverged training run or a corrupted file."
+        )
+
+
+def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int | Tensor]:
+    """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks.
+
+    Of a batch, every target is scaled by itself, and the powers have the shape (*batch, 1).
+    """
+    target_power: int | Tensor
+    if target.ndim == 2:
+        target, target_power = to_middle(target)
+    else:
+        target_power = torch.frexp(target.abs().amax((-2, -1))).exponent.long()[..., None]
+        target = times_power(target, -target_power[..., None])
+    powers = (0, 0)
+    if operator.is_stored:
+        left, right = operator.dense()
+        powers = (_power(_largest(left)), _power(_largest(right)))
+        if max(abs(p) for p in powers) > EXTREME:
+            operator = operator.scaled(-powers[0], -powers[1])
+        else:
+            powers = (0, 0)
+    return operator, target, target_power - powers[0] - powers[1]
+
+
+def to_middle(target: Tensor) -> tuple[Tensor, int]:
+    """The target scaled by a power of two to a largest entry in [1/2, 1), and that power."""
+    power = _power(_largest(target))
+    return times_power(target, -power), power
+
+
+def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]]:
+    """Which outputs and which inputs at least one feature reaches."""
+    outputs = torch.zeros(operator.out, dtype=torch.bool, device=operator.device)
+    inputs = torch.zeros(operator.inp, dtype=torch.bool, device=operator.device)
+    for _, left, right in operator.blocks():
+        for some in (slice(0, FIRST), slice(FIRST, None)):  # the first few of dense features reach everything
+            outputs |= (left[some] != 0).any(0)
+            inputs |= (right[some] != 0).any(0)
+            if bool(outputs.all()) and bool(inputs.all()):
+                return outputs, inputs
+    return outputs, inputs
+
+
+def nonzero_fraction(operator: KhatriRao) -> float | None:
+    """The fraction of the entries of sparse features that are not zero; None where no more than a few are."""
+    left, right = operator.sample(max(1, operator.n_features // SAMPLED))
+    fractions = [float(torch.count_nonzero(factor)) / factor.numel() for factor in (left, right)]
+    return None if min(fractions) > DENSE else math.sqrt(fractions[0] * fractions[1])
+
+
+def need_reached(operator: KhatriRao, target: Tensor, outputs: Tensor, inputs: Tensor) -> None:
+    """Raises where the target has weights that no feature can make."""
+    wanted = (target != 0).reshape(-1, operator.out, operator.inp).any(0)
+    lost = wanted & ~(outputs[:, None] & inputs[None, :])
+    if bool(lost.any()):
+        rows = sorted({int(i) for i in lost.nonzero()[:, 0]})[:5]
+        raise InsufficientFeaturesError(
+            f"an exact solution needs features at every nonzero weight; got none at {int(lost.sum())} of them, "
+            f"first in outputs {', '.join(map(str, rows))} (zero rows of left or zero columns of right). "
+            "Draw denser features, or leave the tolerance out for the closest solution."
+        )
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value, without a copy of `values`."""
+    low, high = torch.aminmax(values)
+    return max(-float(low), float(high))
+
+
+def _power(size: float) -> int:
+    return math.frexp(size)[1] if size > 0.0 else 0
