@@ -34,7 +34,7 @@ ROOMS = [
 FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
 ON_TOP = ("evidence", "cli", "__main__")
 MOST_FILES = 12
-HEAVY = ("matplotlib", "plotly", "sklearn", "pandas", "typer", "rich", "joblib", "lightning", "torchvision")
+HEAVY = ("scipy", "matplotlib", "plotly", "sklearn", "pandas", "typer", "rich", "joblib", "lightning", "torchvision")
 
 
 def parse(path: Path) -> ast.Module:

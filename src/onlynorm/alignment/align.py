@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from onlynorm.alignment.directions import Directions, PerOutput, find_directions
@@ -127,6 +126,8 @@ def align_within(
     preparation: float = 0.0,
 ) -> Alignment:
     """As `align`, for directions that were found before: many targets for the same features cost little each."""
+    from scipy.optimize import linear_sum_assignment
+
     start = time.perf_counter()
     target = _need_matrix("target", target)
     need_instance("align_within", directions, (Directions, PerOutput), cure="Pass what find_directions returns.")

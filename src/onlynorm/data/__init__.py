@@ -1,7 +1,7 @@
 """Data sets: digits, CIFAR-10 and CIFAR-100, Fashion-MNIST in their standard formats, teachers, files of your own.
 
-The data folder is `ONLYNORM_DATA`, else `shared/data` beside the checkout. Nothing is downloaded, and nothing that a
-file holds can run. The files read in the order: split, digits, plain_pickle, tensor_files, cifar, fashion, teacher,
+The data folder is `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder. Nothing is downloaded, and nothing that
+a file holds can run. The files read in the order: split, digits, plain_pickle, tensor_files, cifar, fashion, teacher,
 load, matrices, corruptions.
 """
 
@@ -10,7 +10,7 @@ from onlynorm.data.corruptions import CORRUPTIONS, corrupt
 from onlynorm.data.digits import digits
 from onlynorm.data.fashion import FASHION_MEAN, FASHION_STD, fashion_mnist
 from onlynorm.data.load import DATA_SETS, load_data
-from onlynorm.data.split import Split, find_data
+from onlynorm.data.split import Split, data_folder, find_data
 from onlynorm.data.teacher import teacher
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "cifar10",
     "cifar100",
     "corrupt",
+    "data_folder",
     "digits",
     "fashion_mnist",
     "find_data",

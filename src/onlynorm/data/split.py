@@ -52,12 +52,17 @@ class Split:
         return f"{self.name}: {len(self.train_inputs)} train, {len(self.test_inputs)} test samples of shape {shape}"
 
 
+def data_folder() -> Path:
+    """The folder of `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder."""
+    given = os.environ.get("ONLYNORM_DATA")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(given) if given else Path(cache) / "onlynorm"
+
+
 def find_data(name: str) -> Path:
     """The file or folder of that name in the data folder, or an error that says where it was looked for."""
     need_text("find_data", name, cure="Pass the name of a file or folder of the data folder.")
-    beside = Path(__file__).resolve().parents[4] / "shared" / "data"
-    given = os.environ.get("ONLYNORM_DATA")
-    folder = Path(given) if given else beside
+    folder = data_folder()
     if not need_path("find_data", folder / name).exists():
         raise MissingDataError(
             f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "

@@ -13,14 +13,16 @@ er_normal). For er_sign it is an upper bound only: signs fall on the exceptional
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool
-from scipy.sparse import csr_array, vstack
-from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 from onlynorm.errors import MemoryLimitError, ShapeError
 from onlynorm.validate import as_tensor
@@ -71,6 +73,8 @@ def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tenso
     It bounds the rank of M for all weights of the pattern and equals it for almost all of them.
     Theory: giannou2023:lemma-9
     """
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     left_mask, right_mask = _check_masks(left_mask, right_mask)
     (rows, n_features), cols = left_mask.shape, right_mask.shape[1]
     pattern = _pattern(left_mask.cpu().numpy(), right_mask.cpu().numpy())
@@ -95,6 +99,8 @@ def reaches(
     so where some maximum matching of [M | t] leaves t out; the entries of t are independent of the weights, so that
     again nothing cancels.
     """
+    from scipy.sparse import csr_array, vstack
+
     left_mask, right_mask = _check_masks(left_mask, right_mask)
     pattern = _pattern(left_mask.cpu().numpy(), right_mask.cpu().numpy())
     target = csr_array(wanted.cpu().numpy().reshape(1, -1).astype(np.int8))
@@ -119,6 +125,8 @@ def free_scales(
 
 def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
     """Which features some maximum matching leaves out: those an alternating path joins to an unmatched one."""
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     equation_of_feature = maximum_bipartite_matching(pattern, perm_type="column")
     is_spare: npt.NDArray[np.bool_] = equation_of_feature < 0
     feature_of_equation = np.full(pattern.shape[1], -1)
@@ -134,6 +142,8 @@ def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
 
 def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]) -> csr_array:
     """The transposed pattern of M: one row per feature, a one for each equation (i, j) it takes part in."""
+    from scipy.sparse import csr_array
+
     (rows, n_features), cols = left_mask.shape, right_mask.shape[1]
     n_left = left_mask.sum(0, dtype=np.int64)
     n_right = right_mask.sum(1, dtype=np.int64)

@@ -19,7 +19,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 
 from onlynorm.modules.norms import norm_kind
@@ -110,6 +109,8 @@ def _are_like_weights(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _is_uniform(values: Tensor) -> bool:
+    from scipy import stats
+
     return bool(stats.kstest(values.numpy(), "uniform").pvalue >= MIN_P)
 
 

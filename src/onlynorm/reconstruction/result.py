@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.special import betaincinv
 from torch import nn
 
 from onlynorm.errors import FormatError
@@ -112,6 +111,8 @@ class Calibration:
     @property
     def upper(self) -> float:
         """Upper limit of the rate at 95 % confidence (Clopper and Pearson's, as for independent samples)."""
+        from scipy.special import betaincinv
+
         if self.n_outside is None or self.n_outside == self.n_samples:
             return 1.0
         return float(betaincinv(self.n_outside + 1, self.n_samples - self.n_outside, CONFIDENCE))

@@ -40,7 +40,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
@@ -290,6 +289,8 @@ def estimate_condition(operator: Operator, *, n_products: int = 12) -> Predictio
     all singular values are found. Otherwise the ratio of the extreme Ritz values is returned, a lower bound unless
     features are linearly dependent. Costs one more product to find what is zero.
     """
+    import scipy.linalg
+
     need_instance("estimate_condition", operator, Operator, cure="Pass KhatriRao(left, right).")
     n_products = need_integer("n_products", n_products, low=4, high=1000, cure="Leave it out for 12.")
     diagonal, off, n, is_complete = _lanczos(operator, n_products)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -98,6 +97,8 @@ def _root(parts: Parts, depth: int) -> tuple[Run, ...]:
 
 
 def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
+    import scipy.linalg
+
     values = parts.eigenvalues
     on_axis = (values.imag == 0) & (values.real <= 0)
     if on_axis.any():

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 
-import scipy.optimize
 import torch
 from torch import Tensor
 
@@ -57,6 +56,8 @@ def _turned(given: Decomposition, flipped: Tensor, size: float, slope: float) ->
 
 def _flipped(given: Decomposition) -> Tensor:
     """A unit vector q with Q q = -q; an orthogonal matrix of determinant -1 has one."""
+    import scipy.linalg
+
     turning = (given.left @ given.right).cpu().numpy()
     blocks, vectors = scipy.linalg.schur(turning, output="real")
     n = len(blocks)
@@ -67,6 +68,7 @@ def _flipped(given: Decomposition) -> Tensor:
 
 def _best_slope(size: float, depth: int) -> float:
     """The s at which one flipped direction of this size takes the smallest steps."""
+    import scipy.optimize
 
     def step(longer: float) -> float:
         log, angle = math.log(size) + longer, math.pi - math.acos(math.exp(-longer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -29,6 +28,8 @@ class Rotation:
 
         Eigenvalues of -1 come in pairs there, and a pair is half a turn.
         """
+        import scipy.linalg
+
         blocks, vectors = scipy.linalg.schur(matrix.cpu().numpy(), output="real")
         turning: list[tuple[int, int]] = []
         minus: list[int] = []

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import scipy.sparse.linalg
 import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
@@ -127,6 +126,8 @@ def solve_cholesky(
 
 def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
     """The minimum-norm least-squares gamma of a system of any rank, by QR with pivots (LAPACK gelsy)."""
+    import scipy.linalg
+
     matrix, flat = operator.materialise(), target.reshape(-1, operator.equations)
     cutoff = (max(matrix.shape) + ROUNDED_PIVOT) * torch.finfo(matrix.dtype).eps
     found, _, rank, _ = scipy.linalg.lstsq(
@@ -269,6 +270,8 @@ def _gmres(
     operator: Operator, target: Tensor, gamma: Tensor, substitute: Substitute, tolerance: float
 ) -> tuple[Tensor, int]:
     """GMRES on M, right-hand side by right-hand side, preconditioned with the float32 factors."""
+    import scipy.sparse.linalg
+
     n = operator.equations
     targets = target.reshape(-1, n)
     found = gamma.reshape(-1, n).clone()

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import scipy.linalg
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -191,6 +190,8 @@ def conjugate_gradients(
 
 def _condition_from_steps(steps: Float[Tensor, "steps 2"]) -> float:
     """sqrt(largest / smallest Ritz value): a lower bound of kappa(M) that converges within the solve."""
+    import scipy.linalg
+
     if len(steps) < 2:
         return 1.0
     alpha, beta = steps.double().cpu().numpy().T
