@@ -69,7 +69,11 @@ def test_missing_files_say_where_they_belong(folder: Path) -> None:
 
 def test_an_empty_data_folder_means_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONLYNORM_DATA", "")
-    with pytest.raises(MissingDataError, match=r"got nothing at .*shared.data.nowhere\."):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(MissingDataError, match=r"got nothing at .*\.cache.onlynorm.nowhere\."):
+        find_data("nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    with pytest.raises(MissingDataError, match=r"got nothing at .elsewhere.onlynorm.nowhere\."):
         find_data("nowhere")
 
 

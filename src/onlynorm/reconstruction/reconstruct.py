@@ -101,7 +101,8 @@ def reconstruct(
 
     A layer that ends above its tolerance of 1e-10 is listed in `result.warnings`, with its residual. An
     `AccuracyWarning` says so too, unless the recipe asks for an approximation (`excess` below 1, a `rank`, or a
-    `density` of structured features). A `tolerance` that was given and is missed raises.
+    `density` of structured features). A `tolerance` that was given and is missed raises. An `AccuracyWarning` also says
+    where the rebuilt network fails, or differs, on a calibration sample although its layers do not.
 
     Theory: giannou2023:thm-1, burkholz2024:thm-2.3, burkholz2024:composition
     """
@@ -129,6 +130,8 @@ def reconstruct(
             AccuracyWarning,
             stacklevel=3,
         )
+    if result.mismatch:
+        warnings.warn(result.mismatch, AccuracyWarning, stacklevel=3)
     return result
 
 
