@@ -31,13 +31,14 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.run
 	$(BIN)/onlynorm demo
 
+# A process for every core, one thread each.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto
 
 # Without AVX, fused multiplications and threads, sums are rounded in another order: no threshold may depend on it.
 test-portable: $(VENV)/.dev
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 \
-	  xargs $(BIN)/python -m pytest -m "not slow" < tests/numerical.txt
+	  xargs $(BIN)/python -m pytest -n auto -m "not slow" < tests/numerical.txt
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -235,8 +235,8 @@ def test_a_hook_that_tells_a_block_from_its_layer_is_a_warning() -> None:
 
 def test_a_hook_that_fails_on_a_block_is_a_warning() -> None:
     network = net()
-    network[0].register_forward_hook(lambda layer, _, y: y * layer.in_features)
-    with pytest.warns(AccuracyWarning, match=r"fails on a calibration sample with AttributeError"):
+    network[0].register_forward_hook(lambda layer, _, y: y * len(layer.state_dict()["weight"]))
+    with pytest.warns(AccuracyWarning, match=r"fails on a calibration sample with KeyError"):
         reconstruct(network, inputs=X)
 
 

@@ -119,6 +119,29 @@ def test_a_layer_whose_weight_is_read_stays_as_it_is() -> None:
         on.reconstruct(network, inputs=X, strict=True)
 
 
+class ReadsSizes(nn.Module):
+    """A network that asks its layers for their sizes, as many do before they flatten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 3, 3, stride=2), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (x.shape[-1] - self.conv.kernel_size[0]) // self.conv.stride[0] + 1
+        made = self.conv(x).reshape(-1, self.conv.out_channels * size**2)
+        return self.head(made.reshape(-1, self.head.in_features)) / self.head.out_features
+
+
+@pytest.mark.parametrize("construction", ["wide", "low_rank", "residual", "deep", "multilayer"])
+def test_sizes_of_a_layer_can_be_read_from_its_block(construction: str, tmp_path: Path) -> None:
+    network, inputs = ReadsSizes().double().eval(), batch(30, 2, 5, 5)
+    result = on.reconstruct(network, inputs=inputs, construction=construction, activation=nn.ReLU())
+    assert on.verify(network, result, inputs).is_same(TOLERANCE)
+    on.save(result, tmp_path / "net")
+    assert on.verify(result, on.load(tmp_path / "net", into=ReadsSizes().double()), inputs).max_error == 0.0
+    assert on.verify(network, on.collapse(result), inputs).is_same(TOLERANCE)
+
+
 def test_a_layer_whose_hook_reads_its_weight_stays_as_it_is() -> None:
     network = net(6, 5, 4)
     network[0].register_forward_hook(lambda module, args, output: output / module.weight.norm())

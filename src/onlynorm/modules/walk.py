@@ -203,6 +203,8 @@ HOOKS = (
     "_is_full_backward_hook",
 )
 """What torch keeps of the hooks on a module's calls; hooks on its state dict know its weights by name and are apart."""
+SIZES = ("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "dilation")
+"""Attributes of a layer that code around it reads, as in x.view(-1, self.head.in_features)."""
 
 
 def swap(network: nn.Module, name: str, module: nn.Module) -> nn.Module:
@@ -221,6 +223,13 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
     """Gives `new` the hooks on the calls of `old`, the tables themselves: a handle still removes its hook."""
     for name in HOOKS:
         setattr(new, name, getattr(old, name))
+
+
+def carry_sizes(old: nn.Module, new: nn.Module) -> None:
+    """Gives `new` the sizes of `old` under the names that torch gives them."""
+    for name in SIZES:
+        if name in vars(old):
+            vars(new)[name] = vars(old)[name]
 
 
 def has_hooks(module: nn.Module) -> bool:

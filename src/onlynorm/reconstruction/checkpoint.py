@@ -31,7 +31,7 @@ from onlynorm.frozen.form import LOWEST, Block, find_blocks
 from onlynorm.frozen.options import STORAGES
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR
 from onlynorm.modules.norms import FoldedNorm, folded_places
-from onlynorm.modules.walk import carry_hooks, copy_network, precision, swap
+from onlynorm.modules.walk import carry_hooks, carry_sizes, copy_network, precision, swap
 from onlynorm.reconstruction import resume
 from onlynorm.reconstruction.result import Reconstruction, as_network
 from onlynorm.storage import from_plain, read_tensors, to_plain, write_tensors
@@ -125,6 +125,7 @@ def load(
         layer = into.get_submodule(entry.name)
         block = make_block(entry, own, layer=layer, storage=storage, activation=activation)
         carry_hooks(network.get_submodule(entry.name), block)
+        carry_sizes(network.get_submodule(entry.name), block)
         for place in entry.places:
             network = swap(network, place, block)
         if step is not None:

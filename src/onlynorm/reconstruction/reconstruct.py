@@ -40,6 +40,7 @@ from onlynorm.modules.walk import (
     accepted_samples,
     as_inputs,
     carry_hooks,
+    carry_sizes,
     cast,
     copy_network,
     outputs_of,
@@ -191,6 +192,7 @@ def _reconstruct(
                 step(target.name, 0, result.residual)
         _need_share(result, share)
         carry_hooks(layer, block)
+        carry_sizes(layer, block)
         for name in target.names:
             rebuilt = swap(rebuilt, name, block)
         results.append(result)
