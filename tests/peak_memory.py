@@ -17,6 +17,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import scipy.linalg
+import scipy.sparse.linalg
+import scipy.special  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

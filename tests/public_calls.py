@@ -303,7 +303,7 @@ def _unchecked() -> str:
 
 
 def _random_block(seed: Any) -> None:
-    with models.own_randomness(seed):
+    with seeds.own_randomness(seed):
         pass
 
 

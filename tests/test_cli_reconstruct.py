@@ -22,7 +22,6 @@ from onlynorm.cli.commands import reconstruct as rebuilding
 from onlynorm.errors import ShapeError
 from onlynorm.modules.layers import TargetLayer
 from onlynorm.reconstruction import reconstruct
-from onlynorm.reconstruction import reconstruct as convert
 
 # ------------------------------------------------------------------------------- plan
 
@@ -179,7 +178,7 @@ def test_a_missed_tolerance_of_a_layer_fails_by_its_name(run: RunCli) -> None:
 def test_an_interrupted_reconstruction_goes_on_where_it_stopped(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    build = convert._rebuild
+    build = sys.modules["onlynorm.reconstruction.reconstruct"]._rebuild
 
     def stop_at_the_second(target: TargetLayer, *rest: Any) -> Any:
         if target.name == "2":
@@ -187,7 +186,7 @@ def test_an_interrupted_reconstruction_goes_on_where_it_stopped(
         return build(target, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "_rebuild", stop_at_the_second)
+        patch.setattr(sys.modules["onlynorm.reconstruction.reconstruct"], "_rebuild", stop_at_the_second)
         stopped = run("reconstruct", "mlp")
     assert stopped.code == 130
     assert stopped.stdout == ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onlynorm.evidence.artifacts import Artifact, artifacts
-from onlynorm.evidence.papers.giannou2023 import depth
+from onlynorm.evidence.papers.burkholz2024 import depth as width_depth
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Verdict as Outcome
 
@@ -45,13 +45,13 @@ def test_deeper_sources_are_narrower_and_not_cheaper(tmp_path: Path) -> None:
 
 
 def test_lost_digits_are_not_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = depth.tradeoff
+    whole = width_depth.tradeoff
 
     def inexact(*args: Any, **options: Any) -> Any:
         found = whole(*args, **options)
         return dataclasses.replace(found, rows=tuple(dataclasses.replace(row, residual=1e-6) for row in found.rows))
 
-    monkeypatch.setattr(depth, "tradeoff", inexact)
+    monkeypatch.setattr(width_depth, "tradeoff", inexact)
     one = small("burkholz2024:width-depth", shape=[32, 32, 3, 3], measured=[4, 4], n_layers=[2, 3], network=[64, 2, 10])
     (record,) = reproduce(one, out=tmp_path)
     assert record.verdict is Outcome.NOT_REPRODUCED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch.nn import functional
 
 from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.features import Features, distributions, draw, names, orthogonal, register
-from onlynorm.features import draw as weights
 from onlynorm.features.draw import _count, check_shape
 from onlynorm.features.streams import Stream
 
@@ -131,7 +131,7 @@ def test_any_block_equals_the_slice_of_the_whole(
 def test_pieces_and_threads_do_not_change_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     features = draw(name, (5, 9), n_features=101)
     left, right, digest = features.left(), features.right(), features.weights_digest()
-    monkeypatch.setattr(weights, "_PIECE", 40)
+    monkeypatch.setattr(sys.modules["onlynorm.features.draw"], "_PIECE", 40)
     monkeypatch.setattr(orthogonal, "_PANEL", 30)
     assert torch.equal(features.left(), left)
     assert torch.equal(features.right(), right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def test_scales_of_outputs_that_magnify_what_the_system_left_are_answered_by_a_f
         asked.append(tolerance)
         return climb(*parts, tolerance=tolerance, **rest)
 
-    monkeypatch.setattr("onlynorm.solvers.solve.climb", watched)
+    monkeypatch.setattr(sys.modules["onlynorm.solvers.solve"], "climb", watched)
     for seed in range(20):
         operator = _features(6, 8, minimum_features(6, 8) + 8, seed=seed)
         target = _normal(6, 8, seed=100 + seed)

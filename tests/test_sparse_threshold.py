@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onlynorm.evidence.artifacts import Artifact, load_artifacts
-from onlynorm.evidence.papers.giannou2023 import sparse_threshold
+from onlynorm.evidence.papers.giannou2023 import sparse, sparse_threshold
 from onlynorm.evidence.papers.giannou2023.sparse import is_full, random_pattern
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Verdict as Outcome
@@ -65,6 +65,6 @@ def test_the_figure_has_its_curves_and_meets_its_law(small: Artifact, tmp_path: 
 
 
 def test_a_wrong_law_is_not_reproduced(small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_threshold.densities, "predicted_density", lambda shape, *, n_features: 0.9)
+    monkeypatch.setattr(sparse, "predicted_density", lambda shape, *, n_features: 0.9)
     (record,) = reproduce(small, out=tmp_path / "out")
     assert record.verdict is Outcome.NOT_REPRODUCED

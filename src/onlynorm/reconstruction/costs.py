@@ -108,9 +108,10 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
         seconds += HAAR_SECONDS * (features.rows**3 + features.cols**3)
         memory += 24 * (features.rows**2 + features.cols**2)
     if not features.is_structured:
+        prediction = predict_features(features)
         choice = choose(
             features.rows, features.cols, features.n_features, tolerance=wanted, memory=memory_budget(),
-            condition=max(1.0, predict_features(features).condition),
+            condition=max(1.0, prediction.condition) if prediction.is_known else None,
         )  # fmt: skip
         method, condition = choice.method, choice.condition
         seconds = choice.option.seconds + (ITERATIVE_SECONDS if method == "krylov" else SOLVE_SECONDS)
