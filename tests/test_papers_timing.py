@@ -18,7 +18,7 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.evidence import timing
 from onlynorm.evidence.timing import PATIENCE, one_thread, race
 
-SOURCE = Path(onlynorm.__file__).parent
+SOURCE = Path(onlynorm.__file__).parent / "evidence"
 
 
 class Clock:
@@ -124,7 +124,7 @@ def test_one_thread_holds_for_every_library() -> None:
 
 # ---------------------------------------------------------------------------------------------- no second way
 
-SINGLE = {"bench/reconstruct.py", "papers/run.py"}
+SINGLE = {"bench/races/reconstruct.py", "papers/reproduce.py", "registry.py"}
 """Show how long one piece of work took, beside no other method's time."""
 
 
@@ -135,11 +135,12 @@ def clocks_read(path: Path) -> set[str]:
     return names & {"perf_counter", "process_time", "monotonic", "time", "thread_time"}
 
 
-@pytest.mark.parametrize("path", [*SOURCE.glob("bench/*.py"), *SOURCE.glob("papers/*.py")], ids=lambda path: path.name)
-def test_times_are_raced_or_at_least_warm(path: Path) -> None:
-    name = path.relative_to(SOURCE).as_posix()
-    if name not in {*SINGLE, "papers/timing.py"} and clocks_read(path):
-        assert "warm_up_training()" in path.read_text(), f"{name} reads a clock that may run cold; use race"
+def test_times_are_raced_or_at_least_warm() -> None:
+    paths = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    timed = {name for name, path in paths.items() if clocks_read(path)}
+    assert timed >= {*SINGLE, "timing.py"}
+    cold = [name for name in timed - {*SINGLE, "timing.py"} if "warm_up_training()" not in paths[name].read_text()]
+    assert cold == [], "these read a clock that may run cold; use race"
 
 
 def test_a_warm_up_loads_what_an_optimizer_loads() -> None:
