@@ -272,9 +272,8 @@ class KhatriRao:
         """M^T M, elementwise from two small symmetric products; n_features squared numbers."""
         left, right = self.dense()
         if min(self.out, self.inp) == 1:
-            columns = left.mT * right
-            return _self_product(columns)
-        return _self_product(left.mT).mul_(_self_product(right))
+            return _self_product(left.mT * right)
+        return _self_product(left.mT, right)
 
     def row_gram(self) -> Float[Tensor, "eq eq"]:
         """M M^T; equations squared entries, M is not built."""
@@ -450,16 +449,21 @@ def _accumulate(total: Tensor, scaled: Tensor, broad: Tensor) -> None:
         total += scaled @ broad
 
 
-def _self_product(rows: Float[Tensor, "n k"]) -> Float[Tensor, "n n"]:
-    """rows @ rows^T: the lower triangle in block columns, then mirrored."""
+def _self_product(rows: Float[Tensor, "n k"], other: Float[Tensor, "n m"] | None = None) -> Float[Tensor, "n n"]:
+    """rows @ rows^T, times other @ other^T elementwise if given: the lower triangle in block columns, then mirrored.
+
+    Only a block column of the second product exists at a time: fresh memory would cost as much as the arithmetic.
+    """
     n = len(rows)
     if n <= COLUMNS:
-        return rows @ rows.mT
+        return rows @ rows.mT if other is None else (rows @ rows.mT).mul_(other @ other.mT)
     step = max(COLUMNS, -(-n // 8))
     product = rows.new_empty(n, n)
     for start in range(0, n, step):
         stop = start + step
-        torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        part = torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        if other is not None:
+            part *= other[start:] @ other[start:stop].mT
         product[start:stop, stop:] = product[stop:, start:stop].mT
     return product
 
