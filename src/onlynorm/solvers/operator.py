@@ -413,17 +413,17 @@ class KhatriRao:
         return other
 
     def sample(self, step: int) -> tuple[Float[Tensor, "some out"], Float[Tensor, "some inp"]]:
-        """Every step-th feature of both factors, in float32, to look at their statistics."""
+        """Every step-th feature of both factors, to look at their statistics; of stored ones, without a copy."""
         step = min(need_integer("step", step, low=1, cure="1 takes every feature."), self.n_features)
         if self._left is not None and self._right is not None:
-            return self._left[::step].float(), self._right[::step].float()
+            return self._left[::step], self._right[::step]
         # A regenerated source is random and exchangeable: its first features serve as well and cost one block.
         count = -(-self.n_features // step)
         assert self._source is not None
         left = self._source.left(0, count).mT
         if self._lengths is not None:
             left = left / self._lengths[:count, None]
-        return left.float(), self._source.right(0, count).float()
+        return left, self._source.right(0, count)
 
     def __repr__(self) -> str:
         kind = "stored" if self.is_stored else "regenerated"
