@@ -137,6 +137,9 @@ def test_restrict_keeps_the_chosen_rows(case: Case, data: st.DataObject) -> None
     rows = (outputs[:, None] & inputs[None, :]).flatten()
     found = case.operator.restrict(outputs, inputs).materialise()
     assert torch.equal(found, case.operator.materialise()[rows])
+    features = some(case.operator.n_features)
+    found = case.operator.restrict(outputs, inputs, features).materialise()
+    assert torch.equal(found, case.operator.materialise()[rows][:, features])
 
 
 @given(cases())

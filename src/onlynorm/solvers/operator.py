@@ -360,12 +360,19 @@ class KhatriRao:
         )
         return left, right
 
-    def restrict(self, outputs: Bool[Tensor, " out"], inputs: Bool[Tensor, " inp"]) -> KhatriRao:
-        """The operator on some outputs and inputs only, stored."""
+    def restrict(
+        self,
+        outputs: Bool[Tensor, " out"],
+        inputs: Bool[Tensor, " inp"],
+        features: Bool[Tensor, " feat"] | None = None,
+    ) -> KhatriRao:
+        """The operator on some outputs and inputs only, and with some of the features if given, stored."""
         left, right = self.dense()
-        return KhatriRao(
-            left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
-        )
+        left, right = left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
+        if features is not None:
+            features = _need_mask("features", features, self.n_features)
+            left, right = left[:, features], right[features]
+        return KhatriRao(left, right)
 
     def scaled(self, left_power: int, right_power: int) -> KhatriRao:
         """The operator of left * 2^left_power and right * 2^right_power, exactly, stored."""
