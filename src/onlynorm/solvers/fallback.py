@@ -24,7 +24,7 @@ from onlynorm.solvers.choose import MAX_ITERATIONS, RATES, Choice, cholesky_memo
 from onlynorm.solvers.methods.direct import DirectResult, solve_cholesky, solve_lu, solve_qr, solve_svd
 from onlynorm.solvers.methods.krylov import KrylovResult, anisotropy, solve_krylov
 from onlynorm.solvers.operator import KhatriRao, Operator, Progress
-from onlynorm.solvers.spectrum import Prediction, estimate_condition
+from onlynorm.solvers.spectrum import Prediction, condition_of_rows, estimate_condition, predict_condition
 
 TINY, EPS = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).eps
 ANISOTROPIC = 2.0
@@ -94,10 +94,15 @@ def climb(
     block = operator.block if isinstance(operator, KhatriRao) and not operator.is_stored else None
     sizes = operator.out, operator.inp, operator.n_features
     settings: dict[str, Any] = {"tolerance": tolerance, "memory": limit, "method": method, "block": block}
-    choice = choose(*sizes, **settings, condition=None if prediction is None else max(1.0, prediction.condition))
-    if prediction is not None and not prediction.is_known and choice.method == "krylov" and method == "auto":
+    if prediction is None:
+        prediction = predict_condition(*sizes)
+    condition = max(1.0, prediction.condition)
+    if method == "auto" and isinstance(operator, KhatriRao):
+        condition = max(condition, condition_of_rows(operator))
+    choice = choose(*sizes, **settings, condition=condition)
+    if not prediction.is_known and choice.method == "krylov" and method == "auto":
         estimate = estimate_condition(operator).condition
-        choice = choose(*sizes, **settings, condition=min(1e100, max(prediction.condition, estimate)))
+        choice = choose(*sizes, **settings, condition=min(1e100, max(condition, estimate)))
     need_memory(
         f"{choice.method} for {operator.equations} equations with {operator.n_features} features",
         choice.option.memory,
