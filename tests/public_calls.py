@@ -385,6 +385,7 @@ CALLS: dict[str, Call] = {
     "solvers.KhatriRao.to": method(_operator, "to", dtype=torch.float32),
     "solvers.KhatriRao.empty_factors": method(_operator, "empty_factors", dtype=torch.float32),
     "solvers.KhatriRao.cast": method(_operator, "cast", dtype=torch.float32),
+    "solvers.KhatriRao.borrow": method(_operator, "borrow", dtype=torch.float32),
     "solvers.KhatriRao.restrict": method(
         _operator, "restrict", outputs=torch.tensor([True, False]), inputs=torch.tensor([True, False, True])
     ),

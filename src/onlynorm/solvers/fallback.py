@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from onlynorm.memory import memory_limit, need_memory
-from onlynorm.solvers.choose import MAX_ITERATIONS, RATES, Choice, cholesky_memory, choose, factor_dtype, krylov_memory
+from onlynorm.solvers.choose import (
+    MAX_ITERATIONS,
+    RATES,
+    Choice,
+    cholesky_memory,
+    choose,
+    factor_dtype,
+    keeps_copy,
+    krylov_memory,
+)
 from onlynorm.solvers.methods.direct import DirectResult, solve_cholesky, solve_lu, solve_qr, solve_svd
 from onlynorm.solvers.methods.krylov import KrylovResult, anisotropy, solve_krylov
 from onlynorm.solvers.operator import KhatriRao, Operator, Progress
@@ -212,13 +221,16 @@ def _run(
     """One method on one system; None where it cannot work."""
     found: DirectResult | KrylovResult | None
     if rung.method == "krylov":
+        sizes = operator.out, operator.inp, operator.n_features
+        is_stored = isinstance(operator, KhatriRao) and operator.is_stored
+        whiten = _is_anisotropic(operator, choice) if precondition is None else precondition
         found = solve_krylov(
             operator,
             target,
             tolerance=tolerance,
             max_iterations=_iterations(choice, limit),
-            whiten=_is_anisotropic(operator, choice) if precondition is None else precondition,
-            store=krylov_memory(operator.out, operator.inp, operator.n_features) <= limit,
+            whiten=whiten,
+            store=krylov_memory(*sizes) <= limit and (whiten or not is_stored or keeps_copy(*sizes)),
             least_squares=rung.is_least_squares,
             progress=progress,
         )

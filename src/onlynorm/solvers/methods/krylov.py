@@ -66,7 +66,8 @@ def solve_krylov(
 ) -> KrylovResult:
     """The minimum-norm or least-squares gamma by refined conjugate gradients.
 
-    `store=False` keeps no float32 copy of features that are regenerated: slow, but with constant memory.
+    `store=False` keeps no float32 copy of the features, which are converted or regenerated block by block: slower, but
+    with constant memory.
     `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact; dependent
     features then share the norm up to float32 rounding only.
     Stops at the relative residual `tolerance` (of the normal equations when there are too few features), at
@@ -291,5 +292,5 @@ def _inner_operator(operator: Operator, dtype: torch.dtype, whitening: Whitening
     if whitening is not None and isinstance(operator, KhatriRao):
         return whitening.features(operator, dtype)
     if not store and isinstance(operator, KhatriRao):
-        return operator.cast(dtype)
+        return operator.borrow(dtype)
     return operator.to(dtype)
