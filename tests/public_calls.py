@@ -385,6 +385,7 @@ CALLS: dict[str, Call] = {
     "solvers.KhatriRao.to": method(_operator, "to", dtype=torch.float32),
     "solvers.KhatriRao.empty_factors": method(_operator, "empty_factors", dtype=torch.float32),
     "solvers.KhatriRao.cast": method(_operator, "cast", dtype=torch.float32),
+    "solvers.KhatriRao.borrow": method(_operator, "borrow", dtype=torch.float32),
     "solvers.KhatriRao.restrict": method(
         _operator, "restrict", outputs=torch.tensor([True, False]), inputs=torch.tensor([True, False, True])
     ),
@@ -398,6 +399,7 @@ CALLS: dict[str, Call] = {
         spectrum.predict_condition, n_outputs=4, n_inputs=5, n_features=30, density=0.5, is_orthogonal=True
     ),
     "spectrum.predict_iterations": fn(spectrum.predict_iterations, prediction=10.0, tolerance=1e-6),
+    "spectrum.condition_of_rows": fn(spectrum.condition_of_rows, operator=on.KhatriRao(LEFT, RIGHT)),
     "spectrum.estimate_condition": fn(spectrum.estimate_condition, operator=on.KhatriRao(LEFT, RIGHT), n_products=5),
     "spectrum.iterations_for": fn(spectrum.iterations_for, condition=10.0, tolerance=1e-6),
     "spectrum.condition_for": fn(spectrum.condition_for, iterations=10, tolerance=1e-6),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
 from onlynorm.memory import aligned, memory_budget
 from onlynorm.solvers import fallback, solve
-from onlynorm.solvers.choose import METHODS, ROBUST, choose, factor_dtype, krylov_memory
+from onlynorm.solvers.choose import METHODS, ROBUST, choose, factor_dtype, keeps_copy, krylov_memory
 from onlynorm.solvers.spectrum import predict_condition, predict_iterations
 
 GB = 10**9
@@ -192,3 +192,15 @@ def test_a_solve_does_not_depend_on_where_its_arguments_lie_in_memory() -> None:
             for entries in range(8)
         }
         assert len(found) == 1
+
+
+@pytest.mark.parametrize("excess", [1.25, 1.5, 2.0, 2.5, 3.0, 4.0])
+def test_an_iteration_keeps_no_copy_beyond_a_twentieth_of_the_dense_matrix(excess: float) -> None:
+    n_features = int(excess * 9216)
+    kept = 4 * n_features * 320 if keeps_copy(32, 288, n_features) else 0
+    assert kept + 8 * n_features * 32 + 4 * 2**20 <= 8 * 9216**2 / 20
+
+
+@pytest.mark.parametrize("sizes", [(32, 288, 18_432), (64, 64, 16_384), (1, 4608, 5760), (4, 4000, 64_000)])
+def test_small_copies_and_those_of_flat_layers_are_kept(sizes: tuple[int, int, int]) -> None:
+    assert keeps_copy(*sizes)

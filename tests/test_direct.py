@@ -19,6 +19,11 @@ from onlynorm.solvers.operator import KhatriRao
 EPS = torch.finfo(torch.float64).eps
 
 
+def _factors(out: int, inp: int, feat: int, seed: int = 0) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    operator, target = _system(out, inp, feat, seed=seed)
+    return operator.dense(), target
+
+
 def _system(out: int, inp: int, feat: int, *batch: int, seed: int = 0) -> tuple[KhatriRao, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     left, right, target = (
@@ -164,3 +169,21 @@ def test_lu_needs_a_square_system() -> None:
     operator, target = _system(2, 2, 5)
     with pytest.raises(ShapeError, match=r"as many features as equations; got 5 for 4\. Use Krylov or Cholesky"):
         solve_lu(operator, target, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pivot_that_is_rounding_makes_no_cholesky_factor(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        (left, right), target = _factors(12, 12, 40, seed=seed)
+        left[:, 7], right[7] = left[:, 30], right[30]  # two equal features, in a system that needs least squares
+        operator, _ = KhatriRao(left, right).unit()
+        assert solve_cholesky(operator, target, tolerance=1e-10, dtype=dtype) is None
+        gamma = on.solve(left, right, target).gamma
+        assert float(gamma[7]) == pytest.approx(float(gamma[30]), rel=1e-6)
+
+
+def test_rows_of_any_size_have_a_cholesky_factor() -> None:
+    (left, right), target = _factors(8, 8, 128)
+    left = left * torch.logspace(-8, 8, 8, dtype=torch.float64)[:, None]
+    found = solve_cholesky(KhatriRao(left, right).unit()[0], target, tolerance=1e-10)
+    assert found is not None

@@ -137,6 +137,9 @@ def test_restrict_keeps_the_chosen_rows(case: Case, data: st.DataObject) -> None
     rows = (outputs[:, None] & inputs[None, :]).flatten()
     found = case.operator.restrict(outputs, inputs).materialise()
     assert torch.equal(found, case.operator.materialise()[rows])
+    features = some(case.operator.n_features)
+    found = case.operator.restrict(outputs, inputs, features).materialise()
+    assert torch.equal(found, case.operator.materialise()[rows][:, features])
 
 
 @given(cases())
@@ -201,11 +204,12 @@ def test_sample_takes_every_nth_feature() -> None:
     features = on.draw("he_normal", (6, 5), seed=1)
     stored = KhatriRao(features.left(), features.right())
     left, right = stored.sample(4)
-    assert torch.equal(left, features.left()[:, ::4].mT.float())
-    assert torch.equal(right, features.right()[::4].float())
+    assert torch.equal(left, features.left()[:, ::4].mT)
+    assert torch.equal(right, features.right()[::4])
+    assert left.data_ptr() == stored.dense()[0].data_ptr(), "a view, not a copy"
     left, right = KhatriRao.regenerating(features).sample(4)
     assert left.shape == (math.ceil(features.n_features / 4), 6)
-    assert torch.equal(right, features.right()[: len(right)].float())
+    assert torch.equal(right, features.right()[: len(right)])
 
 
 def test_large_operators_are_cut_into_blocks_that_fit_the_cache() -> None:
@@ -321,3 +325,22 @@ def test_unit_features_have_length_one_and_gammas_that_count_their_lengths(shape
         assert torch.allclose(again.apply(gamma), unit.apply(gamma), atol=1000 * EPS)
         assert torch.allclose(unit.to(torch.float32).apply(gamma.float()).double(), unit.apply(gamma), atol=1e-5)
         assert torch.allclose(unit.cast(torch.float32).apply(gamma.float()).double(), unit.apply(gamma), atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "n_features"), [((6, 5), 37), ((40, 90), 9001), ((90, 40), 9001), ((1, 30), 50)])
+def test_borrowed_features_are_those_of_a_copy(shape: tuple[int, int], n_features: int) -> None:
+    features = on.draw("he_normal", shape, n_features=n_features)
+    stored = KhatriRao(features.left().double(), features.right().double())
+    borrowed, copy = stored.borrow(torch.float32), stored.to(torch.float32)
+    assert borrowed.dtype == torch.float32
+    assert stored.borrow(torch.float64) is stored
+    for mine, theirs in zip(borrowed.dense(), copy.dense(), strict=True):
+        assert torch.equal(mine, theirs)
+    gamma, matrix = torch.ones(n_features), torch.ones(shape)
+    for mine, theirs in (
+        (borrowed.apply(gamma), copy.apply(gamma)),
+        (borrowed.transpose(matrix), copy.transpose(matrix)),
+        (borrowed.row_gram_apply(matrix, work=borrowed.scratch()), copy.row_gram_apply(matrix)),
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+    assert stored.dense()[0].dtype == torch.float64

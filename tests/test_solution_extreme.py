@@ -346,9 +346,11 @@ def test_the_tolerance_it_names_can_be_met() -> None:
 
 
 def test_the_memory_it_names_is_enough() -> None:
-    left, right = _cauchy(20, 440, seed=3)
-    target = normal(20, 20)
-    short = on.solve(left, right, target, memory=600_000)
+    left, right, target = draw_system(12, 12, 60)
+    copies = torch.arange(160) % 60  # nearly equal features: no iteration resolves how they differ
+    left = left[:, copies] * (1.0 + 1e-4 * normal(12, 160, seed=7))
+    right = right[copies] * (1.0 + 1e-4 * normal(160, 12, seed=8))
+    short = on.solve(left, right, target, memory=100_000)
     assert not short.is_exact
     memory = float(re.search(r"memory=([\d.e+]+)", short.shortfall)[1])
     assert on.solve(left, right, target, memory=2 * memory).residual < 0.1 * short.residual
@@ -382,3 +384,47 @@ def test_whitening_cures_mixed_features() -> None:
     assert default.iterations == on_.iterations, "mixed features are whitened unasked"
     kappa = float(torch.linalg.cond(materialise(left, right)))
     assert relative(on_.gamma, least_squares(left, right, target)) <= 1e-10 * kappa
+
+
+@pytest.mark.parametrize("excess", [1.25, 2.0])
+def test_sparse_features_that_cover_a_layer_are_solved_at_the_first_attempt(excess: float) -> None:
+    features = on.draw("sparse_he_normal", (30, 30), excess=excess, density=0.2, layer="30 x 30, density 0.2")
+    solution = on.solve(features.left(), features.right(), normal(30, 30))
+    assert solution.is_exact
+    assert "took over" not in solution.reason
+
+
+@pytest.mark.parametrize("excess", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("near", [None, 0.5])
+def test_zero_features_leave_the_system_and_keep_gamma_zero(excess: float, near: float | None) -> None:
+    features = on.draw("sparse_he_normal", (3, 60), excess=excess, density=0.2)
+    left, right, target = features.left().double(), features.right().double(), normal(3, 60)
+    is_zero = ~(left.any(0) & right.any(1))
+    assert bool(is_zero.any())
+    solution = on.solve(left, right, target, near=near)
+    assert bool((solution.gamma[is_zero] == (near or 0.0)).all())
+    assert solution.is_least_squares
+    assert near is not None or excess != 1.25 or "took over" not in solution.reason
+    matrix = materialise(left, right)
+    made = matrix @ torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution
+    assert relative(rebuild(left, right, solution.gamma), made.view(3, 60)) <= 1e-8
+    named = on.solve(left, right, target, method="svd", near=near)
+    assert relative(solution.gamma, named.gamma) <= 1e-7
+
+
+def test_lu_of_a_square_system_keeps_its_zero_features() -> None:
+    left, right, target = draw_system(4, 5, 20)
+    left[:, ::4] = 0.0
+    assert on.solve(left, right, target, method="lu").gamma.shape == (20,)
+    assert on.solve(left, right, target).is_least_squares
+
+
+def test_rows_of_unequal_size_are_factored_in_double_precision_at_once() -> None:
+    left, right, target = draw_system(40, 40, 800)
+    left = left * torch.logspace(-3, 3, 40, dtype=torch.float64)[:, None]
+    solution = on.solve(left, right, target)
+    assert solution.is_least_squares
+    assert "took over" not in solution.reason
+    turned = on.solve(right.mT, left.mT, target.mT)
+    assert turned.is_least_squares
+    assert "took over" not in turned.reason

@@ -303,3 +303,20 @@ def test_features_that_are_all_zero_have_no_condition_number(shape: tuple[int, i
     for operator in (on.KhatriRao(0 * left, right), on.KhatriRao(left[:1], right.flip(0)[:, :1] * 0)):
         with pytest.raises(InsufficientFeaturesError, match=r"at least one feature that is not zero; got none of [24]"):
             spectrum.estimate_condition(operator)
+
+
+@pytest.mark.parametrize("excess", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [(20, 20), (8, 40), (40, 8)])
+@pytest.mark.parametrize("decades", [0.0, 1.0, 2.0, 3.0])
+def test_rows_of_unequal_size_tell_the_condition_number_of_too_few_features(
+    shape: tuple[int, int], excess: float, decades: float
+) -> None:
+    features = on.draw("he_normal", shape, excess=excess, seed=1)
+    scales = torch.logspace(-decades, decades, shape[0], dtype=torch.float64)
+    operator, _ = on.KhatriRao(features.left() * scales[:, None], features.right()).unit()
+    exact = _condition(operator)
+    assert 1.0 <= spectrum.condition_of_rows(operator) <= 1.5 * exact
+    if decades == 0.0:
+        assert spectrum.condition_of_rows(operator) < spectrum.predict_condition(*shape, features.n_features).condition
+    elif decades == 3.0 and excess == 0.5 and shape[0] > 8:
+        assert spectrum.condition_of_rows(operator) > 0.05 * exact

@@ -56,6 +56,8 @@ ROBUST = 1.35
 """How many times faster an iteration has to be than a factorization, which minds small singular values less."""
 TINY = 100
 """Rows up to which a factor is computed in float64: refinements would take longer than float32 saves."""
+LARGE_COPY, HIDING = 16 * 2**20, 24
+"""Bytes of a float32 copy that is always kept, and outputs and inputs from which products hide a conversion."""
 SMALL = 1200
 """Equations up to which a singular value decomposition takes well under a second or two."""
 
@@ -241,6 +243,17 @@ def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int 
     """Bytes for the vectors and a float32 copy of the features or, given `block`, for one block at a time."""
     copy = 5 * n_features if block is None else 20 * block  # a block is drawn in float64, transposed and cast
     return copy * (n_outputs + n_inputs) + 64 * (n_outputs * n_inputs + n_features)
+
+
+def keeps_copy(n_outputs: int, n_inputs: int, n_features: int) -> bool:
+    """Whether an iteration keeps a float32 copy of stored features, or converts them in every sweep.
+
+    A large one is not kept where it would take more than a twentieth of
+    the dense matrix, as it does for many features, and the products are large enough to hide most of the conversion.
+    """
+    thin, copy = min(n_outputs, n_inputs), 4 * n_features * (n_outputs + n_inputs)
+    whole = copy + 8 * n_features * thin + 4 * 2**20
+    return copy <= LARGE_COPY or thin < HIDING or whole <= 8 * (n_outputs * n_inputs) ** 2 / 20
 
 
 def _reason(best: Option, options: tuple[Option, ...], equations: int, n_features: int) -> str:

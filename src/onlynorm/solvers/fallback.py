@@ -20,11 +20,20 @@ import torch
 from torch import Tensor
 
 from onlynorm.memory import memory_limit, need_memory
-from onlynorm.solvers.choose import MAX_ITERATIONS, RATES, Choice, cholesky_memory, choose, factor_dtype, krylov_memory
+from onlynorm.solvers.choose import (
+    MAX_ITERATIONS,
+    RATES,
+    Choice,
+    cholesky_memory,
+    choose,
+    factor_dtype,
+    keeps_copy,
+    krylov_memory,
+)
 from onlynorm.solvers.methods.direct import DirectResult, solve_cholesky, solve_lu, solve_qr, solve_svd
 from onlynorm.solvers.methods.krylov import KrylovResult, anisotropy, solve_krylov
 from onlynorm.solvers.operator import KhatriRao, Operator, Progress
-from onlynorm.solvers.spectrum import Prediction, estimate_condition
+from onlynorm.solvers.spectrum import Prediction, condition_of_rows, estimate_condition, predict_condition
 
 TINY, EPS = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).eps
 ANISOTROPIC = 2.0
@@ -94,10 +103,15 @@ def climb(
     block = operator.block if isinstance(operator, KhatriRao) and not operator.is_stored else None
     sizes = operator.out, operator.inp, operator.n_features
     settings: dict[str, Any] = {"tolerance": tolerance, "memory": limit, "method": method, "block": block}
-    choice = choose(*sizes, **settings, condition=None if prediction is None else max(1.0, prediction.condition))
-    if prediction is not None and not prediction.is_known and choice.method == "krylov" and method == "auto":
+    if prediction is None:
+        prediction = predict_condition(*sizes)
+    condition = max(1.0, prediction.condition)
+    if method == "auto" and isinstance(operator, KhatriRao):
+        condition = max(condition, condition_of_rows(operator))
+    choice = choose(*sizes, **settings, condition=condition)
+    if not prediction.is_known and choice.method == "krylov" and method == "auto":
         estimate = estimate_condition(operator).condition
-        choice = choose(*sizes, **settings, condition=min(1e100, max(prediction.condition, estimate)))
+        choice = choose(*sizes, **settings, condition=min(1e100, max(condition, estimate)))
     need_memory(
         f"{choice.method} for {operator.equations} equations with {operator.n_features} features",
         choice.option.memory,
@@ -207,13 +221,16 @@ def _run(
     """One method on one system; None where it cannot work."""
     found: DirectResult | KrylovResult | None
     if rung.method == "krylov":
+        sizes = operator.out, operator.inp, operator.n_features
+        is_stored = isinstance(operator, KhatriRao) and operator.is_stored
+        whiten = _is_anisotropic(operator, choice) if precondition is None else precondition
         found = solve_krylov(
             operator,
             target,
             tolerance=tolerance,
             max_iterations=_iterations(choice, limit),
-            whiten=_is_anisotropic(operator, choice) if precondition is None else precondition,
-            store=krylov_memory(operator.out, operator.inp, operator.n_features) <= limit,
+            whiten=whiten,
+            store=krylov_memory(*sizes) <= limit and (whiten or not is_stored or keeps_copy(*sizes)),
             least_squares=rung.is_least_squares,
             progress=progress,
         )

@@ -123,6 +123,7 @@ class KhatriRao:
         self._right: Tensor | None = right
         self._source: FeatureSource | None = None
         self._lengths: Tensor | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
         self.block = self._block_size(block)
 
     @classmethod
@@ -135,7 +136,7 @@ class KhatriRao:
         left, right = source.left(0, 1), source.right(0, 1)
         self.out, self.inp, self.n_features = left.shape[0], right.shape[1], source.n_features
         self.dtype, self.device = left.dtype if dtype is None else need_float_dtype("dtype", dtype), left.device
-        self._left = self._right = self._lengths = None
+        self._left = self._right = self._lengths = self._buffers = None
         self._source = source
         self.block = self._block_size(block)
         return self
@@ -184,7 +185,13 @@ class KhatriRao:
             else:
                 assert self._left is not None
                 assert self._right is not None
-                yield where, self._left[where], self._right[where]
+                left, right = self._left[where], self._right[where]
+                if self._buffers is not None:  # one memory for all blocks: fresh one would pile up between the others
+                    left, right = (
+                        buffer[: len(side)].copy_(side)
+                        for buffer, side in zip(self._buffers, (left, right), strict=True)
+                    )
+                yield where, left, right
 
     def _thin_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Blocks as (which, thinner factor (thin, n), wider factor (n, wide))."""
@@ -272,9 +279,8 @@ class KhatriRao:
         """M^T M, elementwise from two small symmetric products; n_features squared numbers."""
         left, right = self.dense()
         if min(self.out, self.inp) == 1:
-            columns = left.mT * right
-            return _self_product(columns)
-        return _self_product(left.mT).mul_(_self_product(right))
+            return _self_product(left.mT * right)
+        return _self_product(left.mT, right)
 
     def row_gram(self) -> Float[Tensor, "eq eq"]:
         """M M^T; equations squared entries, M is not built."""
@@ -337,7 +343,7 @@ class KhatriRao:
     def dense(self) -> tuple[Float[Tensor, "out feat"], Float[Tensor, "feat inp"]]:
         """Both factors as whole tensors."""
         if self._left is not None and self._right is not None:
-            return self._left.mT, self._right
+            return self._left.to(self.dtype).mT, self._right.to(self.dtype)
         pairs = [(left, right) for _, left, right in self.blocks()]
         return torch.cat([left for left, _ in pairs]).mT, torch.cat([right for _, right in pairs])
 
@@ -352,21 +358,21 @@ class KhatriRao:
 
     def empty_factors(self, dtype: torch.dtype) -> tuple[Float[Tensor, "feat out"], Float[Tensor, "feat inp"]]:
         """Factors to fill, in the layout in which they are stored: the operator then takes them without a copy."""
-        dtype = need_float_dtype("dtype", dtype)
-        left, right = (
-            torch.empty(size, self.n_features, dtype=dtype, device=self.device).mT
-            if is_thin
-            else torch.empty(self.n_features, size, dtype=dtype, device=self.device)
-            for size, is_thin in ((self.out, self.out <= self.inp), (self.inp, self.out > self.inp))
-        )
-        return left, right
+        return _empty_factors(self.out, self.inp, self.n_features, need_float_dtype("dtype", dtype), self.device)
 
-    def restrict(self, outputs: Bool[Tensor, " out"], inputs: Bool[Tensor, " inp"]) -> KhatriRao:
-        """The operator on some outputs and inputs only, stored."""
+    def restrict(
+        self,
+        outputs: Bool[Tensor, " out"],
+        inputs: Bool[Tensor, " inp"],
+        features: Bool[Tensor, " feat"] | None = None,
+    ) -> KhatriRao:
+        """The operator on some outputs and inputs only, and with some of the features if given, stored."""
         left, right = self.dense()
-        return KhatriRao(
-            left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
-        )
+        left, right = left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
+        if features is not None:
+            features = _need_mask("features", features, self.n_features)
+            left, right = left[:, features], right[features]
+        return KhatriRao(left, right)
 
     def scaled(self, left_power: int, right_power: int) -> KhatriRao:
         """The operator of left * 2^left_power and right * 2^right_power, exactly, stored."""
@@ -413,18 +419,29 @@ class KhatriRao:
         other._lengths = self._lengths
         return other
 
+    def borrow(self, dtype: torch.dtype) -> KhatriRao:
+        """The same operator in another precision without a copy: each sweep converts the features block by block."""
+        if self._source is not None or need_float_dtype("dtype", dtype) == self.dtype:
+            return self.cast(dtype)
+        other = KhatriRao.__new__(KhatriRao)
+        other.__dict__.update(self.__dict__)
+        other.dtype = dtype
+        other.block = max(1, min(self.n_features, CACHE_BYTES // ((self.out + self.inp) * dtype.itemsize)))
+        other._buffers = _empty_factors(self.out, self.inp, other.block, dtype, self.device)
+        return other
+
     def sample(self, step: int) -> tuple[Float[Tensor, "some out"], Float[Tensor, "some inp"]]:
-        """Every step-th feature of both factors, in float32, to look at their statistics."""
+        """Every step-th feature of both factors, to look at their statistics; of stored ones, without a copy."""
         step = min(need_integer("step", step, low=1, cure="1 takes every feature."), self.n_features)
         if self._left is not None and self._right is not None:
-            return self._left[::step].float(), self._right[::step].float()
+            return self._left[::step], self._right[::step]
         # A regenerated source is random and exchangeable: its first features serve as well and cost one block.
         count = -(-self.n_features // step)
         assert self._source is not None
         left = self._source.left(0, count).mT
         if self._lengths is not None:
             left = left / self._lengths[:count, None]
-        return left.float(), self._source.right(0, count).float()
+        return left, self._source.right(0, count)
 
     def __repr__(self) -> str:
         kind = "stored" if self.is_stored else "regenerated"
@@ -432,6 +449,19 @@ class KhatriRao:
             f"KhatriRao({self.out} x {self.inp} = {self.equations} equations, {self.n_features} features, "
             f"excess {self.excess:.3g}, {self.dtype}, {kind} in blocks of {self.block})"
         )
+
+
+def _empty_factors(
+    out: int, inp: int, n_features: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Float[Tensor, "feat out"], Float[Tensor, "feat inp"]]:
+    """Factors seen feature by feature, the thinner one transposed in memory."""
+    left, right = (
+        torch.empty(size, n_features, dtype=dtype, device=device).mT
+        if is_thin
+        else torch.empty(n_features, size, dtype=dtype, device=device)
+        for size, is_thin in ((out, out <= inp), (inp, out > inp))
+    )
+    return left, right
 
 
 def _need_mask(name: str, mask: Tensor, n: int) -> Tensor:
@@ -450,16 +480,21 @@ def _accumulate(total: Tensor, scaled: Tensor, broad: Tensor) -> None:
         total += scaled @ broad
 
 
-def _self_product(rows: Float[Tensor, "n k"]) -> Float[Tensor, "n n"]:
-    """rows @ rows^T: the lower triangle in block columns, then mirrored."""
+def _self_product(rows: Float[Tensor, "n k"], other: Float[Tensor, "n m"] | None = None) -> Float[Tensor, "n n"]:
+    """rows @ rows^T, times other @ other^T elementwise if given: the lower triangle in block columns, then mirrored.
+
+    Only a block column of the second product exists at a time: fresh memory would cost as much as the arithmetic.
+    """
     n = len(rows)
     if n <= COLUMNS:
-        return rows @ rows.mT
+        return rows @ rows.mT if other is None else (rows @ rows.mT).mul_(other @ other.mT)
     step = max(COLUMNS, -(-n // 8))
     product = rows.new_empty(n, n)
     for start in range(0, n, step):
         stop = start + step
-        torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        part = torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        if other is not None:
+            part *= other[start:] @ other[start:stop].mT
         product[start:stop, stop:] = product[stop:, start:stop].mT
     return product
 

@@ -2,7 +2,7 @@
 
 Every refusal names what was needed, what came and the cure, before anything is computed. Numbers near the ends of the
 floating range are scaled to its middle by powers of two, which is exact. Outputs and inputs that no feature
-reaches leave the system.
+reaches leave the system, and so do features that are zero where there are many.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ FIRST = 16
 """Features of a block that are looked at before all others."""
 SAMPLED, DENSE = 200, 0.95
 """Features that are looked at for zeros, and the fraction of nonzero entries above which they count as dense."""
+
+FEW_LEFT = 0.9
+"""The fraction of features below which those that are not zero are solved for without the others."""
 
 
 def need_tolerance(tolerance: float | None) -> float:
@@ -136,6 +139,21 @@ def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"
             if bool(outputs.all()) and bool(inputs.all()):
                 return outputs, inputs
     return outputs, inputs
+
+
+def live_features(operator: KhatriRao) -> Bool[Tensor, " feat"] | None:
+    """Which features are not zero; None where those that are may stay.
+
+    A copy without them pays where they are many, or where the others are fewer than the equations: no method for
+    solvable systems then works.
+    """
+    if not operator.is_stored:
+        return None
+    left, right = operator.dense()
+    live = left.any(0) & right.any(1)
+    count = int(live.sum())
+    is_overdetermined = count < operator.equations <= operator.n_features
+    return live if 0 < count < FEW_LEFT * operator.n_features or (is_overdetermined and count) else None
 
 
 def nonzero_fraction(operator: KhatriRao) -> float | None:

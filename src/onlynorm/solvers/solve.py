@@ -29,6 +29,7 @@ from onlynorm.solvers.operator import KhatriRao, Progress, times_power
 from onlynorm.solvers.prepare import (
     in_range,
     live,
+    live_features,
     need_enough,
     need_finite,
     need_near,
@@ -229,8 +230,8 @@ def _solve(
     }  # fmt: skip
     with without_autocast(operator.device), MemoryMeter() as meter:
         outputs, inputs = live(operator)
-        fraction = nonzero_fraction(operator) if prediction is None else None
-        if fraction:
+        fraction = nonzero_fraction(operator)
+        if fraction and prediction is None:
             climbing["prediction"] = predict_condition(
                 operator.out, operator.inp, operator.n_features, density=fraction
             )
@@ -240,7 +241,9 @@ def _solve(
         if minimum_width:
             solution, attempt = _solve_minimum_width(system, scaled, climbing)
         else:
-            attempt = _attempt(system, scaled, (outputs, inputs), _offset(operator, near, target, power), climbing)
+            features = None if fraction is None or method == "lu" else live_features(system)
+            offset = _offset(operator, near, target, power)
+            attempt = _attempt(system, scaled, (outputs, inputs, features), offset, climbing)
             solution = _as_solution(attempt, relative_residual(system, scaled, attempt.gamma), wanted)
         solution = replace(solution, gamma=times_power(solution.gamma, power))
     solution = replace(solution, seconds=time.perf_counter() - start, peak_memory=meter.peak)
@@ -250,12 +253,15 @@ def _solve(
 def _attempt(
     system: KhatriRao,
     target: Tensor,
-    live: tuple[Tensor, Tensor],
+    live: tuple[Tensor, Tensor, Tensor | None],
     offset: Tensor | None,
     climbing: dict[str, Any],
 ) -> Attempt:
-    """The best attempt on what the offset leaves, at the outputs and inputs that features reach."""
-    outputs, inputs = live
+    """The best attempt on what the offset leaves, at the outputs and inputs that features reach.
+
+    The third mask, if there is one, tells which features are not zero: the others leave the system.
+    """
+    outputs, inputs, features = live
     rest, tolerance, growth = target, climbing["tolerance"], 1.0
     if offset is not None:
         rest = target - system.apply(offset)
@@ -270,13 +276,19 @@ def _attempt(
         rank = None if bool(outputs.any() and inputs.any()) else 0
         attempt = Attempt(gamma, "none", 0, 1.0, "no feature sees anything left to solve", 0.0, rank=rank)
     else:
-        system = system if rest.shape == target.shape else system.restrict(outputs, inputs)
+        n_features = system.n_features
+        if rest.shape != target.shape or features is not None:
+            system = system.restrict(outputs, inputs, features)
         if offset is None:
             unit, lengths = system.unit()
             attempt = climb(unit, rest, **{**climbing, "tolerance": tolerance})
             attempt = replace(attempt, gamma=attempt.gamma / lengths)
         else:  # nearest in gamma itself: another length of a feature would be another distance
             attempt = climb(system, rest, **{**climbing, "tolerance": tolerance})
+        if features is not None:
+            gamma = target.new_zeros(*target.shape[:-2], n_features)
+            gamma[..., features] = attempt.gamma
+            attempt = replace(attempt, gamma=gamma)
     if offset is None:
         return attempt
     # What was left is measured against what the offset leaves; adding the offset rounds once more.

@@ -82,6 +82,8 @@ dense ones and ones of density 0.2 to 0.8 that it knows, all are within a factor
 97 %."""
 _MOST_POINTS = 10**7
 _DRAWN = "Pass the features that onlynorm.draw returns."
+SAMPLED = 200
+"""Features that the sizes of rows are read from."""
 ROUNDING = 1e3
 """Squared singular values below this many eps of the largest are taken as zero."""
 
@@ -307,6 +309,28 @@ def estimate_condition(operator: Operator, *, n_products: int = 12) -> Predictio
     if kappa <= MAX_RESOLVED and gap >= MIN_SIGNIFICANCE * error:
         return Prediction(kappa, True, "lanczos", None, n)
     return Prediction(bound, False, "unknown", None, n)
+
+
+def condition_of_rows(operator: KhatriRao) -> float:
+    """What rows of unequal size alone make of the condition number of too few features; 1 where features are enough.
+
+    Some combination of c unit-length features cancels in the c - 1 heaviest equations. What is left of it is the share
+    of the others, while the heaviest equations see combinations that add up. Both are read from a few features, for
+    outputs and for inputs. Rows of equal size give less than the law.
+    """
+    need_instance("condition_of_rows", operator, KhatriRao, cure="Pass KhatriRao(left, right).")
+    if operator.n_features >= operator.equations:
+        return 1.0
+    left, right = operator.sample(max(1, operator.n_features // SAMPLED))
+    left, right = left.double().square(), right.double().square()
+    square = 1.0
+    for rows, other, width in ((left, right, operator.inp), (right, left, operator.out)):
+        masses = (rows.mT @ other.sum(1)).sort(descending=True).values
+        shares = masses / masses.sum().clamp_min(torch.finfo(masses.dtype).tiny)
+        tail = float(shares[(operator.n_features - 1) // width :].sum())
+        top = max(1.0, operator.n_features * float(shares[0]) / width)
+        square = max(square, top / max(tail, torch.finfo(masses.dtype).eps))
+    return math.sqrt(square)
 
 
 def _lanczos(operator: Operator, n_products: int) -> tuple[NDArray[np.float64], NDArray[np.float64], int, bool]:

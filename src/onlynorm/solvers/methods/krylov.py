@@ -10,10 +10,10 @@ correction solves for what is left. Each round gains as many digits as float32 c
 
 For features that are not isotropic (sparse, pretrained, correlated), whitening both factors first,
 
-    left' = L2^-1 left,  right' = right L1^-T,  with  L2 L2^T = left left^T,  L1 L1^T = right^T right,
+    left' = L2^-1 left,  right' = right L1^-T,  with  L2 L2^T = left left^T,  L1 L1^T = right^T right
 
-is a Kronecker preconditioner: two small Cholesky factorizations, nothing more per iteration, and the solution
-is still the one of least norm because only equations are recombined.
+(features scaled to unit length in both factors) is a Kronecker preconditioner: two small Cholesky factorizations,
+nothing more per iteration, and the solution is still the one of least norm because only equations are recombined.
 
 Theory: random_features:thm-2.1, random_features:thm-2.2
 """
@@ -33,6 +33,8 @@ from onlynorm.solvers.operator import KhatriRao, Operator, Progress
 
 DIGITS_PER_ROUND = 1e-5
 """What one float32 round is asked for; far enough above float32's rounding for condition numbers up to about 100."""
+PIECE = 256
+"""Features that are scaled at one time when the directions of all are looked at."""
 MOST_STEPS = 400
 """Steps of a round from which the condition number is read."""
 DIVERGED = 1e6
@@ -64,7 +66,8 @@ def solve_krylov(
 ) -> KrylovResult:
     """The minimum-norm or least-squares gamma by refined conjugate gradients.
 
-    `store=False` keeps no float32 copy of features that are regenerated: slow, but with constant memory.
+    `store=False` keeps no float32 copy of the features, which are converted or regenerated block by block: slower, but
+    with constant memory.
     `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact; dependent
     features then share the norm up to float32 rounding only.
     Stops at the relative residual `tolerance` (of the normal equations when there are too few features), at
@@ -217,8 +220,8 @@ class Whitening:
         left_gram = torch.zeros(operator.out, operator.out, dtype=operator.dtype, device=operator.device)
         right_gram = torch.zeros(operator.inp, operator.inp, dtype=operator.dtype, device=operator.device)
         for _, left, right in operator.blocks():
-            left_gram.addmm_(left.mT, left)
-            right_gram.addmm_(right.mT, right)
+            for total, gram in zip((left_gram, right_gram), _direction_grams(left, right, operator.dtype), strict=True):
+                total += gram
         factors = []
         for gram in (left_gram, right_gram):
             factor, info = torch.linalg.cholesky_ex(gram)
@@ -247,6 +250,25 @@ class Whitening:
         return KhatriRao(left.mT, right)
 
 
+def _direction_grams(
+    left: Float[Tensor, "feat out"], right: Float[Tensor, "feat inp"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "out out"], Float[Tensor, "inp inp"]]:
+    """The Gram of each factor, its features scaled to unit length, a few features at a time.
+
+    Unit-length features may hold their length in either factor: Grams of the factors as they are would show it as
+    anisotropy.
+    """
+    grams = []
+    for factor in (left, right):
+        n = factor.shape[1]
+        gram = torch.zeros(n, n, dtype=dtype, device=factor.device)
+        for piece in factor.split(PIECE):
+            rows = torch.nn.functional.normalize(piece.to(dtype), dim=1, eps=torch.finfo(dtype).tiny)
+            gram.addmm_(rows.mT, rows)
+        grams.append(gram)
+    return grams[0], grams[1]
+
+
 def anisotropy(operator: KhatriRao) -> float:
     """How far the features are from isotropic: the factor in kappa that whitening would remove.
 
@@ -256,11 +278,11 @@ def anisotropy(operator: KhatriRao) -> float:
     step = max(1, operator.n_features // (16 * max(operator.out, operator.inp)))
     total = 1.0
     left, right = operator.sample(step)
-    for factor in (left, right):
-        values = torch.linalg.eigvalsh(factor.mT @ factor)
+    for gram in _direction_grams(left, right, torch.float32):
+        values = torch.linalg.eigvalsh(gram)
         if not float(values[0]) > 0.0:
             return math.inf
-        chance = math.sqrt(min(1.0, factor.shape[1] / factor.shape[0]))
+        chance = math.sqrt(min(1.0, len(gram) / len(left)))
         spread = math.sqrt(float(values[-1] / values[0])) * (1.0 - chance) / (1.0 + chance)
         total *= max(1.0, spread)
     return total
@@ -270,5 +292,5 @@ def _inner_operator(operator: Operator, dtype: torch.dtype, whitening: Whitening
     if whitening is not None and isinstance(operator, KhatriRao):
         return whitening.features(operator, dtype)
     if not store and isinstance(operator, KhatriRao):
-        return operator.cast(dtype)
+        return operator.borrow(dtype)
     return operator.to(dtype)
