@@ -226,6 +226,7 @@ def methods(kind: type) -> Iterator[tuple[str, Any]]:
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
     monkeypatch.chdir(shared)
+    monkeypatch.setenv("ONLYNORM_DATA", str(shared))
     monkeypatch.setattr(public_calls, "FOLDER", shared)
 
 

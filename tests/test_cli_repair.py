@@ -90,7 +90,7 @@ def test_wrong_use_is_one_line_and_code_two(run: RunCli, tmp_path: Path) -> None
         (("mlp", "--out", tmp_path), "--out needs the name of a file"),
         (("own:none", "--data", "digits"), "Softmax, which calls none"),
         (("own:deep",), "needs data to run on"),
-        (("resnet20", "--data", "digits"), "resnet20 needs samples it can take; got (64,)"),
+        (("resnet32", "--data", "digits"), "resnet32 needs samples it can take; got (64,)"),
     ):
         ran = run(*args)
         assert ran.code == 2

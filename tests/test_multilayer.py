@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onlynorm.data import find_data
-from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    InsufficientFeaturesError,
+    MissingDataError,
+    ShapeError,
+    ToleranceError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.features import draw
 from onlynorm.models import CifarResNet, load_weights
 from onlynorm.solvers import solve_multilayer, widths_for
@@ -76,7 +83,10 @@ def test_1024_equations_are_solved_matrix_free(n_layers: int) -> None:
 
 @pytest.mark.slow
 def test_a_real_layer_of_9216_equations_is_solved_matrix_free() -> None:
-    network = load_weights(CifarResNet(20), find_data("weights/resnet20_cifar10.safetensors"))
+    try:
+        network = load_weights(CifarResNet(20), find_data("weights/resnet20_cifar10.safetensors"))
+    except MissingDataError as error:
+        pytest.skip(f"no real data: {error}")
     target = network.get_submodule("layer2.1.conv1").weight.detach().double().flatten(1)
     weights = frozen((32, 288), 10, features="orthogonal")
     assert sum(len(w) for w in weights) == math.ceil(1.1 * (9216 + 10))

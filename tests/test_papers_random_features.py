@@ -9,6 +9,7 @@ import pytest
 from scipy import integrate
 
 import onlynorm as on
+from onlynorm.errors import MissingDataError
 from onlynorm.evidence.artifacts import artifacts
 from onlynorm.evidence.papers.random_features.scratch import WAYS
 from onlynorm.evidence.papers.random_features.spectra import distance, printed_density, singular_values
@@ -99,7 +100,10 @@ def test_the_printed_density_of_scale_one_has_half_the_mass_of_a_law() -> None:
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Record:
     out = tmp_path_factory.mktemp("numbers")
-    (made,) = reproduce("random_features:section-5", scale="quick", out=out)
+    try:
+        (made,) = reproduce("random_features:section-5", scale="quick", out=out)
+    except MissingDataError as error:
+        pytest.skip(f"no real data: {error}")
     return made
 
 

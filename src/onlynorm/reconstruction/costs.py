@@ -42,6 +42,8 @@ SUMMED = 2**22
 """Numbers of a block of frozen weights over which constants are summed."""
 LAYER_SECONDS = 0.004
 """Python's own time for a layer, and below for a solve, for an iterative one, and for a step of an iteration."""
+LEAST_SQUARES_BYTES = 12
+"""Further bytes per frozen number of a least-squares solve; 20, 15 and 7 were measured at 60 x 80, 90 x 120 and 120 x 160."""
 SOLVE_SECONDS = 0.002
 ITERATIVE_SECONDS = 0.01
 STEP_SECONDS = 6e-5
@@ -126,6 +128,7 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
     if features.n_features < features.equations and not features.is_structured:
         # The least-squares residual of a generic target: the share of its energy outside the span of the features.
         error = (1.0 - features.n_features / features.equations) ** 0.5
+        memory += LEAST_SQUARES_BYTES * n_frozen
         note = f"{features.equations - features.n_features} features too few: least squares"
     return Costs(
         features.equations, features.n_features, 2 * features.n_features + 2 * features.shape[0], n_frozen, memory,
