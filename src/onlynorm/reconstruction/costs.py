@@ -42,8 +42,6 @@ SUMMED = 2**22
 """Numbers of a block of frozen weights over which constants are summed."""
 LAYER_SECONDS = 0.004
 """Python's own time for a layer, and below for a solve, for an iterative one, and for a step of an iteration."""
-LEAST_SQUARES_BYTES = 12
-"""Further bytes per frozen number of a least-squares solve; 20, 15 and 7 were measured at 60 x 80, 90 x 120 and 120 x 160."""
 SOLVE_SECONDS = 0.002
 ITERATIVE_SECONDS = 0.01
 STEP_SECONDS = 6e-5
@@ -57,6 +55,8 @@ HIDDEN_SECONDS = 14e-9
 """Per hidden value of the calibration batch, for its range, mean and variance."""
 HELD_SECONDS = 10e-9
 """Per feature and sample, for holding the sample back."""
+LEAST_SQUARES_BYTES = 12
+"""Further bytes per frozen number where features are too few: 20, 15 and 7 at 60 x 80, 90 x 120 and 120 x 160."""
 CONVOLUTION = 0.5
 """Speed of a float64 convolution relative to a product of matrices."""
 
