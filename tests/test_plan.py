@@ -168,14 +168,14 @@ def test_what_does_not_fit_is_said_layer_by_layer(monkeypatch: pytest.MonkeyPatc
     assert planned.layers[0].costs is None
     assert "0: solving 4096 equations with 5120 features needs at least" in str(planned)
     assert json.loads(json.dumps(planned.as_dict()))["layers"][0]["note"]
-    # The solver would do with less than the frozen weights themselves need.
+    # The solver alone would fit, but not beside the frozen weights.
     for room, name in limits:
-        monkeypatch.setattr(room, name, lambda: 4_500_000)
+        monkeypatch.setattr(room, name, lambda: 9_500_000)
     planned = plan(network, inputs=torch.zeros(1, 64))
     assert not planned.is_feasible
     assert planned.layers[0].costs is not None
-    assert "4.5 MB may be used" in planned.remarks[0]
-    assert "more than the 4.5 MB that may be used" in planned.remarks[1]
+    assert "9.5 MB may be used" in planned.remarks[0]
+    assert "more than the 9.5 MB that may be used" in planned.remarks[1]
 
 
 def test_what_the_whole_run_holds_decides_whether_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,6 @@ HIDDEN_SECONDS = 14e-9
 """Per hidden value of the calibration batch, for its range, mean and variance."""
 HELD_SECONDS = 10e-9
 """Per feature and sample, for holding the sample back."""
-LEAST_SQUARES_BYTES = 12
-"""Further bytes per frozen number where features are too few: 20, 15 and 7 at 60 x 80, 90 x 120 and 120 x 160."""
 CONVOLUTION = 0.5
 """Speed of a float64 convolution relative to a product of matrices."""
 
@@ -122,13 +120,13 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
         # Both sides are drawn one after the other, and solved when the scratch memory of drawing is free again.
         left, right = (features.n_features * width for width in (features.rows, features.cols))
         drawing = max(8 * left + draw_bytes(left), 8 * n_frozen + draw_bytes(right))
-        memory = max(drawing, 8 * n_frozen + choice.option.memory)
+        scaled = 8 * features.n_features * min(features.rows, features.cols)  # one side is copied at unit length
+        memory = max(drawing, 8 * n_frozen + scaled + choice.option.memory)
         refined = wanted if method == "krylov" else FLOOR * wanted if method in ("lu", "cholesky") else 0.0
         error = max(refined, EPS * condition, EPS * features.equations**0.5)
     if features.n_features < features.equations and not features.is_structured:
         # The least-squares residual of a generic target: the share of its energy outside the span of the features.
         error = (1.0 - features.n_features / features.equations) ** 0.5
-        memory += LEAST_SQUARES_BYTES * n_frozen
         note = f"{features.equations - features.n_features} features too few: least squares"
     return Costs(
         features.equations, features.n_features, 2 * features.n_features + 2 * features.shape[0], n_frozen, memory,

@@ -33,7 +33,7 @@ import torch
 
 from onlynorm.errors import MemoryLimitError
 from onlynorm.memory import readable, readable_need
-from onlynorm.solvers.operator import THIN
+from onlynorm.solvers.operator import THIN, cached_features
 from onlynorm.solvers.prepare import need_tolerance
 from onlynorm.solvers.spectrum import predict_condition, predict_iterations
 from onlynorm.validate import need_choice, need_integer, need_number
@@ -240,9 +240,15 @@ def cholesky_memory(n_outputs: int, n_inputs: int, n_features: int, dtype: torch
 
 
 def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int | None = None) -> int:
-    """Bytes for the vectors and a float32 copy of the features or, given `block`, for one block at a time."""
+    """Bytes for the vectors, two intermediates of a float64 sweep, and a float32 copy of the features.
+
+    Given `block`, features are made so many at a time instead, and not copied.
+    """
+    width = n_outputs + n_inputs
     copy = 5 * n_features if block is None else 20 * block  # a block is drawn in float64, transposed and cast
-    return copy * (n_outputs + n_inputs) + 64 * (n_outputs * n_inputs + n_features)
+    swept = cached_features(n_features, 8 * width) if block is None else block
+    vectors = 64 * (n_outputs * n_inputs + n_features)
+    return copy * width + vectors + 16 * swept * min(n_outputs, n_inputs)
 
 
 def keeps_copy(n_outputs: int, n_inputs: int, n_features: int) -> bool:

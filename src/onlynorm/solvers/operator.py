@@ -73,6 +73,7 @@ class Operator(Protocol):
     def equations(self) -> int: ...
     def apply(self, gamma: Tensor) -> Tensor: ...
     def transpose(self, residual: Tensor) -> Tensor: ...
+    def gram_apply(self, gamma: Tensor, *, work: Tensor | None = None) -> Tensor: ...
     def row_gram_apply(self, residual: Tensor, *, work: Tensor | None = None) -> Tensor: ...
     def scratch(self) -> Tensor: ...
     def gram(self) -> Tensor: ...
@@ -145,9 +146,7 @@ class KhatriRao:
         if block is not None:
             return min(need_integer("block", block, low=1, cure="Leave it out for the default."), self.n_features)
         per_feature = (self.out + self.inp) * self.dtype.itemsize
-        if self._source is None and 2 * per_feature * self.n_features <= 3 * CACHE_BYTES:
-            return self.n_features
-        return max(1, min(self.n_features, CACHE_BYTES // per_feature))
+        return cached_features(self.n_features, per_feature, is_stored=self._source is None)
 
     @property
     def equations(self) -> int:
@@ -223,13 +222,29 @@ class KhatriRao:
             gamma[..., where] = ((matrix @ broad.mT) * narrow).sum(-2)
         return gamma
 
+    def gram_apply(
+        self, gamma: Float[Tensor, "*batch feat"], *, work: Tensor | None = None
+    ) -> Float[Tensor, "*batch feat"]:
+        """M^T M gamma in two sweeps. `work` is as in `row_gram_apply`."""
+        if work is None or gamma.ndim > 1:
+            return self.transpose(self.apply(gamma))
+        self._need_scratch(work)
+        gamma = gamma.detach()  # products into a buffer have no gradient
+        matrix = gamma.new_zeros(sorted((self.out, self.inp)))
+        for where, narrow, broad in self._thin_blocks():
+            _accumulate(matrix, torch.mul(narrow, gamma[where], out=_part(work, narrow)), broad)
+        seen = torch.empty_like(gamma)
+        for where, narrow, broad in self._thin_blocks():
+            seen[where] = torch.mm(matrix, broad.mT, out=_part(work, narrow)).mul_(narrow).sum(-2)
+        return seen
+
     def row_gram_apply(
         self, residual: Float[Tensor, "*batch out inp"], *, work: Tensor | None = None
     ) -> Float[Tensor, "*batch out inp"]:
         """M M^T R in one sweep: each block of features is read once for both products.
 
-        An iteration passes `work = scratch()` again and again, since fresh memory costs as much as the arithmetic of
-        a small block.
+        An iteration passes `work = scratch()` again and again: fresh memory costs as much as the arithmetic of a small
+        block, and the allocator keeps what it frees.
         """
         residual = self._need_matrix("row_gram_apply", residual).detach()  # products into a buffer have no gradient
         if work is not None:
@@ -240,13 +255,13 @@ class KhatriRao:
             if work is None or matrix.ndim > 2:
                 seen = matrix @ broad.mT
             else:
-                seen = torch.mm(matrix, broad.mT, out=work.view(-1)[: narrow.numel()].view(narrow.shape))
+                seen = torch.mm(matrix, broad.mT, out=_part(work, narrow))
             seen *= narrow
             _accumulate(total, torch.mul(narrow, seen.sum(-2, keepdim=True), out=seen), broad)
         return self._to_thin(total)
 
     def scratch(self) -> Tensor:
-        """A buffer for the intermediate of one block in `row_gram_apply`."""
+        """A buffer for the intermediate of one block in `gram_apply` and `row_gram_apply`."""
         return torch.empty(self.block, min(self.out, self.inp), dtype=self.dtype, device=self.device)
 
     def _need_matrix(self, name: str, residual: Tensor) -> Tensor:
@@ -451,6 +466,13 @@ class KhatriRao:
         )
 
 
+def cached_features(n_features: int, per_feature: int, *, is_stored: bool = True) -> int:
+    """The features of a block that stays in the cache, or all of them where they are stored and few more."""
+    if is_stored and 2 * per_feature * n_features <= 3 * CACHE_BYTES:
+        return n_features
+    return max(1, min(n_features, CACHE_BYTES // per_feature))
+
+
 def _empty_factors(
     out: int, inp: int, n_features: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Float[Tensor, "feat out"], Float[Tensor, "feat inp"]]:
@@ -470,6 +492,11 @@ def _need_mask(name: str, mask: Tensor, n: int) -> Tensor:
     if mask.dtype != torch.bool or tuple(mask.shape) != (n,):
         raise ShapeError(f"{name} needs {n} booleans; got {shown(mask)}. Pass one for each.")
     return mask
+
+
+def _part(work: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a buffer, in the shape of another tensor."""
+    return work.view(-1)[: like.numel()].view(like.shape)
 
 
 def _accumulate(total: Tensor, scaled: Tensor, broad: Tensor) -> None:

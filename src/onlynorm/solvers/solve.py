@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onlynorm.errors import ToleranceError, ValueRangeError, shown
 from onlynorm.features import Features
-from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable
+from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable, release_free_memory
 from onlynorm.modules import without_autocast
 from onlynorm.solvers.choose import METHODS
 from onlynorm.solvers.fallback import TINY, Attempt, climb
@@ -48,6 +48,8 @@ ROUNDED = 1e-12
 """A tolerance that dense features, as many as equations, reach in float64."""
 OPTIMAL = 1e-6
 """Relative to the target: a residual of which features could remove less than this is a least-squares optimum."""
+LARGE = 8 * 2**20
+"""Bytes of drawn features from which the scratch memory of drawing matters beside them."""
 _PROGRESS = "It is called with (iterations so far, relative residual)."
 
 
@@ -170,6 +172,8 @@ def solve_features(
         operator = KhatriRao.regenerating(features, dtype=torch.float64)
     else:
         operator = KhatriRao(features.left().double(), features.right().double())
+        if operator.stored_bytes > LARGE:
+            release_free_memory()  # the scratch memory of drawing
     return _solve(
         operator, matrix, tolerance=tolerance, minimum_width=minimum_width, memory=memory, progress=progress,
         prediction=predict_features(features),

@@ -357,7 +357,7 @@ def _lanczos(operator: Operator, n_products: int) -> tuple[NDArray[np.float64], 
     off: list[float] = []
     for _ in range(n_products):
         v = basis[-1].view(start.shape)
-        w = (operator.row_gram_apply(v) if is_wide else operator.transpose(operator.apply(v))).flatten()
+        w = (operator.row_gram_apply(v) if is_wide else operator.gram_apply(v)).flatten()
         diagonal.append(float(basis[-1] @ w))
         for _ in range(2):  # against all earlier vectors: a dozen of them cost less than one product
             for u in basis:

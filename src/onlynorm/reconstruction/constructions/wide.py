@@ -210,6 +210,7 @@ def _solve_group(
     solution = solve_features(
         features, weight, tolerance=recipe.tolerance, minimum_width=with_scales, progress=progress
     )
+    release_free_memory()  # the frozen weights of the block are drawn next
     if solution.is_exact:
         return solution
     if gap is not None:

@@ -51,6 +51,10 @@ class BlockOperator:
         seen = (residual @ self.right.mT).view(self.n_blocks, self.block.out, -1)
         return (seen * self.left).sum(1).flatten()
 
+    def gram_apply(self, gamma: Float[Tensor, " feat"], *, work: Tensor | None = None) -> Float[Tensor, " feat"]:
+        """transpose(apply(gamma)); `work` is not needed."""
+        return self.transpose(self.apply(gamma))
+
     def row_gram_apply(
         self, residual: Float[Tensor, "out inp"], *, work: Tensor | None = None
     ) -> Float[Tensor, "out inp"]:

@@ -144,13 +144,13 @@ def _correct(
     The last product takes the features themselves, not their float32 copy: gamma = M^T y then has no part in the
     null space of M beyond float64 rounding, which no later residual would show.
     """
+    work = inner.scratch()
     if least_squares:
         rhs = rest.to(inner.dtype)
         return conjugate_gradients(
-            lambda g: inner.transpose(inner.apply(g)), rhs, 1, tolerance=tolerance, max_iterations=max_iterations
+            lambda g: inner.gram_apply(g, work=work), rhs, 1, tolerance=tolerance, max_iterations=max_iterations
         )
     rhs = (whitening.forward(rest) if whitening else rest).to(inner.dtype)
-    work = inner.scratch()
     y, count, condition = conjugate_gradients(
         lambda p: inner.row_gram_apply(p, work=work), rhs, 2, tolerance=tolerance, max_iterations=max_iterations
     )

@@ -76,6 +76,12 @@ class MinimumWidth:
         """The features' own buffer."""
         return self.features.scratch()
 
+    def gram_apply(
+        self, gamma: Float[Tensor, "*batch feat"], *, work: Tensor | None = None
+    ) -> Float[Tensor, "*batch feat"]:
+        """transpose(apply(gamma)); `work` is not needed."""
+        return self.transpose(self.apply(gamma))
+
     def row_gram_apply(
         self, residual: Float[Tensor, "*batch out inp"], *, work: Tensor | None = None
     ) -> Float[Tensor, "*batch out inp"]:

@@ -64,7 +64,7 @@ class PseudoInverse:
             half = torch.linalg.solve_triangular(self.factor, columns, upper=False)
             return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(right.shape)
         op = self.operator
-        gram = op.row_gram_apply if n_axes == 2 else lambda g: op.transpose(op.apply(g))
+        gram = op.row_gram_apply if n_axes == 2 else op.gram_apply
         if not bool(right.isfinite().all()):  # the iteration would leave out what is no number, and hide it
             return torch.full_like(right, torch.nan)
         return conjugate_gradients(gram, right, n_axes, tolerance=ENOUGH, max_iterations=MAX_ITERATIONS)[0]
