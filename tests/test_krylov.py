@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import math
 
+import numpy as np
 import pytest
+import scipy.integrate
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 import onlynorm as on
@@ -168,8 +171,32 @@ def test_sparse_features_of_unit_length_are_not_whitened_in_vain() -> None:
     assert anisotropy(operator) < 1.5
 
 
-def test_mixed_features_look_anisotropic() -> None:
-    assert 100 < anisotropy(_mixed(12, 12, 216, 30.0)) < 3000  # 30 from each side, less in directions alone
+def _direction_spread(scales: NDArray[np.float64]) -> float:
+    """The square root of the condition number of E[x x^T / |x|^2] for normal x with these standard deviations.
+
+    E[x_i^2 / |x|^2] is the integral over t > 0 of s_i^2 / (1 + 2 t s_i^2) times the product of (1 + 2 t s_j^2)^(-1/2).
+    """
+    squares = scales**2
+
+    def integrand(log_t: float, square: float) -> float:
+        t = math.exp(log_t)
+        return float(t * square / (1 + 2 * t * square) / np.prod(np.sqrt(1 + 2 * t * squares)))
+
+    moments = [scipy.integrate.quad(integrand, -30, 30, args=(s,), limit=200)[0] for s in squares]
+    assert sum(moments) == pytest.approx(1.0, rel=1e-3)
+    return math.sqrt(max(moments) / min(moments))
+
+
+@pytest.mark.parametrize("spread", [3.0, 30.0, 100.0])
+def test_mixed_features_look_as_anisotropic_as_their_directions_are(spread: float) -> None:
+    """A sample of n directions changes each spread by at most (1 + r) / (1 - r), by which `anisotropy` divides."""
+    expected = _direction_spread(np.logspace(0, -math.log10(spread), 12)) ** 2
+    r = math.sqrt(12 / 216)
+    chance = ((1 + r) / (1 - r)) ** 2  # both sides
+    assert max(1.0, expected / chance**2) <= anisotropy(_mixed(12, 12, 216, spread)) <= expected
+
+
+def test_features_without_one_direction_are_infinitely_anisotropic() -> None:
     left = _normal(4, 30)
     left[3] = 0.0
     assert anisotropy(KhatriRao(left, _normal(30, 3))) == math.inf

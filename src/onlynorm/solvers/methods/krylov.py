@@ -270,9 +270,9 @@ def _direction_grams(
 
 
 def anisotropy(operator: KhatriRao) -> float:
-    """How far the features are from isotropic: the factor in kappa that whitening would remove.
+    """How far the features are from isotropic: the factor in kappa that whitening would remove, at least.
 
-    From a stride of the features, sixteen per row of each factor, against what an isotropic sample of that size
+    From a stride of the features, sixteen per row of each factor, divided by what an isotropic sample of that size
     shows by chance: (1 + r) / (1 - r) with r^2 = width / sample. Isotropic features come out near one.
     """
     step = max(1, operator.n_features // (16 * max(operator.out, operator.inp)))
