@@ -380,6 +380,8 @@ CALLS: dict[str, Call] = {
     "solvers.KhatriRao.regenerating": fn(on.KhatriRao.regenerating, source=once(_drawn), block=4),
     "solvers.KhatriRao.apply": method(_operator, "apply", gamma=normal(7)),
     "solvers.KhatriRao.transpose": method(_operator, "transpose", residual=TARGET),
+    "solvers.KhatriRao.gram": method(_operator, "gram", is_whole=True),
+    "solvers.KhatriRao.gram_apply": method(_operator, "gram_apply", gamma=normal(7)),
     "solvers.KhatriRao.row_gram_apply": method(_operator, "row_gram_apply", residual=TARGET),
     "solvers.KhatriRao.materialise": method(_operator, "materialise", dtype=torch.float32),
     "solvers.KhatriRao.to": method(_operator, "to", dtype=torch.float32),

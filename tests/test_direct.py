@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from systems import normal
 from torch import Tensor
 
 import onlynorm as on
@@ -83,6 +84,29 @@ def test_gmres_takes_over_where_refinement_stops(monkeypatch: pytest.MonkeyPatch
     assert _condition(operator.materialise()) * torch.finfo(torch.float32).eps > 1
     assert calls
     assert _residual(operator, target, found.gamma) <= 1e-11
+
+
+@pytest.mark.parametrize("n", [1, 5, 256, 257, 600])
+def test_float32_factors_substitute_in_float64(n: int) -> None:
+    lu = normal(n, n).float() / n + 2.0 * torch.eye(n)
+    right = normal(n, 2, seed=1)
+    lower = lu.double().tril(-1) + torch.eye(n, dtype=torch.float64)
+    made = lower @ (lu.double().triu() @ direct._substitute_in_double(lu, right.clone()))
+    assert _relative(made, right) <= 10 * n * EPS
+
+
+def test_gmres_takes_few_steps_beside_one_tiny_singular_value() -> None:
+    """Float32 substitutions, which round in a way that is not linear, would take a hundred steps and more."""
+    n = 600
+    u, _, v = torch.linalg.svd(normal(n, n))
+    s = torch.linspace(1.0, 0.02, n, dtype=torch.float64)
+    s[-1] = 1e-7
+    matrix = u * s @ v
+    operator = KhatriRao(torch.ones(1, n, dtype=torch.float64), matrix.mT.contiguous())
+    target = normal(1, n, seed=2)
+    found = solve_lu(operator, target, tolerance=1e-9)
+    assert _residual(operator, target, found.gamma) <= 1e-9
+    assert found.iterations <= 40
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(1.3, 3.0))

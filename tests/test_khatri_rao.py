@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,18 @@ def test_transpose_is_the_product_with_the_transposed_matrix(case: Case) -> None
     bound = residual.double().abs().flatten(-2) @ case.matrix.abs()
     assert found.shape == (*case.batch, case.operator.n_features)
     assert case.near(found, expected, bound, case.operator.equations)
+
+
+@given(cases())
+def test_gram_apply_is_transpose_after_apply(case: Case) -> None:
+    gamma = case.normal(case.operator.n_features)
+    expected = case.operator.transpose(case.operator.apply(gamma))
+    assert torch.equal(case.operator.gram_apply(gamma), expected)
+    with_buffer = case.operator.gram_apply(gamma, work=case.operator.scratch())
+    columns = case.matrix.mT @ case.matrix
+    bound = gamma.double().abs() @ (case.matrix.abs().mT @ case.matrix.abs())
+    terms = case.operator.n_features + case.operator.equations
+    assert case.near(with_buffer, gamma.double() @ columns, bound, terms)
 
 
 @given(cases())
@@ -285,9 +298,9 @@ def test_the_gram_of_features_is_that_of_the_matrix_whatever_the_size(shape: tup
 
 
 def test_a_matrix_beyond_the_memory_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(khatri_rao, "memory_limit", lambda: 1000)
-    operator = KhatriRao(torch.ones(10, 20), torch.ones(20, 10))
-    message = r"materialise of 100 x 20 needs 8 kB; the limit is 1 kB\. Use apply and transpose"
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10**8))
+    operator = KhatriRao(torch.ones(100, 9000), torch.ones(9000, 100))
+    message = r"materialise of 10000 x 9000 needs 0.36 GB; got 0.1 GB of free memory\. Use apply and transpose"
     with pytest.raises(MemoryLimitError, match=message):
         operator.materialise()
 

@@ -65,7 +65,7 @@ def test_the_peak_is_there_after_an_exception() -> None:
 
 
 def test_without_the_kernels_help_a_thread_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_reset_peak", lambda: False)
+    monkeypatch.setattr(memory, "_reset_peak", lambda: None)
     before = threading.active_count()
     with MemoryMeter() as meter:
         block = np.ones(BLOCK, dtype=np.uint8)

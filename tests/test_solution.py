@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,35 @@ def test_wide_systems_give_the_solution_of_least_norm(method: str, out: int, inp
     assert solution.is_exact
     if method != "auto":
         assert solution.method == method
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(("out", "inp"), [*SHAPES, (1, 300), (20, 20)])
+def test_any_solution_is_exact_and_may_use_as_many_features_as_equations(
+    out: int, inp: int, batch: tuple[int, ...]
+) -> None:
+    n = out * inp
+    left, right, target = draw_system(out, inp, 2 * n, *batch, seed=out)
+    solution = on.solve(left, right, target, tolerance=1e-10, least_norm=False)
+    assert relative(rebuild(left, right, solution.gamma), target) <= 1e-10
+    if n >= 300:
+        assert solution.method == "lu"
+        assert not bool(solution.gamma[..., n:].any())
+        assert relative(solution.gamma[..., :n], least_squares(left[:, :n], right[:n], target)) <= 1e-6
+
+
+def test_any_solution_is_the_one_of_least_norm_where_the_first_features_are_dependent() -> None:
+    left, right, target = draw_system(20, 20, 800, seed=0)
+    left[:, 1], right[1] = left[:, 0], right[0]
+    solution = on.solve(left, right, target, tolerance=1e-10, least_norm=False)
+    assert relative(solution.gamma, on.solve(left, right, target).gamma) <= 1e-7
+    assert relative(rebuild(left, right, solution.gamma), target) <= 1e-10
+
+
+@pytest.mark.parametrize("choices", [{"near": 1.0}, {"minimum_width": True}])
+def test_any_solution_cannot_be_asked_for_beside_a_definite_one(choices: dict[str, Any]) -> None:
+    with pytest.raises(ValueRangeError, match="least_norm=False"):
+        on.solve(*draw_system(3, 3, 18, seed=0), least_norm=False, **choices)
 
 
 @pytest.mark.parametrize("method", ["auto", "lu", "svd"])

@@ -110,13 +110,12 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
     def __enter__(self) -> MemoryMeter:
         for meter in _running:
             meter._note_peak()
-        self._exact = _reset_peak()
-        if self._exact:
-            self._start = _status_bytes("VmRSS:")
-        else:
+        start = _reset_peak()
+        self._exact = start is not None
+        if start is None:
             self._process = psutil.Process()
-            self._start = int(self._process.memory_info().rss)
-        self._highest = self._start
+            start = int(self._process.memory_info().rss)
+        self._start = self._highest = start
         if not self._exact:
             self._stop = threading.Event()
             self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -136,22 +135,30 @@ class MemoryMeter(AbstractContextManager["MemoryMeter"]):
 
     def _note_peak(self) -> None:
         if self._exact:
-            self._highest = max(self._highest, _status_bytes("VmHWM:"))
+            self._highest = max(self._highest, _status_bytes(_read_status(), b"VmHWM:"))
 
     def _sample(self) -> None:
         while not self._stop.wait(0.005):
             self._highest = max(self._highest, int(self._process.memory_info().rss))
 
 
-def _reset_peak() -> bool:
+def _reset_peak() -> int | None:
+    """The resident memory, at which the peak begins again; None where the system cannot reset it."""
     try:
-        _CLEAR.write_bytes(b"5")
-        return _status_bytes("VmHWM:") > 0
+        with open(_CLEAR, "wb", buffering=0) as file:
+            file.write(b"5")
+        status = _read_status()
     except OSError:
-        return False
+        return None
+    return _status_bytes(status, b"VmRSS:") if _status_bytes(status, b"VmHWM:") > 0 else None
 
 
-def _status_bytes(entry: str) -> int:
+def _read_status() -> bytes:
+    with open(_STATUS, "rb", buffering=0) as file:
+        return file.read()
+
+
+def _status_bytes(status: bytes, entry: bytes) -> int:
     """One size of /proc/self/status, 0 where it is missing."""
-    found = _STATUS.read_text().partition(entry)[2]
+    found = status.partition(entry)[2]
     return int(found.split(maxsplit=1)[0]) * 1024 if found else 0

@@ -44,11 +44,13 @@ MAX_ITERATIONS = 6000
 RATES = {torch.float32: 1e11, torch.float64: 5e10}
 """Operations per second of a matrix product on one nominal core (a multiply-add counts as two): 256-bit vectors at
 about 3 GHz. The choice depends on their ratio only, which is 2 wherever vectors hold both precisions."""
+BANDWIDTH, CACHED = 1.3e10, 16 * 2**20
+"""Bytes per second that are read from memory, and bytes of features that stay in the cache between two sweeps."""
 ELEMENTS = 1e9
 """Elementwise operations per second."""
 CALL = 3e-5
 """Seconds that a handful of calls take besides their arithmetic: one iteration, or one refinement."""
-EFFICIENCY = {"product": 0.9, "pairs": 0.7, "lu": 0.7, "cholesky": 0.75, "qr": 0.3, "svd": 0.1}
+EFFICIENCY = {"product": 0.9, "pairs": 0.7, "lu": 0.9, "cholesky": 0.75, "qr": 0.3, "svd": 0.1}
 """The fraction of the nominal rate that each kind of work reaches."""
 REFINABLE = 0.1
 """kappa^2 eps up to which refinement with a Cholesky factor converges: it gains a factor of 1e3 or more at a tenth."""
@@ -192,7 +194,10 @@ def _options(
     )  # fmt: skip
     count = predict_iterations(kappa, tolerance)
     room = krylov_memory(n_outputs, n_inputs, n_features)
-    if room > memory:
+    if block is None and not keeps_copy(n_outputs, n_inputs, n_features):
+        converted = cached_features(n_features, 4 * (n_outputs + n_inputs))
+        room = min(room, krylov_memory(n_outputs, n_inputs, n_features, block=converted))
+    elif room > memory:
         room = min(room, krylov_memory(n_outputs, n_inputs, n_features, block=block))
     sweep = sweep_seconds(n_outputs, n_inputs, n_features) + CALL
     krylov = option(
@@ -215,7 +220,9 @@ def _options(
 def sweep_seconds(n_outputs: int, n_inputs: int, n_features: int) -> float:
     """Seconds of one product with M M^T in float32. With few outputs or inputs it waits for memory."""
     efficiency = min(EFFICIENCY["product"], 0.35 + 0.035 * min(n_outputs, n_inputs))
-    return 4.0 * n_features * n_outputs * n_inputs / (efficiency * RATES[torch.float32]) + CALL
+    computing = 4.0 * n_features * n_outputs * n_inputs / (efficiency * RATES[torch.float32])
+    n_bytes = 4 * n_features * (n_outputs + n_inputs)
+    return max(computing, n_bytes / BANDWIDTH if n_bytes > CACHED else 0.0) + CALL
 
 
 def _gram_seconds(n_outputs: int, n_inputs: int, n_features: int, rate: float) -> float:
@@ -254,12 +261,12 @@ def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int 
 def keeps_copy(n_outputs: int, n_inputs: int, n_features: int) -> bool:
     """Whether an iteration keeps a float32 copy of stored features, or converts them in every sweep.
 
-    A large one is not kept where it would take more than a twentieth of
-    the dense matrix, as it does for many features, and the products are large enough to hide most of the conversion.
+    A large one is not kept where a solve would then take more than about a twentieth of the memory of the dense matrix,
+    as it does for many features, and the products are large enough to hide most of the conversion.
     """
     thin, copy = min(n_outputs, n_inputs), 4 * n_features * (n_outputs + n_inputs)
     whole = copy + 8 * n_features * thin + 4 * 2**20
-    return copy <= LARGE_COPY or thin < HIDING or whole <= 8 * (n_outputs * n_inputs) ** 2 / 20
+    return copy <= LARGE_COPY or thin < HIDING or whole <= 8 * (n_outputs * n_inputs) ** 2 / 24
 
 
 def _reason(best: Option, options: tuple[Option, ...], equations: int, n_features: int) -> str:

@@ -31,8 +31,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, shown
-from onlynorm.memory import aligned, memory_limit, need_memory
-from onlynorm.validate import as_real, as_tensor, need_float_dtype, need_instance, need_integer
+from onlynorm.memory import aligned
+from onlynorm.validate import (
+    as_real,
+    as_tensor,
+    need_flag,
+    need_float_dtype,
+    need_free_memory,
+    need_instance,
+    need_integer,
+)
 
 CACHE_BYTES = 4 * 2**20
 """A block of features of about this size stays in the processor's cache between the two products of a sweep."""
@@ -76,7 +84,7 @@ class Operator(Protocol):
     def gram_apply(self, gamma: Tensor, *, work: Tensor | None = None) -> Tensor: ...
     def row_gram_apply(self, residual: Tensor, *, work: Tensor | None = None) -> Tensor: ...
     def scratch(self) -> Tensor: ...
-    def gram(self) -> Tensor: ...
+    def gram(self, *, is_whole: bool = True) -> Tensor: ...
     def row_gram(self) -> Tensor: ...
     def one_norm(self) -> float: ...
     def materialise(self, *, dtype: torch.dtype | None = None) -> Tensor: ...
@@ -226,9 +234,12 @@ class KhatriRao:
         self, gamma: Float[Tensor, "*batch feat"], *, work: Tensor | None = None
     ) -> Float[Tensor, "*batch feat"]:
         """M^T M gamma in two sweeps. `work` is as in `row_gram_apply`."""
+        gamma = as_real("gamma", gamma, cure="Pass one entry per feature.").to(self.dtype)
         if work is None or gamma.ndim > 1:
             return self.transpose(self.apply(gamma))
         self._need_scratch(work)
+        if len(gamma) != self.n_features:
+            raise ShapeError(f"gram_apply needs gamma ({self.n_features},); got {tuple(gamma.shape)}.")
         gamma = gamma.detach()  # products into a buffer have no gradient
         matrix = gamma.new_zeros(sorted((self.out, self.inp)))
         for where, narrow, broad in self._thin_blocks():
@@ -290,12 +301,16 @@ class KhatriRao:
         """The largest column sum of |M|, which factors: |left[:, f]|_1 |right[f, :]|_1."""
         return max(float((left.abs().sum(-1) * right.abs().sum(-1)).max()) for _, left, right in self.blocks())
 
-    def gram(self) -> Float[Tensor, "feat feat"]:
-        """M^T M, elementwise from two small symmetric products; n_features squared numbers."""
+    def gram(self, *, is_whole: bool = True) -> Float[Tensor, "feat feat"]:
+        """M^T M, elementwise from two small symmetric products; n_features squared entries.
+
+        `is_whole=False` may leave out what lies below the diagonal: a Cholesky factorization does not need it.
+        """
+        need_flag("is_whole", is_whole)
         left, right = self.dense()
         if min(self.out, self.inp) == 1:
-            return _self_product(left.mT * right)
-        return _self_product(left.mT, right)
+            return _self_product(left.mT * right, is_whole=is_whole)
+        return _self_product(left.mT, right, is_whole=is_whole)
 
     def row_gram(self) -> Float[Tensor, "eq eq"]:
         """M M^T; equations squared entries, M is not built."""
@@ -344,11 +359,10 @@ class KhatriRao:
     def materialise(self, *, dtype: torch.dtype | None = None) -> Float[Tensor, "eq feat"]:
         """M as a dense matrix in column-major order, to check against and to factorize."""
         dtype = self.dtype if dtype is None else need_float_dtype("dtype", dtype)
-        need_memory(
+        need_free_memory(
             f"materialise of {self.equations} x {self.n_features}",
             self.equations * self.n_features * dtype.itemsize,
-            memory_limit(),
-            "Use apply and transpose, which never build the matrix.",
+            cure="Use apply and transpose, which never build the matrix.",
         )
         by_feature = torch.empty(self.n_features, self.out, self.inp, dtype=dtype, device=self.device)
         for where, left, right in self.blocks():
@@ -507,22 +521,32 @@ def _accumulate(total: Tensor, scaled: Tensor, broad: Tensor) -> None:
         total += scaled @ broad
 
 
-def _self_product(rows: Float[Tensor, "n k"], other: Float[Tensor, "n m"] | None = None) -> Float[Tensor, "n n"]:
-    """rows @ rows^T, times other @ other^T elementwise if given: the lower triangle in block columns, then mirrored.
+def _self_product(
+    rows: Float[Tensor, "n k"], other: Float[Tensor, "n m"] | None = None, *, is_whole: bool = True
+) -> Float[Tensor, "n n"]:
+    """rows @ rows^T, times other @ other^T elementwise if given: the upper triangle in block rows, then mirrored.
 
-    Only a block column of the second product exists at a time: fresh memory would cost as much as the arithmetic.
+    Only a block row of the second product exists at a time: fresh memory would cost as much as the arithmetic. One
+    product alone, without its mirror image, is what BLAS computes fastest.
     """
     n = len(rows)
+    if other is None and not is_whole and rows.device.type == "cpu":
+        import scipy.linalg
+
+        columns = rows.contiguous().numpy().T
+        (syrk,) = scipy.linalg.get_blas_funcs(("syrk",), (columns,))
+        return torch.from_numpy(syrk(1.0, columns, trans=1, lower=1)).mT
     if n <= COLUMNS:
         return rows @ rows.mT if other is None else (rows @ rows.mT).mul_(other @ other.mT)
     step = max(COLUMNS, -(-n // 8))
     product = rows.new_empty(n, n)
     for start in range(0, n, step):
         stop = start + step
-        part = torch.mm(rows[start:], rows[start:stop].mT, out=product[start:, start:stop])
+        part = torch.mm(rows[start:stop], rows[start:].mT, out=product[start:stop, start:])
         if other is not None:
-            part *= other[start:] @ other[start:stop].mT
-        product[start:stop, stop:] = product[stop:, start:stop].mT
+            part *= other[start:stop] @ other[start:].mT
+        if is_whole:
+            product[stop:, start:stop] = product[start:stop, stop:].mT
     return product
 
 

@@ -20,7 +20,7 @@ from onlynorm.errors import ToleranceError, ValueRangeError, shown
 from onlynorm.features import Features
 from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable, release_free_memory
 from onlynorm.modules import without_autocast
-from onlynorm.solvers.choose import METHODS
+from onlynorm.solvers.choose import METHODS, choose
 from onlynorm.solvers.fallback import TINY, Attempt, climb
 from onlynorm.solvers.methods.closed_form import solve_closed_form
 from onlynorm.solvers.methods.direct import relative_residual
@@ -48,6 +48,8 @@ ROUNDED = 1e-12
 """A tolerance that dense features, as many as equations, reach in float64."""
 OPTIMAL = 1e-6
 """Relative to the target: a residual of which features could remove less than this is a least-squares optimum."""
+DENSE = 0.25
+"""The fraction of nonzero entries from which the first features, as many as equations, are hardly ever dependent."""
 LARGE = 8 * 2**20
 """Bytes of drawn features from which the scratch memory of drawing matters beside them."""
 _PROGRESS = "It is called with (iterations so far, relative residual)."
@@ -106,6 +108,7 @@ def solve(
     *,
     tolerance: float | None = None,
     method: str = "auto",
+    least_norm: bool = True,
     minimum_width: bool = False,
     near: Float[Tensor, " feat"] | float | None = None,
     precondition: bool | None = None,
@@ -115,7 +118,9 @@ def solve(
     """Gamma with left diag(gamma) right = target: the one of least norm, or the least-squares one if none is exact.
 
     The norm is that of the contributions, sum over f of (gamma_f |left[:, f]| |right[f, :]|)^2: features count as
-    scaled to unit length, so that the result is the same whatever their lengths are.
+    scaled to unit length, so that the result is the same whatever their lengths are. `least_norm=False` asks for any
+    exact gamma instead: where LU of as many features as equations is faster, the others get zero. Such a gamma is often
+    a hundred times as large.
 
     Giving a `tolerance` asks for exactness: too few features or a missed tolerance raise. Without it the solver aims at
     1e-10 and reports what it reached. `minimum_width` also chooses one scale per output row (`output_gamma`), which
@@ -132,8 +137,8 @@ def solve(
     need_finite("left", left)
     need_finite("right", right)
     return solve_operator(
-        operator, target, tolerance=tolerance, method=method, minimum_width=minimum_width, near=near,
-        precondition=precondition, memory=memory, progress=progress,
+        operator, target, tolerance=tolerance, method=method, least_norm=least_norm, minimum_width=minimum_width,
+        near=near, precondition=precondition, memory=memory, progress=progress,
     )  # fmt: skip
 
 
@@ -186,6 +191,7 @@ def solve_operator(
     *,
     tolerance: float | None = None,
     method: str = "auto",
+    least_norm: bool = True,
     minimum_width: bool = False,
     near: Float[Tensor, " feat"] | float | None = None,
     precondition: bool | None = None,
@@ -197,8 +203,8 @@ def solve_operator(
     if operator.dtype != torch.float64:
         operator = operator.cast(torch.float64)
     return _solve(
-        operator, target, tolerance=tolerance, method=method, minimum_width=minimum_width, near=near,
-        precondition=precondition, memory=memory, progress=progress,
+        operator, target, tolerance=tolerance, method=method, least_norm=least_norm, minimum_width=minimum_width,
+        near=near, precondition=precondition, memory=memory, progress=progress,
     )  # fmt: skip
 
 
@@ -208,6 +214,7 @@ def _solve(
     *,
     tolerance: float | None,
     method: str = "auto",
+    least_norm: bool = True,
     minimum_width: bool,
     near: Tensor | float | None = None,
     precondition: bool | None = None,
@@ -219,6 +226,11 @@ def _solve(
     wanted = need_tolerance(tolerance)
     need_choice("method", method, ("auto", *METHODS))
     need_flag("minimum_width", minimum_width)
+    if not need_flag("least_norm", least_norm) and (minimum_width or near is not None):
+        raise ValueRangeError(
+            "least_norm=False needs a system without minimum_width and near, which define a solution of their own. "
+            "Leave it out."
+        )
     if precondition is not None:
         need_flag("precondition", precondition)
     if progress is not None:
@@ -247,7 +259,9 @@ def _solve(
         else:
             features = None if fraction is None or method == "lu" else live_features(system)
             offset = _offset(operator, near, target, power)
-            attempt = _attempt(system, scaled, (outputs, inputs, features), offset, climbing)
+            masks = outputs, inputs, features
+            is_dense = fraction is None or fraction >= DENSE
+            attempt = _attempt(system, scaled, masks, offset, climbing, least_norm=least_norm or not is_dense)
             solution = _as_solution(attempt, relative_residual(system, scaled, attempt.gamma), wanted)
         solution = replace(solution, gamma=times_power(solution.gamma, power))
     solution = replace(solution, seconds=time.perf_counter() - start, peak_memory=meter.peak)
@@ -260,6 +274,8 @@ def _attempt(
     live: tuple[Tensor, Tensor, Tensor | None],
     offset: Tensor | None,
     climbing: dict[str, Any],
+    *,
+    least_norm: bool,
 ) -> Attempt:
     """The best attempt on what the offset leaves, at the outputs and inputs that features reach.
 
@@ -284,9 +300,12 @@ def _attempt(
         if rest.shape != target.shape or features is not None:
             system = system.restrict(outputs, inputs, features)
         if offset is None:
-            unit, lengths = system.unit()
-            attempt = climb(unit, rest, **{**climbing, "tolerance": tolerance})
-            attempt = replace(attempt, gamma=attempt.gamma / lengths)
+            found = None if least_norm else _solve_first(system, rest, climbing)
+            if found is None:
+                unit, lengths = system.unit()
+                found = climb(unit, rest, **climbing)
+                found = replace(found, gamma=found.gamma / lengths)
+            attempt = found
         else:  # nearest in gamma itself: another length of a feature would be another distance
             attempt = climb(system, rest, **{**climbing, "tolerance": tolerance})
         if features is not None:
@@ -300,6 +319,27 @@ def _attempt(
     optimality = growth * (attempt.left_over if attempt.optimality is None else attempt.optimality)
     added = EPS * math.sqrt(system.n_features) * growth
     return replace(attempt, gamma=gamma, left_over=growth * attempt.left_over, optimality=optimality + added)
+
+
+def _solve_first(system: KhatriRao, target: Tensor, climbing: dict[str, Any]) -> Attempt | None:
+    """LU of the first features, as many as equations; None where it is slower than least norm, or not exact."""
+    n, sizes = system.equations, (system.out, system.inp)
+    if climbing["method"] != "auto" or system.n_features <= n or not system.is_stored:
+        return None
+    settings = {"tolerance": climbing["tolerance"], "memory": climbing["limit"]}
+    whole, square = choose(*sizes, system.n_features, **settings), choose(*sizes, n, **settings)
+    lu = next(option for option in square.options if option.method == "lu")
+    if lu.obstacle or lu.seconds >= whole.option.seconds:
+        return None
+    left, right = system.dense()
+    unit, lengths = KhatriRao(left[:, :n], right[:n]).unit()
+    found = climb(unit, target, **{**climbing, "method": "lu", "prediction": None})
+    if not found.left_over <= climbing["tolerance"] or found.is_singular:
+        return None
+    gamma = target.new_zeros(*target.shape[:-2], system.n_features)
+    gamma[..., :n] = found.gamma / lengths
+    reason = f"LU of the first {n} features is faster than {whole.method}, and any solution was asked for"
+    return replace(found, gamma=gamma, reason=reason)
 
 
 def _as_solution(attempt: Attempt, residual: float, tolerance: float) -> Solution:

@@ -71,7 +71,7 @@ class BlockOperator:
         """Nothing: products of full size need no buffer of their own."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def gram(self) -> Float[Tensor, "feat feat"]:
+    def gram(self, *, is_whole: bool = True) -> Float[Tensor, "feat feat"]:
         """M^T M, block diagonal."""
         return torch.block_diag(*[self.block.gram()] * self.n_blocks)
 

@@ -95,7 +95,7 @@ class MinimumWidth:
         columns = self.sigma[:, None] * self.basis
         return -(columns[:, None, :] * self.target[:, :, None]).flatten(0, 1)
 
-    def gram(self) -> Float[Tensor, "feat feat"]:
+    def gram(self, *, is_whole: bool = True) -> Float[Tensor, "feat feat"]:
         """M^T M of the whole system."""
         whole = self.materialise()
         return whole.mT @ whole

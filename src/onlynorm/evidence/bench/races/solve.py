@@ -1,7 +1,9 @@
 """Benchmark of the solver: every system of a grid, solved by onlynorm and by its rivals, in turns, on one thread.
 
 Times are processor seconds: the best of several turns, after one that is not counted. A time means nothing alone, so
-what is judged is the ratio to the fastest rival that meets the tolerance:
+what is judged is the ratio to the fastest rival that meets the tolerance. Where features are more than equations there
+are two contests: for the solution of least norm, and with `least_norm=False` for any solution, which *LU of the first N
+features* gives as well. Tolerances:
 
 - a solvable system: relative residual |M gamma - T| / |T| of 1e-10, in float64 on the features themselves;
 - a system without a solution (fewer features than equations, or features of deficient rank): distance of M gamma from
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from onlynorm.evidence.arguments import listener, need_names
 from onlynorm.evidence.bench.competitors import (
+    ANY,
     GRID,
     LSMR,
     LU,
@@ -151,26 +154,33 @@ class Bench:
                 return row
         return None
 
-    def duels(self, family: str, *, of_least_norm: bool = False) -> list[Duel]:
-        """One for each system of the family, against all rivals or those whose gamma is of least norm like ours."""
+    def duels(self, family: str) -> list[Duel]:
+        """For the solution of least norm: one for each system of the family."""
+        return self._duels(family, OURS, lambda row: row.method != LU or row.excess <= 1.0)
+
+    def any_duels(self, family: str) -> list[Duel]:
+        """For any solution, against all rivals: one for each system with more features than equations."""
+        return self._duels(family, ANY, lambda row: True)
+
+    def _duels(self, family: str, name: str, is_rival: Callable[[Row], bool]) -> list[Duel]:
         found: dict[tuple[str, float], list[Row]] = {}
         for row in self.rows:
             if row.family == family:
                 found.setdefault((row.system, row.excess), []).append(row)
         duels = []
         for rows in found.values():
-            rivals = [row for row in rows if row.method != OURS and row.is_exact and math.isfinite(row.seconds)]
-            if of_least_norm:
-                rivals = [row for row in rivals if row.method != LU or row.excess <= 1.0]
-            ours = next(row for row in rows if row.method == OURS)
-            duels.append(Duel(ours, min(rivals, key=lambda row: row.seconds, default=None)))
+            able = (
+                row for row in rows if row.method not in (OURS, ANY) and row.is_exact and math.isfinite(row.seconds)
+            )
+            rival = min(filter(is_rival, able), key=lambda row: row.seconds, default=None)
+            duels += [Duel(row, rival) for row in rows if row.method == name]
         return duels
 
     def tables(self) -> list[Table]:
         """One table per family with a row per system, and one of what was left out."""
         families = dict.fromkeys(row.family for row in self.rows)
         left_out = [row for row in self.rows if math.isnan(row.seconds)]
-        tables = [_family_table(family, self.duels(family)) for family in families]
+        tables = [_family_table(family, self.duels(family) + self.any_duels(family)) for family in families]
         return tables + ([_left_out_table(left_out)] if left_out else [])
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,15 +244,14 @@ def bench_solve(
             say(f"{system.name}, excess {system.excess:g}")
             rows = _measure(system, repeats, quick)
             bench.rows += rows
-            on_duel(*Bench(rows).duels(system.family))
+            for duel in (*Bench(rows).duels(system.family), *Bench(rows).any_duels(system.family)):
+                on_duel(duel)
         shapes = dict.fromkeys((s.name, s.shape) for s in systems if s.family in GROWING)
         rates = {name: iteration_rate(shape) for name, shape in shapes}
     duels: list[Goal] = []
     for family in families:
-        everyone, alike = bench.duels(family), bench.duels(family, of_least_norm=True)
-        duels += _duel_goals(family, everyone)
-        if alike != everyone:
-            duels += _duel_goals(family, alike, rivals="rival of least norm")
+        duels += _duel_goals(f"{family}, least norm", bench.duels(family))
+        duels += _duel_goals(f"{family}, any solution", bench.any_duels(family))
     bench.goals = [*duels, *_large_goals(bench), *_rate_goals(rates), *_growth_goals(bench)]
     return bench
 
@@ -257,6 +266,8 @@ def _measure(system: System, repeats: int, quick: bool) -> list[Row]:
     solvers = dict(SOLVERS)
     if system.excess < 1.0:
         del solvers[LU]
+    if system.excess <= 1.0:
+        del solvers[ANY]
     if system.family not in GROWING:
         del solvers[PAPERS]
     shape, rate = (len(target), target.shape[1]), product_rate()
@@ -326,8 +337,8 @@ def _made(left: Tensor, right: Tensor, gamma: Tensor) -> Tensor:
     return (left[:, : len(gamma)].double() * gamma) @ right[: len(gamma)].double()
 
 
-def _duel_goals(family: str, duels: Sequence[Duel], *, rivals: str = "rival") -> Iterable[Goal]:
-    """One goal for all systems of a family."""
+def _duel_goals(name: str, duels: Sequence[Duel]) -> Iterable[Goal]:
+    """One goal for all systems of a contest."""
     judged = [duel for duel in duels if duel.rival is not None]
     if not judged:
         return
@@ -335,8 +346,8 @@ def _duel_goals(family: str, duels: Sequence[Duel], *, rivals: str = "rival") ->
     worst = max(judged, key=lambda duel: duel.badness)
     count = f"{len(missed)} of {len(judged)} missed; " if missed else ""
     yield Goal(
-        f"{family}, {len(judged)} systems: within the tolerance and at most {SLOWER} times as long as the fastest "
-        f"{rivals} within it, or 1 ms longer",
+        f"{name}, {len(judged)} systems: within the tolerance and at most {SLOWER} times as long as the fastest rival "
+        "within it, or 1 ms longer",
         f"{count}worst {worst}",
         not missed,
     )
