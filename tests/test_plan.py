@@ -79,8 +79,10 @@ def test_what_is_planned_is_what_reconstruct_makes(choices: dict[str, Any]) -> N
         assert row.costs.equations == sum(source.equations for source in sources)
         assert row.costs.n_norm_parameters == sum(p.numel() for p in block.parameters())
         assert row.n_target_parameters == sum(p.numel() for p in target.parameters())
-        frozen = sum(source.left().numel() + source.right().numel() for source in sources)
+        frozen = sum(source.n_frozen for source in sources)
         assert row.costs.n_frozen == frozen
+        if sources[0].is_structured:  # as many multiplications as the layer itself
+            frozen = block.n_features
         assert row.n_multiplications == POSITIONS[row.name] * frozen
         assert row.costs.method == layer.method
     total = planned.total
@@ -272,6 +274,15 @@ def test_activations_are_counted_as_they_are_held() -> None:
     assert measured.peak >= 8 * 10 * 7 * (4 + 6 + 6)
 
 
+def test_a_large_batch_does_not_hide_what_one_sample_takes() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    layers, batch = find_layers(network).layers, torch.zeros(40, 3, 8, 8)
+    one, many = (measure_activations(network, layers, inputs, 10) for inputs in (batch[:1].clone(), batch))
+    assert one == many
+    # The first convolution is unfolded to 27 numbers for each of 36 positions.
+    assert many.peak >= 8 * 10 * 36 * 27
+
+
 MEASURED: list[dict[str, Any]] = [
     {"network": "mlp", "sizes": [64, 32, 10]},
     {"network": "mlp", "sizes": [64, 32, 10], "excess": 1.0},
@@ -293,6 +304,10 @@ MEASURED: list[dict[str, Any]] = [
     {"network": "conv", "sizes": [8, 8], "construction": "multilayer"},
     {"network": "conv", "sizes": [8, 8], "construction": "deep", "features": "orthogonal"},
     {"network": "transformer", "sizes": [48, 4, 96, 2], "features": "id_cond"},
+    {"network": "conv", "sizes": [128, 8], "features": "id_cond"},
+    {"network": "conv", "sizes": [64, 8], "features": "id_cond", "activation": "linear", "n_samples": 16},
+    {"network": "conv", "sizes": [256, 7], "features": "id_cond", "n_samples": 8},
+    {"network": "mlp", "sizes": [512, 512, 10], "features": "ortho_cond"},
     {"network": "resnet", "sizes": [8], "features": "id_cond"},
 ]
 

@@ -92,6 +92,7 @@ def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Ten
     positions: dict[str, int] = {}
     sizes: dict[str, int] = {}
     received: dict[str, list[Tensor]] = {}
+    own = {x.untyped_storage()._cdata for x in inputs}  # counted as inputs
     hooks = []
     for layer in layers:
 
@@ -106,12 +107,11 @@ def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Ten
         module = network.get_submodule(layer.name)
         hooks += [module.register_forward_pre_hook(keep), module.register_forward_hook(count)]
     try:
-        with _Live() as live, torch.no_grad():
+        with _Live(own) as live, torch.no_grad():
             run(network, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    own = {x.untyped_storage()._cdata for x in inputs}  # counted as inputs
     numbers: dict[int, int] = {}
     listed = []
     for layer in layers:
@@ -124,10 +124,14 @@ def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Ten
 
 
 class _Live(TorchDispatchMode):
-    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers."""
+    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers.
 
-    def __init__(self) -> None:
+    Storages in `own` are not followed.
+    """
+
+    def __init__(self, own: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._own = own
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -140,7 +144,8 @@ class _Live(TorchDispatchMode):
         tensors = [x for x in tree_iter(made) if isinstance(x, Tensor)]
         for x in tensors:
             storage = StorageWeakRef(x.untyped_storage())
-            self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
+            if storage.cdata not in self._own:
+                self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
         now = sum(size for _, size in self._alive.values()) + _unfolded(function, args, tensors)
         self.peak = max(self.peak, now)

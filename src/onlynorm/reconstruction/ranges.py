@@ -330,6 +330,7 @@ def record_calls(
                     f"a layer needs its input as a positional argument; {name!r} is called with "
                     f"{', '.join(named) or 'nothing'}. Call it as layer(x): a block takes its place."
                 )
+            release_free_memory()  # what earlier layers freed would else stay resident beside this layer's work
             received = args[0].detach()
             copies_now = copies or received.is_inference()
             seen.setdefault(name, []).append(received.clone() if copies_now else received)

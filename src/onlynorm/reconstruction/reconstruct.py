@@ -174,6 +174,7 @@ def _reconstruct(
     wanted = [] if error is None else _need_tensors(outputs_of(run(rebuilt, few)))
     sample = accepted_samples(network, cast(inputs, precision(network)), 1)
     same = outputs_of(run(network, sample))
+    release_free_memory()
     is_calibrated = box is None and not isinstance(recipe.activation, nn.Identity | None)
     seen = see(rebuilt, found.layers, given, box, hold_back=is_calibrated)
     working = dataclasses.replace(recipe, activation=_copy_activation(recipe, given[0].device))
