@@ -18,6 +18,8 @@ ID cond features at the minimum width: as many numbers to choose as the target h
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +30,7 @@ from torch import Tensor
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError, shown
 from onlynorm.features.orthogonal import haar_matrix
 from onlynorm.features.streams import Stream, as_integer
+from onlynorm.memory import memory_budget
 
 
 @runtime_checkable
@@ -151,10 +154,29 @@ class OrthoCond:
 
     @classmethod
     def draw(cls, rows: int, cols: int, *, seed: int, layer: str) -> OrthoCond:
-        """Independent Haar matrices from the streams "left" and "right"."""
+        """Independent Haar matrices from the streams "left" and "right"; drawn once, while they stay in the cache.
+
+        They take rows^3 + cols^3 operations, and a network is rebuilt, saved and loaded with the same ones. The cache
+        holds the factors that were used last, up to `CACHED` of the memory of the machine.
+        """
+        key = (rows, cols, seed, layer)
+        with _lock:
+            if key in _drawn:
+                _drawn.move_to_end(key)
+                return _drawn[key]
         left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
         right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
-        return cls(left, right.T.contiguous())
+        made = cls(left, right.T.contiguous())
+        with _lock:
+            _drawn[key] = made
+            while sum(one.n_bytes for one in _drawn.values()) > CACHED * memory_budget():
+                _drawn.popitem(last=False)
+        return made
+
+    @property
+    def n_bytes(self) -> int:
+        """The memory of both factors."""
+        return sum(u.numel() * u.element_size() for u in (self.left_factor, self.right_factor))
 
     @property
     def rows(self) -> int:
@@ -210,6 +232,12 @@ class OrthoCond:
         return f"ortho_cond {self.rows}x{self.cols}\n".encode() + b"".join(
             u.double().cpu().contiguous().numpy().astype("<f8").tobytes() for u in factors
         )
+
+
+CACHED = 0.125
+"""Fraction of the machine's memory that drawn factors may stay in."""
+_drawn: OrderedDict[tuple[int, int, int, str], OrthoCond] = OrderedDict()
+_lock = threading.Lock()
 
 
 def one_hot(index: Int[Tensor, " block"], n: int, *, axis: int = 1) -> Float[Tensor, "_ _"]:
