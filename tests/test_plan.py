@@ -262,12 +262,8 @@ def test_activations_are_counted_as_they_are_held() -> None:
 
     network = Shares()
     measured = measure_activations(network, find_layers(network).layers, torch.zeros(3, 7, 4), 10)
-    assert [list(sizes.values()) for sizes in measured.received] == [
-        [8 * 10 * 7 * 4],
-        [8 * 10 * 7 * 6],
-        [8 * 10 * 7 * 6],
-    ]
-    assert measured.received[1].keys() == measured.received[2].keys()
+    # The sum with the positions; then what both heads receive, and beside it what the first returned.
+    assert measured.alive == {"first": 8 * 10 * 7 * 4, "left": 8 * 10 * 7 * 6, "right": 8 * 10 * 7 * (6 + 2)}
     assert measured.loads["left"] == Load(10, 7, 42)
     # The sum with the positions and both hidden layers, before and after the activation, with the outputs.
     assert measured.peak <= 8 * 10 * 7 * (4 + 6 + 6 + 5 + 5)

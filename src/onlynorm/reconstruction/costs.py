@@ -229,12 +229,13 @@ def grid_pass_memory(groups: Sequence[Features], load: Load, *, is_linear: bool)
     """What passing a batch through a block of structured features takes, beside its output."""
     one, part = groups[0], 8 * min(groups[0].n_features, PART)
     rows = load.n_samples * max(1, load.n_positions)
-    patches = 8 * rows * (one.cols + one.rows)
+    # Patches, what the factors make of them, and the sums over features.
+    patches = 8 * rows * ((2 if one.has_factors else 1) * one.cols + 2 * one.rows)
     if is_linear:
         return 8 * one.n_features + 8 * part + patches
     n_parts = min(load.n_samples, -(-8 * rows * one.cols // PATCH_BYTES)) if len(groups) == 1 else 1
     grids = 0 if one.is_full_grid else 24 * one.n_features
-    return 2 * patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.cols) + grids
+    return patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.cols) + grids
 
 
 @dataclass(frozen=True)
