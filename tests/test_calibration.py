@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from onlynorm.intervals import Box
 from onlynorm.models import mlp
-from onlynorm.modules.layers import find_layers
+from onlynorm.modules.layers import TargetLayer, find_layers
 from onlynorm.reconstruction import constructions, reconstruct
-from onlynorm.reconstruction.ranges import HeldBack, count_samples, see, watching, widen
+from onlynorm.reconstruction.ranges import HeldBack, Seen, count_samples, see, visit_layers, watching, widen
 from onlynorm.reconstruction.result import Calibration, LayerResult
 
 
@@ -289,3 +290,49 @@ def test_the_command_shows_the_warning(run_cli: RunCli) -> None:
     assert found["calibration"]["n_samples"] == 4
     assert found["calibration"]["n_outside"] > 0
     assert found["warnings"] == [found["calibration"]["warning"]]
+
+
+def test_what_a_layer_received_is_gone_when_the_next_but_one_is_rebuilt() -> None:
+    network, received = mlp((6,) * 9).double().eval(), []
+    alive = []
+
+    def visit(layer: TargetLayer, module: nn.Module, seen: Seen) -> None:
+        alive.append(sum(one() is not None for one in received))
+        received.append(weakref.ref(seen.inputs))
+
+    visit_layers(network, find_layers(network).layers, (batch(5, 6),), None, visit=visit)
+    assert len(alive) == 8
+    assert max(alive) <= 1
+
+
+class Guarded(nn.Module):
+    """Calls one layer twice, changes what it received in place, and runs the other in inference mode behind a guard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.first(torch.relu(x))
+            x.mul_(0.5)
+        try:
+            with torch.inference_mode():
+                return self.second(x).clone()
+        except Exception:
+            return torch.zeros(len(x), 3, dtype=x.dtype)
+
+
+def test_layers_are_rebuilt_inside_whatever_the_network_does_around_them() -> None:
+    target, x = Guarded().double().eval(), batch(6, 4)
+    made = reconstruct(target, inputs=x, activation=nn.ReLU())
+    assert float((made.network(x) - target(x)).abs().max()) <= 1e-9
+    assert all(parameter.requires_grad and not parameter.is_inference() for parameter in made.network.parameters())
+
+    def stop(layer: TargetLayer, *_: object) -> None:
+        if layer.name == "second":
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match=r"^enough$"):
+        visit_layers(target, find_layers(target).layers, (x,), None, visit=stop)
+    assert not target.second._forward_pre_hooks

@@ -78,7 +78,7 @@ def test_a_layer_of_rank_two_is_rebuilt(name: str, choices: dict[str, Any]) -> N
     costs = construction.estimate(find_layers(network).layers[0], recipe)
     assert costs.n_features == block.n_features
     assert costs.n_norm_parameters == made.n_norm_parameters == sum(p.numel() for p in block.parameters())
-    assert costs.n_frozen == sum(one.n_features * (one.rows + one.cols) for one in block.sources())
+    assert costs.n_frozen == sum(one.n_frozen for one in block.sources())
 
     for storage in ("dense", "seed"):
         words = json.loads(json.dumps(block.settings()))

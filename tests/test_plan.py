@@ -79,8 +79,10 @@ def test_what_is_planned_is_what_reconstruct_makes(choices: dict[str, Any]) -> N
         assert row.costs.equations == sum(source.equations for source in sources)
         assert row.costs.n_norm_parameters == sum(p.numel() for p in block.parameters())
         assert row.n_target_parameters == sum(p.numel() for p in target.parameters())
-        frozen = sum(source.left().numel() + source.right().numel() for source in sources)
+        frozen = sum(source.n_frozen for source in sources)
         assert row.costs.n_frozen == frozen
+        if sources[0].is_structured:  # as many multiplications as the layer itself
+            frozen = block.n_features
         assert row.n_multiplications == POSITIONS[row.name] * frozen
         assert row.costs.method == layer.method
     total = planned.total
@@ -260,16 +262,21 @@ def test_activations_are_counted_as_they_are_held() -> None:
 
     network = Shares()
     measured = measure_activations(network, find_layers(network).layers, torch.zeros(3, 7, 4), 10)
-    assert [list(sizes.values()) for sizes in measured.received] == [
-        [8 * 10 * 7 * 4],
-        [8 * 10 * 7 * 6],
-        [8 * 10 * 7 * 6],
-    ]
-    assert measured.received[1].keys() == measured.received[2].keys()
+    # The sum with the positions; then what both heads receive, and beside it what the first returned.
+    assert measured.alive == {"first": 8 * 10 * 7 * 4, "left": 8 * 10 * 7 * 6, "right": 8 * 10 * 7 * (6 + 2)}
     assert measured.loads["left"] == Load(10, 7, 42)
     # The sum with the positions and both hidden layers, before and after the activation, with the outputs.
     assert measured.peak <= 8 * 10 * 7 * (4 + 6 + 6 + 5 + 5)
     assert measured.peak >= 8 * 10 * 7 * (4 + 6 + 6)
+
+
+def test_a_large_batch_does_not_hide_what_one_sample_takes() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+    layers, batch = find_layers(network).layers, torch.zeros(40, 3, 8, 8)
+    one, many = (measure_activations(network, layers, inputs, 10) for inputs in (batch[:1].clone(), batch))
+    assert one == many
+    # The first convolution is unfolded to 27 numbers for each of 36 positions.
+    assert many.peak >= 8 * 10 * 36 * 27
 
 
 MEASURED: list[dict[str, Any]] = [
@@ -293,6 +300,10 @@ MEASURED: list[dict[str, Any]] = [
     {"network": "conv", "sizes": [8, 8], "construction": "multilayer"},
     {"network": "conv", "sizes": [8, 8], "construction": "deep", "features": "orthogonal"},
     {"network": "transformer", "sizes": [48, 4, 96, 2], "features": "id_cond"},
+    {"network": "conv", "sizes": [128, 8], "features": "id_cond"},
+    {"network": "conv", "sizes": [64, 8], "features": "id_cond", "activation": "linear", "n_samples": 16},
+    {"network": "conv", "sizes": [256, 7], "features": "id_cond", "n_samples": 8},
+    {"network": "mlp", "sizes": [512, 512, 10], "features": "ortho_cond"},
     {"network": "resnet", "sizes": [8], "features": "id_cond"},
 ]
 

@@ -88,7 +88,7 @@ def test_every_layer_is_rebuilt(name: str, skip: str, choices: dict[str, Any]) -
     assert costs.n_norm_parameters == sum(p.numel() for p in block.parameters())
     if block.skips or name == "square":
         n_skip = sum(one.right().numel() for one in block.skips)
-        assert costs.n_frozen == n_skip + sum(one.n_features * (one.rows + one.cols) for one in block.features)
+        assert costs.n_frozen == n_skip + sum(one.n_frozen for one in block.features)
 
     for storage in ("dense", "seed"):
         words = json.loads(json.dumps(block.settings()))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import onlynorm as on
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
-from onlynorm.features import Features, draw
+from onlynorm.features import Features, draw, structured
+from onlynorm.features.orthogonal import haar_matrix
 from onlynorm.features.streams import Stream
 from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure
 
@@ -224,3 +230,34 @@ def test_frozen_weights_are_laid_out_once(name: str) -> None:
     structure = structure_of(draw(name, (5, 7)))
     assert structure.left(2, 20).is_contiguous()
     assert structure.right(2, 20).is_contiguous()
+
+
+def test_orthogonal_factors_are_drawn_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drawn = []
+
+    def count(stream: Stream, n: int) -> Any:
+        drawn.append((stream.layer, n))
+        return haar_matrix(stream, n)
+
+    monkeypatch.setattr(structured, "haar_matrix", count)
+    monkeypatch.setattr(structured, "_drawn", OrderedDict())
+    target = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).eval()
+    result = on.reconstruct(target, inputs=torch.rand(4, 7), features="ortho_cond", activation=nn.ReLU())
+    on.save(result, tmp_path / "net")
+    loaded = on.load(tmp_path / "net", into=target)
+    assert on.verify(target, loaded, torch.rand(4, 7)).is_reproducible
+    assert sorted(drawn) == [("0", 5), ("0", 7), ("1", 3), ("1", 5)]
+
+
+def test_cached_factors_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_drawn", cache := OrderedDict())
+    monkeypatch.setattr(structured, "memory_budget", lambda: 8 * 8 * 2 * (16 + 16))
+    first, second = (OrthoCond.draw(4, 4, seed=0, layer=name) for name in "ab")
+    assert OrthoCond.draw(4, 4, seed=0, layer="a") is first
+    OrthoCond.draw(4, 4, seed=0, layer="c")
+    assert [key[-1] for key in cache] == ["a", "c"]
+    again = OrthoCond.draw(4, 4, seed=0, layer="b")
+    assert again is not second
+    assert torch.equal(again.left_factor, second.left_factor)
+    OrthoCond.draw(40, 40, seed=0, layer="too large to stay")
+    assert not cache

@@ -87,7 +87,7 @@ def test_every_layer_is_rebuilt_as_chosen(name: str, choices: dict[str, Any]) ->
     costs = construction.estimate(find_layers(network).layers[0], recipe)
     assert costs.n_features == block.n_features
     assert costs.n_norm_parameters == sum(p.numel() for p in block.parameters())
-    assert costs.n_frozen == sum(one.n_features * (one.rows + one.cols) for one in block.sources())
+    assert costs.n_frozen == sum(one.n_frozen for one in block.sources())
     assert costs.equations == sum(one.equations for one in block.sources())
     # At square systems the predicted condition may promise little, but never nothing.
     assert costs.error <= 1e-6

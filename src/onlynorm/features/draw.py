@@ -25,7 +25,7 @@ from torch import Tensor
 from onlynorm.errors import ShapeError, ValueRangeError, shown
 from onlynorm.features.distributions import STRUCTURED, Distribution, Side, lookup
 from onlynorm.features.streams import Stream, as_integer, check_density, check_range, check_seed
-from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure
+from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure, one_hot
 from onlynorm.validate import as_tensor, is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
 
 _PIECE = 2**20  # numbers per task when a block is shared out over threads
@@ -78,6 +78,30 @@ class Features:
     def is_structured(self) -> bool:
         """Whether `structure` solves in closed form."""
         return self.name in STRUCTURED
+
+    @property
+    def is_full_grid(self) -> bool:
+        """Whether feature k is (q, d) = divmod(k, cols) of a structured distribution, with none left out."""
+        return self.name == "ortho_cond" or (self.name == "id_cond" and self.density is None)
+
+    @property
+    def n_seen(self) -> int:
+        """Distinct numbers that the features see of one patch: structured ones see one of `cols`."""
+        return self.cols if self.is_structured else self.n_features
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether there are frozen numbers to multiply by: ID cond has none."""
+        return not self.is_structured or self.name == "ortho_cond"
+
+    @property
+    def n_frozen(self) -> int:
+        """Numbers that fix the frozen weights once they are made: both layers, or what a structure has of its own."""
+        if not self.is_structured:
+            return self.n_features * (self.rows + self.cols)
+        if self.name == "ortho_cond":
+            return self.rows**2 + self.cols**2
+        return 0 if self.density is None else self.n_features
 
     @functools.cached_property
     def structure(self) -> Structure | None:
@@ -143,9 +167,7 @@ class Features:
                 f"as_weight needs a matrix of shape {(self.rows, self.cols)}; got {tuple(matrix.shape)}. "
                 "Pass left @ diag(gamma) @ right."
             )
-        if self.kernel == "second":
-            matrix = matrix.reshape(self.shape[0], self.n_kernel, self.shape[1]).mT
-        return matrix.reshape(self.shape)
+        return shape_weight(self, matrix)
 
     def weights_digest(self) -> str:
         """SHA-256 (hex) of the float64 weights before any cast: equal digests mean equal frozen weights.
@@ -238,6 +260,24 @@ class Features:
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 list(pool.map(fill, pieces))
         return block.to(self.device)
+
+
+def factor_rows(features: Features, side: str, start: int = 0, stop: int | None = None) -> Float[Tensor, "block _"]:
+    """Rows of what a forward pass multiplies by: `right` or `left` transposed, U1 or U2 transposed of a structure."""
+    if not features.is_structured:
+        return features.right(start, stop) if side == "right" else features.left(start, stop).mT
+    if isinstance(features.structure, OrthoCond):
+        factor = features.structure.right_factor if side == "right" else features.structure.left_factor.mT
+        return factor[start:stop]
+    n = features.cols if side == "right" else features.rows
+    return one_hot(torch.arange(start, n if stop is None else stop), n).to(features.device, features.dtype)
+
+
+def shape_weight(features: Features, matrix: Float[Tensor, "rows cols"]) -> Float[Tensor, "*shape"]:
+    """A (rows, cols) matrix in the target's shape; it may be without values."""
+    if features.kernel == "second":
+        matrix = matrix.reshape(features.shape[0], features.n_kernel, features.shape[1]).mT
+    return matrix.reshape(features.shape)
 
 
 def build_structure(features: Features) -> Structure:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.errors import OnlynormError, ShapeError, ValueRangeError, shown
@@ -109,6 +109,18 @@ class Scaled:
     def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
         """Gamma by reading off and dividing."""
         return self.base.solve(target) / self.spectrum.to(target)
+
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """A value per feature at its place, zero where no feature is."""
+        return self.base.grid(values)
+
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
+        """What a number per feature adds to every row."""
+        return self.base.constant(beta)
+
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Column of the target matrix that feature k reads, times its s."""
+        return self.base.input_of(k)
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
         return self.base.left(start, stop)

@@ -9,11 +9,17 @@
 Every structure offers `apply(gamma)` = M gamma as a (rows, cols) matrix, `transpose(residual)` = M^T r and
 `solve(target)`; batch dimensions may stand in front. `left` and `right` produce blocks of the source weights.
 
+All of them are grids: a feature sits at a place (q, d), reads row d of U1 and feeds column q of U2, so that features of
+one d see the same number, and M gamma = U2 grid(gamma) U1. U1 and U2 are the identity, which is never built, for ID
+cond.
+
 ID cond features at the minimum width: as many numbers to choose as the target has, and not one more.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,6 +30,7 @@ from torch import Tensor
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError, shown
 from onlynorm.features.orthogonal import haar_matrix
 from onlynorm.features.streams import Stream, as_integer
+from onlynorm.memory import memory_budget
 
 
 @runtime_checkable
@@ -35,6 +42,9 @@ class Structure(Protocol):
     def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]: ...
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]: ...
     def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Any: ...
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]: ...
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]: ...
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]: ...
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]: ...
     def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]: ...
     def to(self, dtype: torch.dtype, device: torch.device) -> Structure: ...
@@ -74,7 +84,7 @@ class IdCond:
     def entry_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
         """Row-major number in the target matrix of the entry that feature k makes; without k of all."""
         if k is None:
-            return torch.arange(self.n_features) if self.kept is None else self.kept.long()
+            return torch.arange(self.n_features, device="cpu") if self.kept is None else self.kept.long()
         index = torch.as_tensor(k)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.n_features:
             raise ValueRangeError(
@@ -98,6 +108,14 @@ class IdCond:
             flat = gamma.new_zeros(*gamma.shape[:-1], self.rows * self.cols)
             gamma = flat.index_copy(-1, self.entry_of().to(gamma.device), gamma)
         return gamma.reshape(*gamma.shape[:-1], self.rows, self.cols)
+
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """A value per feature at its place, zero where no feature is."""
+        return self.apply(values)
+
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
+        """What a number per feature adds to every row: the sums over the rows of the grid."""
+        return self.grid(beta).sum(-1)
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
         """The entries of `residual` that have a feature."""
@@ -136,10 +154,29 @@ class OrthoCond:
 
     @classmethod
     def draw(cls, rows: int, cols: int, *, seed: int, layer: str) -> OrthoCond:
-        """Independent Haar matrices from the streams "left" and "right"."""
+        """Independent Haar matrices from the streams "left" and "right"; drawn once, while they stay in the cache.
+
+        They take rows^3 + cols^3 operations, and a network is rebuilt, saved and loaded with the same ones. The cache
+        holds the factors that were used last, up to `CACHED` of the memory of the machine.
+        """
+        key = (rows, cols, seed, layer)
+        with _lock:
+            if key in _drawn:
+                _drawn.move_to_end(key)
+                return _drawn[key]
         left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
         right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
-        return cls(left, right.T.contiguous())
+        made = cls(left, right.T.contiguous())
+        with _lock:
+            _drawn[key] = made
+            while sum(one.n_bytes for one in _drawn.values()) > CACHED * memory_budget():
+                _drawn.popitem(last=False)
+        return made
+
+    @property
+    def n_bytes(self) -> int:
+        """The memory of both factors."""
+        return sum(u.numel() * u.element_size() for u in (self.left_factor, self.right_factor))
 
     @property
     def rows(self) -> int:
@@ -155,9 +192,21 @@ class OrthoCond:
 
     def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
         """M gamma = U2 G U1 with G the gammas as a (rows, cols) matrix."""
-        check_gamma("ortho_cond", gamma, self.n_features)
-        G = gamma.reshape(*gamma.shape[:-1], self.rows, self.cols)
+        G = self.grid(gamma)
         return self.left_factor.to(G) @ G @ self.right_factor.to(G)
+
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """A value per feature at its place."""
+        check_gamma("ortho_cond", values, self.n_features)
+        return values.reshape(*values.shape[:-1], self.rows, self.cols)
+
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
+        """What a number per feature adds to every row: U2 times the sums over the rows of the grid."""
+        return self.grid(beta).sum(-1) @ self.left_factor.to(beta).mT
+
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Row of U1 that feature k reads; without k of all."""
+        return torch.as_tensor(torch.arange(self.n_features, device="cpu") if k is None else k) % self.cols
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
         """M^T r = U2^T R U1^T."""
@@ -183,6 +232,12 @@ class OrthoCond:
         return f"ortho_cond {self.rows}x{self.cols}\n".encode() + b"".join(
             u.double().cpu().contiguous().numpy().astype("<f8").tobytes() for u in factors
         )
+
+
+CACHED = 0.125
+"""Fraction of the machine's memory that drawn factors may stay in."""
+_drawn: OrderedDict[tuple[int, int, int, str], OrthoCond] = OrderedDict()
+_lock = threading.Lock()
 
 
 def one_hot(index: Int[Tensor, " block"], n: int, *, axis: int = 1) -> Float[Tensor, "_ _"]:
@@ -262,6 +317,18 @@ class IdCondMinimal:
             matrix = output_gamma[..., None] * matrix
         return matrix.reshape(*batch, self.rows, self.cols)
 
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """A value per feature at its place; that of the shared feature at one place of every output."""
+        return self.apply(values)
+
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
+        """What a number per feature adds to every row: the sums over the rows of the grid."""
+        return self.grid(beta).sum(-1)
+
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Column of the target matrix that feature k reads; without k of all."""
+        return self._joins(torch.arange(self.n_features, device="cpu") if k is None else torch.as_tensor(k))[1]
+
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
         """M^T r: the shared feature collects its position of every output, each other feature its own."""
         shared, own = self._split(residual)
@@ -284,14 +351,14 @@ class IdCondMinimal:
         return torch.cat([torch.ones_like(pivot[..., :1]), gamma.flatten(-2)], dim=-1), pivot.clone()
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
-        row, _, is_shared = self._joins(start, stop)
+        row, _, is_shared = self._joins(torch.arange(start, stop))
         left = one_hot(row, self.rows, axis=0)
         kernel_position = self.shared_column // self.cols
         left[kernel_position :: self.rows // self.n_outputs, is_shared] = 1.0
         return left
 
     def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
-        return one_hot(self._joins(start, stop)[1], self.cols)
+        return one_hot(self.input_of(torch.arange(start, stop)), self.cols)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> IdCondMinimal:
         return self
@@ -301,9 +368,8 @@ class IdCondMinimal:
         sizes = f"{self.rows}x{self.cols} outputs {self.n_outputs} shared {self.shared_column}"
         return f"id_cond_minimal {sizes}\n".encode()
 
-    def _joins(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, column and is-shared of features [start, stop); the shared one counts for output 0."""
-        k = torch.arange(start, stop)
+    def _joins(self, k: Int[Tensor, "*k"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, column and is-shared of features; the shared one counts for output 0."""
         own = (k - 1).clamp(min=0)
         n_own = max(self.n_positions - 1, 1)
         output, position = own // n_own, own % n_own

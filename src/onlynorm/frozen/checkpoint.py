@@ -47,8 +47,10 @@ from onlynorm.frozen.form import LOWEST, Block
 from onlynorm.frozen.maps import count_features
 from onlynorm.frozen.norm_only import NormOnlyLayer, wrap
 from onlynorm.frozen.options import Choice, make_choice
+from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import need_model, unwrap
+from onlynorm.modules.affine import Sharing
 from onlynorm.modules.convolution import explicit_padding
 from onlynorm.modules.layers import CONVOLUTIONS, layer_options
 from onlynorm.modules.norms import FoldedNorm
@@ -323,6 +325,7 @@ def make_block(
         _need_modest(entry.settings, n_stored, longest)
         with torch.device("meta"):
             empty = make("seed")
+        tensors = _upgraded(empty, tensors)
         wanted = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
         stored = {name: tuple(value.shape) for name, value in tensors.items()}
         _need_finite(tensors)
@@ -330,7 +333,7 @@ def make_block(
             odd = min(name for name in wanted | stored if wanted.get(name) != stored.get(name))
             raise FormatError(f"{odd} has shape {stored.get(odd)} where the settings ask for {wanted.get(odd)}")
         if storage == "dense":
-            need = 8 * sum(one.n_features * (one.rows + one.cols) for one in empty.sources())
+            need = 8 * sum(one.n_frozen for one in empty.sources())
             cure = "Load with storage='seed', which keeps no frozen weights."
             need_memory(f"the block at {entry.name!r}", need, memory_limit(), cure)
         dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float64)
@@ -361,6 +364,56 @@ def _need_finite(tensors: Mapping[str, Tensor]) -> None:
         is_norm = name.endswith(("weight", "bias", "running_mean", "running_var"))
         if is_norm and not (value.is_floating_point() and bool(value.isfinite().all())):
             raise FormatError(f"{name} needs finite numbers")
+
+
+def _upgraded(block: Block, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a block as it holds them now.
+
+    Earlier versions stored statistics, range and line of every feature. Features that see the same input share them
+    now, and the two lines of an activation are stored once; the scales and shifts of all norms stay what they were.
+    """
+    made = dict(tensors)
+    for place, module in block.named_modules():
+        prefix = _join(place, "")
+        if not isinstance(module, NormOnlyBlock) or f"{prefix}slope" not in made:
+            continue
+        own = {name.removeprefix(prefix): made.pop(name) for name in tensors if name.startswith(prefix)}
+        slope, offset = own.pop("slope"), own.pop("offset")
+        for name in ("low", "high", "first_norm.weight", "first_norm.bias"):
+            if own[name].shape != slope.shape or slope.shape != offset.shape or len(slope) != module.n_features:
+                raise FormatError(f"{name} has shape {tuple(own[name].shape)} for {module.n_features} features")
+        low, high, scale, shift = (own[name].double() for name in (*_RANGE, "first_norm.weight", "first_norm.bias"))
+        statistics = [own[name].double() for name in _STATISTICS if name in own]
+        if statistics:
+            mean, deviation = statistics[0], torch.sqrt(statistics[1] + _EPS)
+            scale = scale / deviation
+            shift = shift - scale * mean
+        is_second = scale * (low + high) / 2 + shift < 0.0
+        first, second = ((~is_second).int().argmax(), is_second.int().argmax())
+        own["lines"] = torch.stack([torch.stack([slope[i], offset[i]]) for i in (first, second)])
+        if module.sharing is not None:
+            _share(own, module.sharing, scale, shift)
+        made.update({prefix + name: value for name, value in own.items()})
+    return made
+
+
+def _share(own: dict[str, Tensor], sharing: Sharing, scale: Tensor, shift: Tensor) -> None:
+    """Gives features of one input the statistics and the range of one of them, and what keeps scales and shifts."""
+    n_inputs = sum(sharing.n_inputs)
+    index = sharing.spread(torch.arange(n_inputs))
+    chosen = torch.full((n_inputs,), -1).scatter(0, index, torch.arange(len(index)))
+    for name, unused in zip((*_RANGE, *_STATISTICS), (-math.inf, math.inf, 0.0, 1.0), strict=True):
+        if name in own:
+            own[name] = torch.where(chosen < 0, unused, own[name][chosen]).to(own[name])
+    if _STATISTICS[0] in own:
+        mean, variance = (sharing.spread(own[name].double()) for name in _STATISTICS)
+        weight = scale * torch.sqrt(variance + _EPS)
+        own["first_norm.weight"] = weight.to(own["first_norm.weight"])
+        own["first_norm.bias"] = (shift + scale * mean).to(own["first_norm.bias"])
+
+
+_RANGE, _STATISTICS = ("low", "high"), ("first_norm.running_mean", "first_norm.running_var")
+_EPS = nn.BatchNorm1d(1).eps
 
 
 def _activation_of(block: Block) -> nn.Module | None:

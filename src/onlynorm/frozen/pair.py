@@ -5,7 +5,8 @@
 `right` and `left` are random and frozen, known by their seed; the two norms hold all that was chosen. The forward pass
 streams over the features in chunks: hidden activations of one chunk at a time, added up at once, so that peak memory
 does not grow with the number of features. Chunks are kept (`storage="dense"`) or made from the seed on each pass
-(`"seed"`).
+(`"seed"`). Structured features share what they see, and with it the statistics and the range: `first_norm` has one of
+each per distinct input, and the forward pass costs what the structure costs (see `streaming`).
 
 The kernel of a convolution sits in the first frozen layer by default: padding and stride are then the target's own, and
 what the shift of norm1 adds is the same at every output position, borders included. With the kernel in the second layer
@@ -26,14 +27,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
+from onlynorm.features.draw import factor_rows, shape_weight
 from onlynorm.frozen.form import Block, source_from_settings, source_settings
-from onlynorm.frozen.streaming import PATCH_BYTES, Chunk, Patches, n_rows, stream, whole_lines
-from onlynorm.modules.affine import Affine, affine, make_norm, normalise
+from onlynorm.frozen.streaming import (
+    PATCH_BYTES,
+    Chunk,
+    Patches,
+    Rows,
+    find_sharing,
+    fold_kernel,
+    missing_features,
+    n_rows,
+    stream,
+    sum_features,
+    whole_lines,
+)
+from onlynorm.intervals.tensor import Interval
+from onlynorm.modules.activations import leak
+from onlynorm.modules.affine import Affine, affine, make_norm, normalise, normalise_inputs
 from onlynorm.modules.convolution import explicit_padding, plain_kernel
 from onlynorm.modules.layers import options_from_settings, per_output, plain_layer
 
 CHUNK_BYTES = 64 * 2**20
 """Hidden activations alive at one time."""
+SEEN_BYTES = 8 * 2**20
+"""The same of distinct inputs that are picked from the patches, which takes no frozen weights."""
+PART = 2**15
+"""Norm parameters that are worked on at one time."""
 DRAWN = torch.float64
 """The precision in which frozen weights are drawn."""
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
@@ -43,14 +63,15 @@ class NormOnlyBlock(Block):
     """A layer rebuilt from frozen random features: called like the Linear or Conv it replaces.
 
     Its parameters are those of `first_norm` (one pair per feature) and `second_norm` (one pair per output). `low` and
-    `high` bound what each feature may see before its norm; inside, the activation is slope * z + offset.
+    `high` bound what each distinct input of the features may be before the norm; inside, the activation is
+    slope * z + offset. `lines` has two pairs of slope and offset: the first for features whose range has a centre that
+    is not negative after the norm, the second for the others.
     """
 
     kind = "wide"
     low: Tensor
     high: Tensor
-    slope: Tensor
-    offset: Tensor
+    lines: Tensor
     right: Tensor
     left: Tensor
 
@@ -72,16 +93,17 @@ class NormOnlyBlock(Block):
         self.options = options
         self.padding = explicit_padding(options, features[0].shape[2:]) if self.axes else ()
         self.norms = norms
-        n_features = sum(f.n_features for f in features)
-        self.first_norm = make_norm(norms, n_features, axes=self.axes, dtype=dtype)
+        n_features, n_seen = sum(f.n_features for f in features), sum(f.n_seen for f in features)
+        self.sharing = find_sharing(features)
+        self.first_norm = make_norm(norms, n_features, axes=self.axes, dtype=dtype, sharing=self.sharing)
         self.second_norm = make_norm(norms, sum(f.shape[0] for f in features), axes=self.axes, dtype=dtype)
-        self.register_buffer("low", torch.full((n_features,), -torch.inf, dtype=dtype))
-        self.register_buffer("high", torch.full((n_features,), torch.inf, dtype=dtype))
-        self.register_buffer("slope", torch.ones(n_features, dtype=dtype))
-        self.register_buffer("offset", torch.zeros(n_features, dtype=dtype))
-        if storage == "dense":
-            self.register_buffer("right", torch.cat([f.right() for f in features]).to(dtype), persistent=False)
-            self.register_buffer("left", torch.cat([f.left().mT for f in features]).to(dtype), persistent=False)
+        self.register_buffer("low", torch.full((n_seen,), -torch.inf, dtype=dtype))
+        self.register_buffer("high", torch.full((n_seen,), torch.inf, dtype=dtype))
+        self.register_buffer("lines", torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype))
+        if storage == "dense" and features[0].has_factors:
+            for side in ("right", "left"):
+                kept = torch.cat([factor_rows(f, side) for f in features]).to(dtype)
+                self.register_buffer(side, kept, persistent=False)
 
     def extra_repr(self) -> str:
         first = self.features[0]
@@ -111,6 +133,9 @@ class NormOnlyBlock(Block):
         batch = self.as_batch(x)
         outputs = []
         for group, features, inputs in self.group_inputs(batch):
+            if features.is_structured:
+                outputs.append(self._through_grid(inputs, features, group))
+                continue
             if self.axes and self._is_fixed_map(inputs, features):
                 outputs.append(self._stream(inputs, features, group))
                 continue
@@ -130,6 +155,87 @@ class NormOnlyBlock(Block):
         if not self.axes:
             return whole.reshape(*x.shape[:-1], whole.shape[1])
         return whole if x.ndim == self.axes + 2 else whole[0]
+
+    def _through_grid(self, inputs: Tensor, features: Features, group: int) -> Tensor:
+        """What the second layer of a group of structured features returns."""
+        norm = self.first_norm
+        trains = norm.training and not isinstance(norm, Affine)
+        if self.watch is not None:
+            for start, stop in self.chunks(features, inputs):
+                seen, where = self.hidden(inputs, features, group, start, stop), self.seen_where(group, start, stop)
+                self.watch(seen, self.low[where], self.high[where], is_first=where.start == 0)
+        rows = self._grid_rows(features, group, trains=trains)
+        if isinstance(self.activation, nn.Identity) and not trains:
+            weight, constant = self._as_one_layer(features, group, rows)
+            return self.convolve(inputs, weight) + constant.reshape(-1, *(1,) * self.axes)
+        learns = torch.is_grad_enabled() and (inputs.requires_grad or norm.weight.requires_grad)
+        n_parts = 1
+        if not trains and len(self.features) == 1 and len(inputs):
+            n_parts = min(len(inputs), -(-self._n_patch_bytes(inputs, features) // PATCH_BYTES))
+        missing = missing_features(features, inputs)
+        made = []
+        for part in inputs.tensor_split(n_parts):
+            seen, positions = self._patch_rows(part, features)
+            if features.has_factors:
+                seen = seen @ self._weights("right", features, group, 0, features.cols).to(seen.dtype).mT
+            if trains:
+                assert not isinstance(norm, Affine)
+                seen = normalise_inputs(norm, seen, self.seen_where(group, 0, features.cols))
+            total = sum_features(
+                seen, rows, features.rows, activation=self.activation, missing=missing, learns=learns or trains
+            )
+            if features.has_factors:
+                total = total @ self._weights("left", features, group, 0, features.rows).to(seen.dtype)
+            made.append(total.view(len(part), *positions, features.rows).movedim(-1, 1))
+        whole = torch.cat(made)
+        if features.kernel == "second" and self.axes:
+            return fold_kernel(whole, features.shape[2:], self.options["stride"], self.options["dilation"])
+        return whole
+
+    def _patch_rows(self, part: Tensor, features: Features) -> tuple[Tensor, list[int]]:
+        """What the first frozen layer reads, a row for every sample and position, and the positions on every axis."""
+        if self.axes and features.kernel == "first":
+            patches = self._patches(features)
+            return patches.rows(part), patches.positions(part)
+        return part.movedim(1, -1).flatten(0, -2), list(part.shape[2:])
+
+    def _n_patch_bytes(self, inputs: Tensor, features: Features) -> int:
+        if self.axes and features.kernel == "first":
+            return self._patches(features).n_bytes(inputs)
+        return inputs.numel() * inputs.element_size()
+
+    def _grid_rows(self, features: Features, group: int, *, trains: bool) -> Rows:
+        """Scale and shift of the features in rows of the grid, for inputs as they are or, in training, normalised."""
+
+        def lines(which: slice) -> tuple[Tensor, Tensor]:
+            norm = self.first_norm
+            return (norm.weight[which], norm.bias[which]) if trains else affine(norm, which)
+
+        if features.is_full_grid:
+            cols = features.cols
+
+            def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
+                scale, shift = lines(self.where(group, start * cols, stop * cols))
+                return scale.view(-1, cols), shift.view(-1, cols)
+
+            return rows
+        structure = features.structure
+        assert structure is not None
+        scale, shift = (structure.grid(values) for values in lines(self.where(group, 0, features.n_features)))
+        return lambda start, stop: (scale[start:stop], shift[start:stop])
+
+    def _as_one_layer(self, features: Features, group: int, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The weight U2 scale U1 of a group without activation, and what its shifts add to each output."""
+        step, like = max(1, PART // features.cols), self.first_norm.weight
+        made, constant = like.new_empty(features.rows, features.cols), like.new_empty(features.rows)
+        for start in range(0, features.rows, step):
+            scale, shift = rows(start, min(start + step, features.rows))
+            made[start : start + step], constant[start : start + step] = scale, shift.sum(1)
+        if features.has_factors:
+            left = self._weights("left", features, group, 0, features.rows).to(made)
+            made = left.mT @ made @ self._weights("right", features, group, 0, features.cols).to(made)
+            constant = constant @ left
+        return shape_weight(features, made), constant.reshape(features.shape[0], -1).sum(1)
 
     def _is_fixed_map(self, inputs: Tensor, features: Features) -> bool:
         """Whether nothing is learned from this pass, so that a convolution may run as matrix products in place."""
@@ -183,14 +289,25 @@ class NormOnlyBlock(Block):
         offset = sum(f.n_features for f in self.features[:group])
         return slice(offset + start, offset + stop)
 
+    def seen_where(self, group: int, start: int, stop: int) -> slice:
+        """The entries of `low` and `high` that belong to distinct inputs [start, stop) of a group."""
+        offset = sum(f.n_seen for f in self.features[:group])
+        return slice(offset + start, offset + stop)
+
+    def spread(self, values: Tensor, which: slice) -> Tensor:
+        """A value per distinct input as one per feature, for some of the features."""
+        return values[which] if self.sharing is None else self.sharing.spread(values, which)
+
     def chunks(self, features: Features, inputs: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of features whose hidden activations, and whose frozen weights, fit into `CHUNK_BYTES`."""
+        """Ranges of distinct inputs of the features that, with their frozen weights, fit into `CHUNK_BYTES`."""
         positions = inputs.numel() // max(1, inputs.shape[1])
         # Frozen weights are drawn in float64, whatever the precision of the inputs.
         widest = max(positions * inputs.element_size(), (features.rows + features.cols) * DRAWN.itemsize)
-        step = whole_lines(max(1, CHUNK_BYTES // widest))
-        for start in range(0, features.n_features, step):
-            yield start, min(start + step, features.n_features)
+        if not features.has_factors:
+            widest = positions * inputs.element_size()
+        step = whole_lines(max(1, (CHUNK_BYTES if features.has_factors else SEEN_BYTES) // max(1, widest)))
+        for start in range(0, features.n_seen, step):
+            yield start, min(start + step, features.n_seen)
 
     def group_inputs(self, x: Tensor) -> Iterator[tuple[int, Features, Tensor]]:
         """(group, its features, its padded inputs) of a batch."""
@@ -202,7 +319,13 @@ class NormOnlyBlock(Block):
             yield group, features, x.narrow(1, group * n_inputs, n_inputs)
 
     def hidden(self, inputs: Tensor, features: Features, group: int, start: int, stop: int) -> Tensor:
-        """What features [start, stop) of a group see, before their norm."""
+        """Distinct inputs [start, stop) of the features of a group, before their norm."""
+        if features.is_structured and not features.has_factors and not isinstance(inputs, Interval):
+            if not self.axes or features.kernel == "second":
+                return inputs[:, start:stop]
+            first, last = start // features.n_kernel, -(-stop // features.n_kernel)
+            seen = self._patches(features).channels(inputs[:, first:last])
+            return seen[:, start - first * features.n_kernel : stop - first * features.n_kernel]
         right = self._weights("right", features, group, start, stop).to(inputs.dtype)
         if self.axes and features.kernel == "second":
             weight = right.reshape(stop - start, features.shape[1], *(1,) * self.axes)
@@ -226,22 +349,21 @@ class NormOnlyBlock(Block):
         return _CONVOLVE[self.axes](hidden, weight)
 
     def _weights(self, side: str, features: Features, group: int, start: int, stop: int) -> Tensor:
-        """A chunk of frozen weights, a row per feature."""
-        if self.storage == "dense":
+        """A chunk of frozen weights, a row per feature; of structured features one factor, see `Features.factor`."""
+        if self.storage == "dense" and features.has_factors:
             kept: Tensor = getattr(self, side)
-            return kept[self.where(group, start, stop)]
-        made = features.right(start, stop) if side == "right" else features.left(start, stop).mT
+            offset = group * (len(kept) // len(self.features))
+            return kept[offset + start : offset + stop]
         # Laid out as a kept chunk is, so that products round alike.
-        return made.to(self.first_norm.weight.device).contiguous()
+        return factor_rows(features, side, start, stop).to(self.first_norm.weight.device).contiguous()
 
     def is_reproducible(self) -> bool:
-        if self.storage != "dense":
+        if self.storage != "dense" or not self.features[0].has_factors:
             return True
-        for group, one in enumerate(self.features):
-            which = self.where(group, 0, one.n_features)
-            right, left = self.right[which], self.left[which]
-            if not torch.equal(right, one.right().to(right)) or not torch.equal(left, one.left().mT.to(left)):
-                return False
+        for side in ("right", "left"):
+            for kept, one in zip(getattr(self, side).chunk(len(self.features)), self.features, strict=True):
+                if not torch.equal(kept, factor_rows(one, side).to(kept)):
+                    return False
         return True
 
     @torch.no_grad()
@@ -258,14 +380,15 @@ class NormOnlyBlock(Block):
 
     def branch(self) -> tuple[Tensor, Tensor]:
         """Weight and constant of what reaches the second norm, in float64 on the CPU."""
-        scale, shift = (values.detach().double() for values in affine(self.first_norm))
-        slope, offset = self.slope.double(), self.offset.double()
         weights, added = [], []
         for group, one in enumerate(self.features):
-            which = self.where(group, 0, one.n_features)
+            gamma, beta = (values.double().cpu() for values in self.line(self.where(group, 0, one.n_features)))
+            if one.structure is not None:
+                weights.append(one.as_weight(one.structure.apply(gamma)))
+                added.append(one.structure.constant(beta).reshape(one.shape[0], -1).sum(1))
+                continue
             matrix = torch.zeros(one.rows, one.cols, dtype=torch.float64)
             constant = torch.zeros(one.rows, dtype=torch.float64)
-            gamma, beta = (slope * scale)[which].cpu(), (slope * shift + offset)[which].cpu()
             chunk = max(1, 2**22 // (one.rows + one.cols))
             for start in range(0, one.n_features, chunk):
                 part = slice(start, min(start + chunk, one.n_features))
@@ -275,6 +398,17 @@ class NormOnlyBlock(Block):
             weights.append(one.as_weight(matrix))
             added.append(constant.reshape(one.shape[0], -1).sum(1))
         return torch.cat(weights), torch.cat(added)
+
+    @torch.no_grad()
+    def line(self, which: slice) -> tuple[Tensor, Tensor]:
+        """Gain and constant of features inside their range, norm and activation together, in float64."""
+        scale, shift = (values.double() for values in affine(self.first_norm, which))
+        is_second = scale * self.spread((self.low + self.high).double() / 2, which) + shift < 0.0
+        slope, offset = (torch.where(is_second, second, first) for first, second in self.lines.double().mT)
+        own = leak(self.activation)
+        if own is not None and own.ndim:  # a PReLU with a slope for every feature
+            slope = torch.where(is_second, own[which].to(slope), slope)
+        return slope * scale, slope * shift + offset
 
 
 class LowRankBlock(Block):

@@ -10,10 +10,11 @@ Theory: giannou2023:prop-1
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,29 +48,115 @@ class Affine(nn.Module):
         return normalise(self, x, slice(None))
 
 
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Which of a few distinct inputs every channel sees; `n_inputs` has those of each group of channels.
+
+    Channels go through the inputs of their group in turn, row after row, unless `inputs` numbers the input of each.
+    """
+
+    n_channels: int
+    n_inputs: tuple[int, ...]
+    inputs: Int[Tensor, " feat"] | None = None
+
+    def spread(self, values: Float[Tensor, " inp"], which: slice = slice(None)) -> Float[Tensor, " feat"]:
+        """A value per input as one per channel, for some of the channels."""
+        start, stop, _ = which.indices(self.n_channels)
+        if self.inputs is not None:
+            return values[self.inputs[start:stop].to(values.device)]
+        n, n_groups = self.n_inputs[0], len(self.n_inputs)
+        per_group = self.n_channels // n_groups
+        if start % n == stop % n == 0 and start // per_group == (stop - 1) // per_group:  # whole rows of a group
+            own = values[start // per_group * n :][:n]
+            return own.repeat((stop - start) // n)
+        k = torch.arange(start, stop, device=values.device)
+        return values[k // per_group * n + k % n]
+
+
+class SharedNorm(BatchNorm):
+    """A batch norm whose channels share statistics: one mean and variance per distinct input, a weight per channel.
+
+    It computes what an ordinary batch norm computes on a copy of its input for every channel. Such copies have equal
+    statistics, so they are stored once. A subclass rather than a batch norm without parameters and an affine map
+    after it: it is found, frozen, trained and counted as the one norm that it is.
+    """
+
+    def __init__(self, sharing: Sharing, *, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(sum(sharing.n_inputs), affine=False, dtype=dtype)
+        self.sharing, self.num_features, self.affine = sharing, sharing.n_channels, True
+        self.weight = nn.Parameter(torch.ones(sharing.n_channels, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(sharing.n_channels, dtype=dtype))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        n_inputs = sum(self.sharing.n_inputs)
+        if input.ndim < 2 or input.shape[1] != n_inputs:
+            raise ShapeError(
+                f"a shared norm needs a batch (samples, {n_inputs}, *positions); got {tuple(input.shape)}. Pass a "
+                "channel per distinct input."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """A batch with a channel per input, normalised, as one with all channels."""
+        self._check_input_dim(input)
+        plain = normalise_inputs(self, input, slice(None))
+        copied = plain[:, self.sharing.spread(torch.arange(input.shape[1], device=input.device))]
+        shape = (-1, *(1,) * (input.ndim - 2))
+        return torch.addcmul(self.bias.reshape(shape), copied, self.weight.reshape(shape))
+
+
 Norm: TypeAlias = BatchNorm | Affine
 
 
-def make_norm(kind: str, n_channels: int, *, axes: int, dtype: torch.dtype) -> Norm:
-    """A norm of this kind that changes nothing in evaluation mode; `axes` counts the positions' axes."""
+def make_norm(
+    kind: str,
+    n_channels: int,
+    *,
+    axes: int,
+    dtype: torch.dtype,
+    sharing: Sharing | None = None,
+) -> Norm:
+    """A norm of this kind that changes nothing in evaluation mode; `axes` counts the positions' axes.
+
+    With a `sharing` some channels have their statistics in common.
+    """
     if kind == "affine":
         return Affine(n_channels, dtype=dtype)
     if kind != "batch":
         raise UnknownNameError("norms", kind, NORM_KINDS)
-    norm = _BATCH_NORMS[axes](n_channels, dtype=dtype)
+    norm = _BATCH_NORMS[axes](n_channels, dtype=dtype) if sharing is None else SharedNorm(sharing, dtype=dtype)
     assert norm.running_var is not None
     norm.running_var.fill_(1.0 - norm.eps)
     return norm.eval()
 
 
-def affine(norm: Norm) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
-    """(scale, shift) of a norm in evaluation mode: x -> scale * x + shift. Theory: giannou2023:prop-1"""
+def affine(norm: Norm, which: slice = slice(None)) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
+    """(scale, shift) of channels of a norm in evaluation mode: x -> scale * x + shift. Theory: giannou2023:prop-1"""
     if isinstance(norm, Affine):
-        return norm.weight, norm.bias
+        return norm.weight[which], norm.bias[which]
+    mean, deviation = _statistics(norm, which)
+    scale = norm.weight[which] / deviation
+    return scale, norm.bias[which] - scale * mean
+
+
+def _statistics(norm: BatchNorm, which: slice) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
+    """Mean and standard deviation of channels."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
-    return scale, norm.bias - scale * norm.running_mean
+    mean, deviation = norm.running_mean, torch.sqrt(norm.running_var + norm.eps)
+    if isinstance(norm, SharedNorm):
+        return norm.sharing.spread(mean, which), norm.sharing.spread(deviation, which)
+    return mean[which], deviation[which]
+
+
+def set_statistics(norm: Norm, mean: Float[Tensor, " inp"] | None, variance: Float[Tensor, " inp"] | None) -> None:
+    """Gives a batch norm these statistics, 0 and 1 if none; a shared norm has one of each per input."""
+    if isinstance(norm, Affine):
+        return
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    with torch.no_grad():
+        norm.running_mean.copy_(torch.zeros_like(norm.running_mean) if mean is None else mean)
+        norm.running_var.copy_(torch.ones_like(norm.running_var) - norm.eps if variance is None else variance)
 
 
 def set_affine(
@@ -77,24 +164,26 @@ def set_affine(
     scale: Float[Tensor, " feat"],
     shift: Float[Tensor, " feat"],
     *,
-    mean: Float[Tensor, " feat"] | None = None,
-    variance: Float[Tensor, " feat"] | None = None,
+    mean: Float[Tensor, " inp"] | None = None,
+    variance: Float[Tensor, " inp"] | None = None,
 ) -> None:
     """Gives the norm the parameters with which it is x -> scale * x + shift, under these statistics (0 and 1 if none).
 
     Theory: giannou2023:prop-1
     """
-    with torch.no_grad():
-        if isinstance(norm, Affine):
-            norm.weight.copy_(scale)
-            norm.bias.copy_(shift)
-            return
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        norm.running_mean.copy_(torch.zeros_like(shift) if mean is None else mean)
-        norm.running_var.copy_(torch.ones_like(shift) - norm.eps if variance is None else variance)
-        norm.weight.copy_(scale * torch.sqrt(norm.running_var + norm.eps))
-        norm.bias.copy_(shift + scale * norm.running_mean)
+    set_statistics(norm, mean, variance)
+    set_channels(norm, scale, shift, slice(None))
+
+
+@torch.no_grad()
+def set_channels(norm: Norm, scale: Float[Tensor, " feat"], shift: Float[Tensor, " feat"], which: slice) -> None:
+    """The same for some of the channels, under the statistics that the norm has."""
+    if isinstance(norm, Affine):
+        norm.weight[which], norm.bias[which] = scale, shift
+        return
+    mean, deviation = _statistics(norm, which)
+    norm.weight[which] = scale * deviation
+    norm.bias[which] = shift + scale * mean
 
 
 def normalise(norm: Norm, x: Tensor, which: slice) -> Tensor:
@@ -102,11 +191,18 @@ def normalise(norm: Norm, x: Tensor, which: slice) -> Tensor:
     if isinstance(norm, Affine):
         shape = (-1, *(1,) * (x.ndim - 2))
         return torch.addcmul(norm.bias[which].reshape(shape), x, norm.weight[which].reshape(shape))
+    return normalise_inputs(norm, x, which, norm.weight[which], norm.bias[which])
+
+
+def normalise_inputs(
+    norm: BatchNorm, x: Tensor, which: slice, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Some inputs of a batch norm with its statistics, or in training those of x, which the norm then takes up."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return functional.batch_norm(
-        x, norm.running_mean[which], norm.running_var[which], norm.weight[which], norm.bias[which],
-        training=norm.training, momentum=norm.momentum or 0.0, eps=norm.eps,
+        x, norm.running_mean[which], norm.running_var[which], weight, bias, training=norm.training,
+        momentum=norm.momentum or 0.0, eps=norm.eps,
     )  # fmt: skip
 
 

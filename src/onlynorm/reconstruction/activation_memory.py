@@ -24,14 +24,14 @@ from onlynorm.reconstruction.costs import Load
 
 @dataclass(frozen=True)
 class Activations:
-    """What layers receive on the calibration batch, in bytes of float64.
+    """What the network holds on the calibration batch, in bytes of float64.
 
-    `received` has, layer by layer in the order in which they are rebuilt, the tensors that wait for it by number: a
-    tensor that several layers receive is held once. `peak` is the most that is alive during the pass.
+    `alive` has what is alive when each layer is called for the last time, its input included, in the order of these
+    calls: layers are rebuilt there. `peak` is the most that is alive during a pass.
     """
 
     loads: dict[str, Load]
-    received: tuple[dict[int, int], ...]
+    alive: dict[str, int]
     peak: int
 
 
@@ -48,7 +48,7 @@ def measure_activations(
     two = tuple(torch.cat([x, x]) if own else x for x, own in zip(one, by_sample, strict=True))
     try:
         single, double = _pass(copied, layers, one), _pass(copied, layers, two)
-        if [set(calls) for calls in single.received] != [set(calls) for calls in double.received]:
+        if list(single.alive) != list(double.alive):
             raise OnlynormError("the calls depend on the batch")
     except OnlynormError:  # the first axis is not that of the samples, so the whole batch passes
         whole = _pass(copied, layers, given)
@@ -62,7 +62,7 @@ class _Pass:
 
     positions: dict[str, int]
     inputs: dict[str, int]
-    received: tuple[dict[int, int], ...]
+    alive: dict[str, int]
     peak: int
 
     def scaled(self, factor: float, n_samples: int, counted: int) -> Activations:
@@ -71,8 +71,8 @@ class _Pass:
             name: Load(n_samples, max(1, positions // counted), self.inputs[name] // counted)
             for name, positions in self.positions.items()
         }
-        received = tuple({key: int(8 * factor * size) for key, size in calls.items()} for calls in self.received)
-        return Activations(loads, received, int(8 * factor * self.peak))
+        alive = {name: int(8 * factor * size) for name, size in self.alive.items()}
+        return Activations(loads, alive, int(8 * factor * self.peak))
 
     def extrapolated(self, double: _Pass, n_samples: int) -> Activations:
         """The sizes of many samples from those of one (this one) and of two."""
@@ -81,53 +81,47 @@ class _Pass:
             return 8 * max(0, once + (n_samples - 1) * (twice - once))
 
         loads = {name: Load(n_samples, n, self.inputs[name]) for name, n in self.positions.items()}
-        received = tuple(
-            {key: grow(size, twice[key]) for key, size in once.items()}
-            for once, twice in zip(self.received, double.received, strict=True)
-        )
-        return Activations(loads, received, grow(self.peak, double.peak))
+        alive = {name: grow(size, double.alive[name]) for name, size in self.alive.items()}
+        return Activations(loads, alive, grow(self.peak, double.peak))
 
 
 def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> _Pass:
     positions: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    received: dict[str, list[Tensor]] = {}
+    alive: dict[str, int] = {}
+    counted = (*inputs, *network.parameters(), *network.buffers())  # as such, not as activations
+    live = _Live({x.untyped_storage()._cdata for x in counted})
     hooks = []
     for layer in layers:
 
-        def keep(_: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
-            tensors = [x for x in args[:1] if isinstance(x, Tensor)]
-            received.setdefault(name, []).extend(x.detach() for x in tensors)
-            sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in tensors)
+        def note(_: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
+            sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in args[:1] if isinstance(x, Tensor))
+            alive.pop(name, None)  # the last call counts, and its place among the others
+            alive[name] = live.now()
 
         def count(_: nn.Module, args: object, output: Tensor, layer: TargetLayer = layer) -> None:
             positions[layer.name] = positions.get(layer.name, 0) + output.numel() // layer.shape[0]
 
         module = network.get_submodule(layer.name)
-        hooks += [module.register_forward_pre_hook(keep), module.register_forward_hook(count)]
+        hooks += [module.register_forward_pre_hook(note), module.register_forward_hook(count)]
     try:
-        with _Live() as live, torch.no_grad():
+        with live, torch.no_grad():
             run(network, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    own = {x.untyped_storage()._cdata for x in inputs}  # counted as inputs
-    numbers: dict[int, int] = {}
-    listed = []
-    for layer in layers:
-        storages = {x.untyped_storage()._cdata: x for x in received.get(layer.name, [])}
-        storages = {key: x for key, x in storages.items() if key not in own}
-        listed.append({
-            numbers.setdefault(key, len(numbers)): _numbers(x) for key, x in storages.items()
-        })  # fmt: skip
-    return _Pass(positions, sizes, tuple(listed), live.peak)
+    return _Pass(positions, sizes, alive, live.peak)
 
 
 class _Live(TorchDispatchMode):
-    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers."""
+    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers.
 
-    def __init__(self) -> None:
+    Storages in `own` are not followed.
+    """
+
+    def __init__(self, own: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._own = own
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -140,11 +134,15 @@ class _Live(TorchDispatchMode):
         tensors = [x for x in tree_iter(made) if isinstance(x, Tensor)]
         for x in tensors:
             storage = StorageWeakRef(x.untyped_storage())
-            self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
-        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        now = sum(size for _, size in self._alive.values()) + _unfolded(function, args, tensors)
-        self.peak = max(self.peak, now)
+            if storage.cdata not in self._own:
+                self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
+        self.peak = max(self.peak, self.now() + _unfolded(function, args, tensors))
         return made
+
+    def now(self) -> int:
+        """Numbers that are alive."""
+        self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
+        return sum(size for _, size in self._alive.values())
 
 
 def _numbers(x: Tensor) -> int:

@@ -18,8 +18,8 @@ import torch
 
 from onlynorm.features import Features
 from onlynorm.features.normals import CHUNK as NORMAL_CHUNK
-from onlynorm.frozen.pair import CHUNK_BYTES
-from onlynorm.frozen.streaming import PATCH_BYTES, n_rows
+from onlynorm.frozen.pair import CHUNK_BYTES, PART, SEEN_BYTES
+from onlynorm.frozen.streaming import HIDDEN_BYTES, PATCH_BYTES, n_rows
 from onlynorm.memory import memory_budget
 from onlynorm.solvers import choose
 from onlynorm.solvers.choose import RATES
@@ -55,6 +55,16 @@ HIDDEN_SECONDS = 14e-9
 """Per hidden value of the calibration batch, for its range, mean and variance."""
 HELD_SECONDS = 10e-9
 """Per feature and sample, for holding the sample back."""
+HAAR_BYTES = 24
+"""Bytes per number of an orthogonal matrix while it is drawn."""
+NORM_VECTORS = 20
+"""Vectors with a number per feature of a part that are alive while its norm parameters are chosen."""
+NORM_SECONDS = 150e-9
+"""Per feature of a grid, for choosing its norm parameters."""
+UNFOLD_SECONDS = 4e-9
+"""Per number of the patches that a float64 convolution makes."""
+GRID_SECONDS = 1.2e-9
+"""Per hidden value of a grid in a forward pass: norm, activation and sum."""
 CONVOLUTION = 0.5
 """Speed of a float64 convolution relative to a product of matrices."""
 
@@ -100,13 +110,17 @@ class Costs:
 def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
     """The price of solving for the two frozen layers with these features and their two norms."""
     wanted = 1e-10 if tolerance is None else tolerance
-    n_frozen = features.n_features * (features.rows + features.cols)
+    n_frozen = features.n_frozen
+    # A grid multiplies once for every feature, and by its two factors if it has any.
+    multiplications = features.n_features + n_frozen * features.has_factors if features.is_structured else n_frozen
     method, condition, note = "closed form", 1.0, ""
-    seconds, memory = SOLVE_SECONDS + 20e-9 * features.equations, 40 * features.equations
+    # The target, scaled, what is made of it, their difference, and gamma.
+    seconds, memory = SOLVE_SECONDS + 20e-9 * features.equations, 32 * features.equations
     error = EPS * features.equations**0.5
     if features.name == "ortho_cond":
         seconds += HAAR_SECONDS * (features.rows**3 + features.cols**3)
-        memory += 24 * (features.rows**2 + features.cols**2)
+        seconds += 4.0 * features.equations * (features.rows + features.cols) / RATES[torch.float64]
+        memory += HAAR_BYTES * n_frozen
     if not features.is_structured:
         prediction = predict_features(features)
         choice = choose(
@@ -130,7 +144,7 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
         note = f"{features.equations - features.n_features} features too few: least squares"
     return Costs(
         features.equations, features.n_features, 2 * features.n_features + 2 * features.shape[0], n_frozen, memory,
-        condition, error, seconds, n_frozen, method, note,
+        condition, error, seconds, multiplications, method, note,
     )  # fmt: skip
 
 
@@ -161,6 +175,65 @@ def block_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_st
         memory = max(memory, stored - right - left + _building_memory(groups))
     memory = max(solving.memory, memory)
     return dataclasses.replace(solving, memory=memory, stored=stored, seconds=seconds)
+
+
+def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_stored: bool, is_linear: bool) -> Costs:
+    """The price of a whole block of structured features, from that of solving for all its groups.
+
+    `is_linear` says that no activation stands between the layers, so that they act as one.
+    """
+    one, n_groups = groups[0], len(groups)
+    axes, n_features, n_seen = len(one.shape) - 2, sum(g.n_features for g in groups), sum(g.n_seen for g in groups)
+    factors = 8 * sum(g.n_frozen for g in groups) if one.has_factors else 0
+    index = 0 if one.is_full_grid else 8 * n_features
+    # Gamma and beta; statistics and range of distinct inputs; the second norm.
+    stored = 16 * n_features + 32 * n_seen + 32 * one.shape[0] * n_groups + index + factors * (1 + is_stored)
+    outside = load.n_inputs // max(1, one.shape[1] * n_groups)
+    padded = _padded_places(outside, one.n_kernel, axes)
+    batch = 8 * load.n_samples * padded * one.shape[1] * n_groups if axes else 0
+    positions = max(1, padded if one.kernel == "second" and axes else load.n_positions)
+    values = 8 * load.n_samples * positions * one.cols
+    # A chunk is sized by the input positions, of which a stride or a kernel leaves fewer at the output.
+    each = 8 * load.n_samples * max(padded, positions)
+    chunk = values // one.cols * min(one.cols, max(1, (CHUNK_BYTES if one.has_factors else SEEN_BYTES) // each))
+    # A chunk of distinct inputs, made of all patches where there are factors, and then its copy feature by feature.
+    unfolded = values if one.has_factors and one.n_kernel > 1 else 0
+    calibrating = batch + chunk + max(chunk, unfolded)
+    part = 8 * min(n_features, PART)
+    choosing = max(NORM_VECTORS * part, 8 * n_features + 8 * part)
+    few = min(N_MEASURED, load.n_samples)
+    measured = dataclasses.replace(load, n_samples=few)
+    measuring = grid_pass_memory(groups, measured, is_linear=is_linear)
+    outputs = 16 * few * load.n_positions * one.shape[0] * n_groups
+    gamma = 8 * n_features
+    memory = stored + max(gamma + calibrating, gamma + choosing, measuring + outputs)
+    seconds = solving.seconds + LAYER_SECONDS + NORM_SECONDS * n_features
+    seconds += load.n_samples * positions * n_seen * HIDDEN_SECONDS + load.n_samples * n_seen * HELD_SECONDS
+    rate = RATES[torch.float64]
+    if one.has_factors:
+        n_rows = n_groups * positions * (load.n_samples + few)
+        seconds += 2.0 * (n_rows * one.cols**2 + n_groups * few * positions * one.rows**2) / rate
+    if not is_linear:
+        seconds += few * positions * one.rows * one.cols * n_groups * GRID_SECONDS
+    if one.n_kernel > 1:
+        seconds += 2 * load.n_samples * load.n_positions * n_seen * UNFOLD_SECONDS
+    # The target itself, twice on the whole batch and once on the samples that are measured.
+    n_calls = 2 * load.n_samples + few * (1 + is_linear)
+    seconds += 2.0 * n_calls * load.n_positions * one.equations * n_groups / (rate * (CONVOLUTION if axes else 1.0))
+    return dataclasses.replace(solving, memory=max(solving.memory, memory), stored=stored, seconds=seconds)
+
+
+def grid_pass_memory(groups: Sequence[Features], load: Load, *, is_linear: bool) -> int:
+    """What passing a batch through a block of structured features takes, beside its output."""
+    one, part = groups[0], 8 * min(groups[0].n_features, PART)
+    rows = load.n_samples * max(1, load.n_positions)
+    # Patches, what the factors make of them, and the sums over features.
+    patches = 8 * rows * ((2 if one.has_factors else 1) * one.cols + 2 * one.rows)
+    if is_linear:
+        return 8 * one.n_features + 8 * part + patches
+    n_parts = min(load.n_samples, -(-8 * rows * one.cols // PATCH_BYTES)) if len(groups) == 1 else 1
+    grids = 0 if one.is_full_grid else 24 * one.n_features
+    return patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.cols) + grids
 
 
 @dataclass(frozen=True)
@@ -276,8 +349,10 @@ def _padded_places(n_places: int, n_kernel: int, axes: int) -> int:
     return round((n_places ** (1 / axes) + n_kernel ** (1 / axes) - 1) ** axes)
 
 
-def pass_seconds(block: Costs, load: Load) -> float:
+def pass_seconds(block: Costs, load: Load, *, is_grid: bool = False) -> float:
     """The time of passing the calibration batch through a block."""
+    if is_grid:
+        return GRID_SECONDS * load.n_samples * load.n_positions * block.multiplications
     flops = 2.0 * load.n_samples * load.n_positions * block.multiplications
     return flops / RATES[torch.float64] + 4e-9 * load.n_samples * load.n_positions * block.n_features
 

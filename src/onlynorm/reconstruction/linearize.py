@@ -108,6 +108,7 @@ def linearize(
     *,
     tolerance: Float[Tensor, "*feat"] | float,
     shared: bool = False,
+    among: Extent | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Window:
     """The window of every feature, from the range [low, high] of its pre-activation.
@@ -115,7 +116,8 @@ def linearize(
     Exact pieces are taken where they exist; otherwise the largest window whose error and rounding stay within the
     `tolerance` in x, or, where none does, the one of the smallest sum (`is_met` is then false). `shared` gives all
     features one gain, fit for the widest range and the smallest tolerance: a frozen dense layer behind them needs it,
-    because its norm has one number per output and can undo only what all features share. `dtype` is the precision the
+    because its norm has one number per output and can undo only what all features share. Where these are some of the
+    features only, `among` is the extent of all. `dtype` is the precision the
     network will run in; it sets `rounding`. The window itself is float64.
     """
     if activation is not None:
@@ -123,12 +125,10 @@ def linearize(
     low, high, allowed = _checked(low, high, tolerance)
     shared = need_flag("shared", shared)
     eps = torch.finfo(need_float_dtype("dtype", dtype)).eps
-    size = torch.maximum(low.abs(), high.abs())
-    # Next to larger numbers a range counts as no narrower than this, so that rounding stays well inside the window.
-    half = torch.maximum((high - low) / 2, 4096 * eps * size)
-    half = torch.where(half < 1 / LARGEST, 1.0, half)
-    spread = half.max() if shared else half
-    budget = ((allowed.min() - 2 * eps * size.max()) if shared else (allowed - 2 * eps * size)) / spread
+    half, size = _half_and_size(low, high, eps)
+    all_features = Extent(half.max(), size.max()) if among is None else among
+    spread = all_features.half if shared else half
+    budget = ((allowed.min() - 2 * eps * all_features.size) if shared else (allowed - 2 * eps * size)) / spread
 
     found = known(activation)
     is_exact = isinstance(found, Ray | Segment)
@@ -156,6 +156,26 @@ def linearize(
     behind = 2 * seen + (offset.abs() + error) / slope.abs()
     rounding = eps * (size + (shift.abs() + 4 * behind) / scale)
     return Window(scale, shift, slope, offset, error, rounding, allowed, is_exact)
+
+
+class Extent(NamedTuple):
+    """The largest half-width of a range, as `linearize` counts it, and the largest number in one."""
+
+    half: Tensor
+    size: Tensor
+
+
+def extent(low: Float[Tensor, "*feat"], high: Float[Tensor, "*feat"], *, dtype: torch.dtype) -> Extent:
+    """The extent of these ranges for a network that runs in this precision."""
+    half, size = _half_and_size(low, high, torch.finfo(dtype).eps)
+    return Extent(half.max(), size.max())
+
+
+def _half_and_size(low: Tensor, high: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size = torch.maximum(low.abs(), high.abs())
+    # Next to larger numbers a range counts as no narrower than this, so that rounding stays well inside the window.
+    half = torch.maximum((high - low) / 2, 4096 * eps * size)
+    return torch.where(half < 1 / LARGEST, 1.0, half), size
 
 
 class _Line(NamedTuple):

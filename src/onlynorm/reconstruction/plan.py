@@ -82,8 +82,8 @@ class PlannedLayer:
 class PeakMemory:
     """Bytes that are alive when a run takes the most, by what they hold, and the layer at which that is.
 
-    `network` is the float64 copy, `inputs` the float64 calibration batch, `activations` what layers received on it and
-    have not used yet, `stored` the blocks that are finished, `layer` what the layer at work takes.
+    `network` is the float64 copy, `inputs` the float64 calibration batch, `activations` what the network holds at this
+    point of the pass, `stored` the blocks that are finished, `layer` what the layer at work takes.
     """
 
     network: int
@@ -202,8 +202,9 @@ def plan(
     it: one or two samples pass through a copy of the network, to count what its layers receive. `n_samples` is the size
     of the batch to plan for, if it is not that of `inputs`; one sample alone stands for the 64 that are recommended.
 
-    Memory is the peak of the whole run: the float64 copy of the network, the calibration batch and what every layer
-    receives on it, the finished blocks (their frozen weights too, unless `storage="seed"`), and the work on one layer.
+    Memory is the peak of the whole run: the float64 copy of the network, the calibration batch and what the network
+    makes of it up to the layer at work, the finished blocks (their frozen weights too, unless `storage="seed"`), and
+    the work on one layer.
     Seconds count drawing, solving, calibrating and measuring, on this machine as fast as it is now.
     """
     recipe, construction = make_recipe(**choices)
@@ -289,16 +290,14 @@ def _plan_layer(construction: Construction, layer: TargetLayer, recipe: Recipe, 
 def _peak(rows: tuple[PlannedLayer, ...], measured: Activations, own: dict[str, int]) -> PeakMemory:
     """The moment of the run that takes the most: the calibration pass, a layer, or the cast at the end."""
     moments = [PeakMemory(**own, activations=measured.peak, stored=0, layer=0, place="the calibration pass")]
-    waiting, stored, largest = list(measured.received), 0, 0
-    for row in rows:
-        held = {key: size for sizes in waiting for key, size in sizes.items()}
-        if waiting:
-            waiting.pop(0)
+    stored, largest, by_name = 0, 0, {row.name: row for row in rows}
+    alone = sum(8 * load.n_inputs for load in measured.loads.values())  # one sample is passed by itself and held
+    for name, alive in measured.alive.items():
+        row = by_name[name]
         if row.costs is not None:
             buffers = min(BUFFERS, row.costs.memory // 8)
             work = OVERHEAD + buffers + int(ALLOCATOR * row.costs.memory)
-            waits = sum(held.values())
-            moments.append(PeakMemory(**own, activations=waits, stored=stored, layer=work, place=row.name))
+            moments.append(PeakMemory(**own, activations=alone + alive, stored=stored, layer=work, place=name))
             stored, largest = stored + row.costs.stored, max(largest, row.costs.stored)
     moments.append(PeakMemory(**own, activations=0, stored=stored, layer=largest // 2, place="the end"))
     return max(moments, key=lambda moment: moment.total)

@@ -22,10 +22,11 @@ in the batch is the axis of the samples. Exact copies of a sample count as one, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +40,10 @@ from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.intervals.propagate import propagate
 from onlynorm.intervals.tensor import Box, Interval
 from onlynorm.memory import release_free_memory
+from onlynorm.modules import without_autocast
 from onlynorm.modules.activations import Cubic, Ray, Segment, known
-from onlynorm.modules.layers import CONVOLUTIONS, TargetLayer
-from onlynorm.modules.walk import run
+from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer
+from onlynorm.modules.walk import carry_hooks, carry_sizes, run, swap
 
 MARGIN = 1.0
 """Share of the calibrated width that is added on either side, where room costs precision (a sigmoid block loses 0.2
@@ -268,6 +270,53 @@ CLOSE = 1e-6
 """Relative difference up to which rows of the batch are those of a sample that was passed alone."""
 
 
+Visit = Callable[[TargetLayer, nn.Module, "Seen"], nn.Module | None]
+"""Called with a layer, its module and what it sees; may return the module that takes its place after the call."""
+
+
+@dataclass
+class Calls:
+    """How often every linear layer and convolution is called on a batch, by its first name, and with what."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+    not_finite: set[str] = field(default_factory=set)
+
+    def count(self, network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Passes the batch through the network."""
+
+        def note(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            release_free_memory()
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if not args:
+                self.named[name] = ", ".join(named) or "nothing"
+            elif isinstance(args[0], Tensor) and not bool(torch.isfinite(args[0]).all()):
+                self.not_finite.add(name)
+
+        modules = {name: one for name, one in network.named_modules() if isinstance(one, LINEAR + CONVOLUTIONS)}
+        with _pre_hooks(modules, note):
+            run(network, inputs)
+
+    def need(self, layers: tuple[TargetLayer, ...]) -> None:
+        """Raises for layers that the batch does not reach, or reaches in a way that cannot be calibrated."""
+        for name in (layer.name for layer in layers):
+            if name in self.named:
+                raise ConversionError(
+                    f"a layer needs its input as a positional argument; {name!r} is called with {self.named[name]}. "
+                    "Call it as layer(x): a block takes its place."
+                )
+            if name not in self.counts:
+                raise ConversionError(
+                    f"a layer needs to be called by the network to be calibrated; {name!r} was not on this batch. "
+                    "Remove the unused layer, or pass inputs that reach it."
+                )
+            if name in self.not_finite:
+                raise ValueRangeError(
+                    f"a layer needs finite inputs to be calibrated; {name!r} receives NaN or infinity on this batch. "
+                    "Check the network's output on it: something in front of that layer overflows."
+                )
+
+
 def see(
     network: nn.Module,
     layers: tuple[TargetLayer, ...],
@@ -276,26 +325,121 @@ def see(
     *,
     hold_back: bool = False,
 ) -> dict[str, Seen]:
-    """What every layer sees, by name; layers that the batch does not reach, or reach with NaN, are refused.
+    """What every layer sees, by name, all of it held in memory: `visit_layers` hands it on one by one."""
+    found: dict[str, Seen] = {}
 
-    `hold_back` prepares the check of calibrated ranges; certified ones need none.
+    def hold(layer: TargetLayer, _: nn.Module, seen: Seen) -> None:
+        found[layer.name] = dataclasses.replace(seen, inputs=seen.inputs.clone())  # the network may change it in place
+
+    visit_layers(network, layers, inputs, box, visit=hold, hold_back=hold_back)
+    return found
+
+
+def visit_layers(
+    network: nn.Module,
+    layers: tuple[TargetLayer, ...],
+    inputs: tuple[Tensor, ...],
+    box: Box | None,
+    *,
+    visit: Visit,
+    calls: Calls | None = None,
+    hold_back: bool = False,
+) -> nn.Module:
+    """Passes the batch through the network once and visits every layer when it has received all that it will.
+
+    Only what the network itself holds at that point of the pass is in memory, beside the inputs of earlier calls of a
+    layer that is called several times. A layer is called as it is; what its visit returned takes its place afterwards,
+    so that every layer receives what it receives in the network as it was given. Returns the network, which is another
+    module only where it is a layer itself.
+
+    `calls` are those of an earlier pass of this batch. Layers that the batch does not reach, or reaches with NaN, are
+    refused before the first visit. `hold_back` prepares the check of calibrated ranges; certified ones need none.
     """
-    calls = record_calls(network, layers, inputs)
-    received = _join_calls(network, calls)
-    for layer in layers:
-        if layer.name not in received:
-            raise ConversionError(
-                f"a layer needs to be called by the network to be calibrated; {layer.name!r} was not on this batch. "
-                "Remove the unused layer, or pass inputs that reach it."
-            )
-        if not bool(torch.isfinite(received[layer.name]).all()):
-            raise ValueRangeError(
-                f"a layer needs finite inputs to be calibrated; {layer.name!r} receives NaN or infinity on this batch. "
-                "Check the network's output on it: something in front of that layer overflows."
-            )
-    if box is None:
-        held = _held_back(network, layers, inputs, calls) if hold_back else {}
-        return {name: Seen(values, held_back=held.get(name)) for name, values in received.items()}
+    if calls is None:
+        calls = Calls()
+        calls.count(network, inputs)
+    calls.need(layers)
+    boxes = {} if box is None else _boxes(network, layers, inputs, box)
+    hold = _Holding(network, layers, inputs) if hold_back and box is None else None
+    by_name = {layer.name: layer for layer in layers}
+    modules = {name: network.get_submodule(name) for name in by_name}
+    waiting: dict[str, list[Tensor]] = {name: [] for name in by_name}
+    made: dict[str, nn.Module] = {}
+    failures: list[Exception] = []
+    learns = torch.is_grad_enabled()
+
+    def receive(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
+        if name not in waiting:  # called by its own visit
+            return
+        # The network may have switched on inference, autocast or no_grad around the layer.
+        with torch.inference_mode(False), torch.set_grad_enabled(learns), without_autocast(args[0].device):
+            received, is_last = args[0].detach(), len(waiting[name]) + 1 == calls.counts[name]
+            if received.is_inference() or not is_last:
+                received = received.clone()
+            waiting[name].append(received)
+            if not is_last:
+                return
+            listed, module = waiting.pop(name), modules[name]
+            held = None if hold is None else hold.back(name, module, listed)
+            try:
+                block = visit(by_name[name], module, Seen(_join(module, listed), boxes.get(name), held))
+            except Exception as error:  # no handler inside the network shall catch it
+                failures.append(error)
+                raise _Halt from error
+            if block is not None:
+                made[name] = block
+
+    def replace(name: str) -> None:
+        nonlocal network
+        if name in made and name not in waiting:
+            carry_hooks(modules[name], made[name])
+            carry_sizes(modules[name], made[name])
+            for place in by_name[name].names:
+                network = swap(network, place, made[name])
+            del made[name], modules[name]
+
+    root = network
+    try:
+        with _pre_hooks(modules, receive, after=replace):
+            run(root, inputs)
+    except _Halt:
+        raise failures[0] from failures[0].__cause__
+    return network
+
+
+class _Halt(BaseException):
+    """Ends a pass of the network from inside."""
+
+
+@contextlib.contextmanager
+def _pre_hooks(
+    modules: Mapping[str, nn.Module],
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+    *,
+    after: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Calls `note` with (name, arguments) before every call of these modules, and `after` with the name behind it."""
+    hooks = []
+    for name, module in modules.items():
+
+        def before(_: nn.Module, args: Any, named: Any, name: str = name) -> None:
+            note(name, args, named)
+
+        def behind(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            assert after is not None
+            after(name)
+
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if after is not None:
+            hooks.append(module.register_forward_hook(behind))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _boxes(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], box: Box) -> dict[str, Box]:
     if len(inputs) != 1:
         raise ValueRangeError(f"a box needs a network with one input; got {len(inputs)}. Leave box out.")
     if bool(is_outside(inputs[0], box).any()):
@@ -303,48 +447,7 @@ def see(
             "certified ranges need a box that holds the calibration batch; got inputs outside. Widen the box, or pass "
             "inputs from inside it."
         )
-    boxes = propagate(network, [layer.name for layer in layers], box)
-    return {name: Seen(values, boxes[name]) for name, values in received.items()}
-
-
-def record_inputs(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """What each layer receives on the batch; the calls of a layer that is used several times are joined."""
-    return _join_calls(network, record_calls(network, layers, inputs))
-
-
-def record_calls(
-    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], *, copies: bool = False
-) -> dict[str, list[Tensor]]:
-    """What each layer receives on the batch, call by call; `copies` of it, or else the tensors themselves.
-
-    Where the network changes one of these in place later on, it is run again for copies.
-    """
-    seen: dict[str, list[Tensor]] = {}
-    versions: list[tuple[Tensor, int]] = []
-    hooks = []
-    for layer in layers:
-
-        def keep(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Any], name: str = layer.name) -> None:
-            if not args:
-                raise ConversionError(
-                    f"a layer needs its input as a positional argument; {name!r} is called with "
-                    f"{', '.join(named) or 'nothing'}. Call it as layer(x): a block takes its place."
-                )
-            received = args[0].detach()
-            copies_now = copies or received.is_inference()
-            seen.setdefault(name, []).append(received.clone() if copies_now else received)
-            if not copies_now:
-                versions.append((received, received._version))
-
-        hooks.append(network.get_submodule(layer.name).register_forward_pre_hook(keep, with_kwargs=True))
-    try:
-        run(network, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if any(received._version != version for received, version in versions):
-        return record_calls(network, layers, inputs, copies=True)
-    return seen
+    return propagate(network, [layer.name for layer in layers], box)
 
 
 def count_samples(inputs: tuple[Tensor, ...]) -> int:
@@ -373,29 +476,35 @@ def _distinct(inputs: tuple[Tensor, ...]) -> _Distinct:
     return _Distinct(torch.tensor(numbers, device=inputs[0].device), len(found))
 
 
-def _held_back(
-    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...], calls: dict[str, list[Tensor]]
-) -> dict[str, HeldBack]:
-    """The leave-one-out check of every layer whose rows can be assigned to samples."""
-    distinct = _distinct(inputs)
-    if distinct.n_distinct < 2:
-        return {}
-    n_samples = len(inputs[0])
-    last = tuple(x[-1:] if x.ndim and len(x) == n_samples else x for x in inputs)
-    try:
-        alone = record_calls(network, layers, last)
-    except OnlynormError:  # the first axis is not that of the samples
-        return {}
-    held = {}
-    for name, batches in calls.items():
-        layer, singles = network.get_submodule(name), alone.get(name, [])
-        if len(singles) != len(batches):
-            continue
-        rows = [_sample_of_rows(layer, *pair, n_samples) for pair in zip(batches, singles, strict=True)]
+class _Holding:
+    """Assigns what layers receive to samples, with the help of one sample that is passed alone and held."""
+
+    def __init__(self, network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> None:
+        self.distinct, self.n_samples = _distinct(inputs), len(inputs[0]) if inputs[0].ndim else 1
+        self.alone: dict[str, list[Tensor]] = {}
+        if self.distinct.n_distinct < 2:
+            return
+        last = tuple(x[-1:] if x.ndim and len(x) == self.n_samples else x for x in inputs)
+
+        def keep(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
+            self.alone.setdefault(name, []).append(args[0].detach().clone())
+
+        try:
+            with _pre_hooks({layer.name: network.get_submodule(layer.name) for layer in layers}, keep):
+                run(network, last)
+        except OnlynormError:  # the first axis is not that of the samples
+            self.alone = {}
+
+    def back(self, name: str, layer: nn.Module, calls: list[Tensor]) -> HeldBack | None:
+        """The leave-one-out check of a layer, if its rows can be assigned to samples."""
+        singles = self.alone.pop(name, [])
+        if len(singles) != len(calls):
+            return None
+        rows = [_sample_of_rows(layer, *pair, self.n_samples) for pair in zip(calls, singles, strict=True)]
         known = [row for row in rows if row is not None]
-        if len(known) == len(rows):
-            held[name] = HeldBack(distinct.numbers[torch.cat(known)], distinct.n_distinct)
-    return held
+        if len(known) < len(rows):
+            return None
+        return HeldBack(self.distinct.numbers[torch.cat(known)], self.distinct.n_distinct)
 
 
 def _sample_of_rows(layer: nn.Module, batch: Tensor, alone: Tensor, n_samples: int) -> Tensor | None:
@@ -420,10 +529,6 @@ def _sample_of_rows(layer: nn.Module, batch: Tensor, alone: Tensor, n_samples: i
                 shape = [-1 if i == axis else 1 for i in range(batch.ndim - 1)]
                 return along.reshape(shape).expand(batch.shape[:-1]).flatten()
     return None
-
-
-def _join_calls(network: nn.Module, calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    return {name: _join(network.get_submodule(name), listed) for name, listed in calls.items()}
 
 
 def _join(layer: nn.Module, calls: list[Tensor]) -> Tensor:

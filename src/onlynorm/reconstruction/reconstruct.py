@@ -1,8 +1,8 @@
 """`reconstruct`: a trained network -> the same function from frozen random layers whose norms were chosen.
 
 Each Linear and Conv layer is swapped in place for a block with the same signature; everything between them stays. The
-work is done on a copy in float64; the target is not touched unless `in_place`, and then only when all is done. What
-every layer receives on the calibration batch is held in memory until its turn.
+work is done on a copy in float64; the target is not touched unless `in_place`, and then only when all is done. Layers
+are rebuilt one by one while the calibration batch passes through the copy, each when its input has come.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from onlynorm.modules.walk import (
     accepted_samples,
     as_inputs,
     carry_hooks,
-    carry_sizes,
     cast,
     copy_network,
     outputs_of,
@@ -51,7 +50,7 @@ from onlynorm.modules.walk import (
 )
 from onlynorm.reconstruction.constructions.base import Construction, Recipe, make_recipe
 from onlynorm.reconstruction.plan import need_room
-from onlynorm.reconstruction.ranges import Seen, count_samples, default_margin, see
+from onlynorm.reconstruction.ranges import Calls, Seen, count_samples, default_margin, visit_layers
 from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruction, as_network
 from onlynorm.reconstruction.resume import Partial, fingerprint
 from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
@@ -154,7 +153,8 @@ def _reconstruct(
     given = tuple(aligned(x) for x in cast(inputs, torch.float64))
     rebuilt = set_fast_paths(copy_network(network).double().eval(), calibrating=True)
     few = given if error is None else accepted_samples(rebuilt, given, N_MEASURED)
-    found = find_layers(rebuilt, strict=strict, call=lambda: run(rebuilt, given))
+    calls = Calls()
+    found = find_layers(rebuilt, strict=strict, call=lambda: calls.count(rebuilt, given))
     need_room(found.layers, recipe, construction)
     folded: tuple[str, ...] = ()
     if fold_norms:
@@ -174,28 +174,30 @@ def _reconstruct(
     wanted = [] if error is None else _need_tensors(outputs_of(run(rebuilt, few)))
     sample = accepted_samples(network, cast(inputs, precision(network)), 1)
     same = outputs_of(run(network, sample))
+    release_free_memory()
     is_calibrated = box is None and not isinstance(recipe.activation, nn.Identity | None)
-    seen = see(rebuilt, found.layers, given, box, hold_back=is_calibrated)
     working = dataclasses.replace(recipe, activation=_copy_activation(recipe, given[0].device))
-    results = []
-    for number, target in enumerate(found.layers):
+    numbers = {target.name: number for number, target in enumerate(found.layers)}
+    finished: dict[int, LayerResult] = {}
+
+    def visit(target: TargetLayer, layer: nn.Module, seen: Seen) -> Block:
         release_free_memory()  # what earlier work freed would else stay resident beside this layer's
-        layer, received = rebuilt.get_submodule(target.name), seen.pop(target.name)
-        finished = None if kept is None else kept.find(number, target, layer, working)
-        if finished is None:
-            block, result = _rebuild(target, layer, received, working, construction, step)
+        number = numbers[target.name]
+        resumed = None if kept is None else kept.find(number, target, layer, working)
+        if resumed is None:
+            block, result = _rebuild(target, layer, seen, working, construction, step)
             if kept is not None:
                 kept.keep(number, target, block, dataclasses.asdict(result))
         else:
-            block, result = finished[0].to(given[0].device), LayerResult.from_dict(finished[1])
+            block, result = resumed[0].to(given[0].device), LayerResult.from_dict(resumed[1])
             if step is not None:
                 step(target.name, 0, result.residual)
         _need_share(result, share)
-        carry_hooks(layer, block)
-        carry_sizes(layer, block)
-        for name in target.names:
-            rebuilt = swap(rebuilt, name, block)
-        results.append(result)
+        finished[number] = result
+        return block
+
+    rebuilt = visit_layers(rebuilt, found.layers, given, box, visit=visit, calls=calls, hold_back=is_calibrated)
+    results = [finished[number] for number in range(len(found.layers))]
     reached = None
     if error is not None:
         reached = relative_difference(outputs_of(run(rebuilt, few)), wanted, scale=list(few))

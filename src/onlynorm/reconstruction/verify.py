@@ -136,7 +136,7 @@ def count_numbers(network: nn.Module) -> tuple[int, int, dict[str, int]]:
     Tensors of whole numbers (counters, tables of positions) are not counted.
     """
     sources = [one for block in set(find_blocks(network).values()) for one in block.sources()]
-    n_frozen = sum(one.n_features * (one.rows + one.cols) for one in sources)
+    n_frozen = sum(one.n_frozen for one in sources)
     n_norm, others = 0, {}
     for place, module in network.named_modules():
         # The buffers of a block are its frozen weights, which `is_reproducible` compares, and its range.

@@ -27,7 +27,7 @@ from onlynorm.intervals.propagate import propagate
 from onlynorm.modules.layers import TargetLayer, layer_options, plain_layer, weight_of
 from onlynorm.reconstruction.constructions import wide
 from onlynorm.reconstruction.constructions.base import Rebuilt, Recipe, construction
-from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, pass_memory, pass_seconds
+from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, grid_pass_memory, pass_memory, pass_seconds
 from onlynorm.reconstruction.ranges import Seen
 from onlynorm.solvers.operator import Progress
 
@@ -45,10 +45,14 @@ def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     loads = (load, dataclasses.replace(load, n_inputs=between))
     first, second = (wide.estimate(*one) for one in zip(parts, recipes, loads, strict=True))
     # The whole batch passes through the first block, and what comes out of it is held while the second is made.
-    is_stored, features = recipe.storage == "dense", wide.draw_groups(parts[0], recipe)[0]
-    passing = pass_memory(features, first.n_features, load, is_stored=is_stored)
+    is_stored, groups = recipe.storage == "dense", wide.draw_groups(parts[0], recipe)
+    is_grid = groups[0].is_structured
+    if is_grid:
+        passing = grid_pass_memory(groups, load, is_linear=wide.is_linear(recipe))
+    else:
+        passing = pass_memory(groups[0], first.n_features, load, is_stored=is_stored)
     held = 8 * load.n_samples * between
-    seconds = second.seconds + pass_seconds(first, load)
+    seconds = second.seconds + pass_seconds(first, load, is_grid=is_grid)
     second = dataclasses.replace(second, memory=max(passing, second.memory) + held, seconds=seconds)
     costs = add_costs((first, second))
     n_wide = sum(one.n_features for one in wide.draw_groups(target, recipe))

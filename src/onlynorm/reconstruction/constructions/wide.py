@@ -23,22 +23,24 @@ from torch import Tensor, nn
 
 from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
 from onlynorm.features import Features, draw
-from onlynorm.frozen.pair import NormOnlyBlock
+from onlynorm.frozen.pair import PART, NormOnlyBlock
 from onlynorm.memory import release_free_memory
 from onlynorm.modules.activations import Ray, known
-from onlynorm.modules.affine import affine, set_affine
+from onlynorm.modules.affine import set_affine, set_channels, set_statistics
 from onlynorm.modules.convolution import embed, need_room, source_shape
 from onlynorm.modules.layers import TargetLayer, layer_options, weight_of
 from onlynorm.reconstruction.constructions.base import Rebuilt, Recipe, construction
 from onlynorm.reconstruction.constructions.unreached import Unreached, find_unreached
-from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, block_costs, pair_costs
-from onlynorm.reconstruction.linearize import Window, linearize
+from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, block_costs, grid_costs, pair_costs
+from onlynorm.reconstruction.linearize import Extent, extent, linearize
 from onlynorm.reconstruction.ranges import Ranges, Seen, find_ranges
 from onlynorm.solvers import Solution, solve_features
 from onlynorm.solvers.methods.minimum_width import minimum_features
 from onlynorm.solvers.operator import Progress
 
 FIELDS = ("kernel", "width", "source_kernel")
+SUMMED = 2**22
+"""Frozen numbers of a block over which constants are summed."""
 SMALLEST = 1e-15
 """No tolerance below rounding is asked of the solver."""
 
@@ -46,7 +48,15 @@ SMALLEST = 1e-15
 def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
     """What the wide construction of this layer takes."""
     groups = draw_groups(target, recipe)
-    return block_costs(solving_costs(groups, recipe), groups, load, is_stored=recipe.storage == "dense")
+    solving, is_stored = solving_costs(groups, recipe), recipe.storage == "dense"
+    if groups[0].is_structured:
+        return grid_costs(solving, groups, load, is_stored=is_stored, is_linear=is_linear(recipe))
+    return block_costs(solving, groups, load, is_stored=is_stored)
+
+
+def is_linear(recipe: Recipe) -> bool:
+    """Whether nothing stands between the frozen layers."""
+    return isinstance(recipe.activation, nn.Identity | None)
 
 
 def solving_costs(groups: list[Features], recipe: Recipe) -> Costs:
@@ -81,6 +91,7 @@ def build(
     weight, bias = weight_of(layer)
     drawn = draw_groups(target, recipe, device=weight.device)
     solutions = solve_groups(drawn, weight, recipe, progress)
+    release_free_memory()
     block = NormOnlyBlock(
         layer_options(layer), drawn, activation=recipe.activation, norms=recipe.norms, storage=recipe.storage
     )
@@ -112,11 +123,11 @@ def settle(
     release_free_memory()  # what drawing and solving freed would else stay resident beside the hidden values
     ranges = find_ranges(block, seen, margin=recipe.margin)
     dtype = torch.float32 if recipe.precision == "float32" else torch.float64
-    window = choose_norms(block, solutions, bias, ranges, window=recipe.window, dtype=dtype, unit_gain=unit_gain)
+    error = choose_norms(block, solutions, bias, ranges, window=recipe.window, dtype=dtype, unit_gain=unit_gain)
     worst = max(solutions, key=lambda solution: solution.residual)
     return Rebuilt(
-        block, worst.method, worst.residual, float(window.error_in_input.max()),
-        sum(s.seconds for s in solutions), worst.shortfall,
+        block, worst.method, worst.residual, error, sum(s.seconds for s in solutions),
+        worst.shortfall,
     )  # fmt: skip
 
 
@@ -129,37 +140,52 @@ def choose_norms(
     window: float,
     dtype: torch.dtype = torch.float64,
     unit_gain: bool = False,
-) -> Window:
-    """Sets both norms of the block; returns the window in which the activation was placed.
+) -> float:
+    """Sets both norms of the block; returns the largest certified error of a window, in the units of its feature.
 
     `dtype` is the precision in which the block will run: where the activation has an offset, its rounding counts.
-    `unit_gain` places it on a ray with gain one, for a second norm that must not undo any other.
+    `unit_gain` places it on a ray with gain one, for a second norm that must not undo any other. Features are taken in
+    parts, so that no more than a few of the vectors on the way have one number for each.
     """
-    gamma = torch.cat([solution.gamma for solution in solutions])
-    ends = torch.stack([gamma * ranges.low, gamma * ranges.high])
-    low, high = ends.amin(0), ends.amax(0)
-    if unit_gain:
-        low, high = _as_wide_as_the_edge(block.activation, low, high)
-    reach = float((high - low).max())
-    linear = linearize(block.activation, low, high, tolerance=window * max(reach, 1e-300), shared=True, dtype=dtype)
-    scale = linear.scale.expand_as(gamma) * gamma
-    set_affine(block.first_norm, scale, linear.shift.expand_as(gamma), mean=ranges.mean, variance=ranges.variance)
-    gain = linear.gain.flatten()[0]
+    gammas = [solution.gamma for solution in solutions]
+    gamma = gammas[0] if len(gammas) == 1 else torch.cat(gammas)
+    parts = [slice(start, min(start + PART, len(gamma))) for start in range(0, len(gamma), PART)]
+
+    def bounds(which: slice) -> tuple[Tensor, Tensor]:
+        low, high = (gamma[which] * block.spread(bound, which) for bound in (ranges.low, ranges.high))
+        low, high = torch.minimum(low, high), torch.maximum(low, high)
+        return _as_wide_as_the_edge(block.activation, low, high) if unit_gain else (low, high)
+
+    reach = 0.0
+    extents: list[Extent] = []
+    for which in parts:
+        low, high = bounds(which)
+        reach = max(reach, float((high - low).max()))
+        extents.append(extent(low, high, dtype=dtype))
+    among = Extent(*(torch.stack(values).max() for values in zip(*extents, strict=True)))
+    set_statistics(block.first_norm, ranges.mean, ranges.variance)
     block.low.copy_(ranges.low)
     block.high.copy_(ranges.high)
-    block.slope.copy_(linear.slope.expand_as(gamma))
-    block.offset.copy_(linear.offset.expand_as(gamma))
+    error, gain = 0.0, torch.ones(())
+    for which in parts:
+        low, high = bounds(which)
+        linear = linearize(
+            block.activation, low, high, tolerance=window * max(reach, 1e-300), shared=True, among=among, dtype=dtype
+        )
+        set_channels(block.first_norm, linear.scale * gamma[which], linear.shift, which)
+        error, gain = max(error, float(linear.error_in_input.max())), linear.gain[0]
+        is_second = linear.scale * (low + high) / 2 + linear.shift < 0.0
+        for number, own in enumerate((~is_second, is_second)):
+            if which.start == 0 or bool(own.any()):  # where no feature has one of the lines, it is as the other
+                first = int(own.int().argmax())
+                block.lines[number] = torch.stack([linear.slope[first], linear.offset[first]])
     # The constant is taken from the norm as it was stored, so that its rounding cancels too.
-    _, shift = affine(block.first_norm)
-    constant = block.slope * shift + block.offset
-    added = torch.cat(
-        [_row_sums(one, constant[block.where(group, 0, one.n_features)]) for group, one in enumerate(block.features)]
-    )
+    added = torch.cat([_row_sums(block, group, one) for group, one in enumerate(block.features)])
     output_gamma = torch.cat([_output_gamma(*pair) for pair in zip(block.features, solutions, strict=True)])
     out_scale = output_gamma / gain
     out_shift = (torch.zeros_like(added) if bias is None else bias) - out_scale * added
     set_affine(block.second_norm, out_scale, out_shift)
-    return linear
+    return error
 
 
 def relative_error(layer: nn.Module, weight: Tensor) -> float:
@@ -276,12 +302,20 @@ def _output_gamma(features: Features, solution: Solution) -> Tensor:
     return torch.ones(features.shape[0], dtype=solution.gamma.dtype, device=solution.gamma.device)
 
 
-def _row_sums(features: Features, constant: Tensor) -> Tensor:
-    """What the constants of all features add to each output, summed over kernel positions."""
-    total = torch.zeros(features.rows, dtype=constant.dtype, device=constant.device)
-    step = max(1, 2**22 // features.rows)
+def _row_sums(block: NormOnlyBlock, group: int, features: Features) -> Tensor:
+    """What the constants of a group's features add to each output, summed over kernel positions."""
+    structure, total = features.structure, torch.zeros(features.rows, dtype=torch.float64, device=block.low.device)
+    width = 1 if structure is not None else features.rows
+    step = min(PART, max(1, SUMMED // width))
+    constants = total.new_empty(features.n_features if structure is not None else 0)
     for start in range(0, features.n_features, step):
         release_free_memory()
         stop = min(start + step, features.n_features)
-        total += features.left(start, stop).to(constant) @ constant[start:stop]
+        _, constant = block.line(block.where(group, start, stop))
+        if structure is None:
+            total += features.left(start, stop).to(constant) @ constant
+        else:
+            constants[start:stop] = constant
+    if structure is not None:
+        total = structure.constant(constants)
     return total.reshape(features.shape[0], -1).sum(1)

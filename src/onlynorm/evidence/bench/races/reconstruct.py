@@ -5,17 +5,21 @@ network on test images: in float64 and in float32 through its blocks, and collap
 and so are the finished layers of an unfinished row: a killed run goes on where it stopped.
 
 A second table has the papers' own method, a dense float32 solve and LBFGS, on layers of the same network beside ours.
+A third one shows what whole networks of the shape of ResNet-50 cost with id_cond features, at several widths.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from onlynorm.data import Split, cifar10, find_data
@@ -26,9 +30,9 @@ from onlynorm.evidence.cache import Rows, fields_of
 from onlynorm.evidence.goals import Goal, Table, number
 from onlynorm.evidence.timing import one_thread
 from onlynorm.features import draw
-from onlynorm.memory import readable
+from onlynorm.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.models import CifarResNet, load_weights
-from onlynorm.reconstruction import collapse, reconstruct, save
+from onlynorm.reconstruction import collapse, load, plan, reconstruct, save, verify
 from onlynorm.reconstruction.verify import Comparison, compare
 from onlynorm.seeds import own_randomness
 from onlynorm.storage import digest, tensors_digest
@@ -56,6 +60,14 @@ COLUMNS = (
 PAPERS_COLUMNS = (
     "system", "excess", "method", "seconds", "times ours", "extra memory", "residual", "iterations", "note",
 )  # fmt: skip
+SCALING_COLUMNS = (
+    "width", "weights", "plan (s)", "reconstruct (s)", "save (s)", "load (s)", "verify (s)", "us / weight",
+    "peak memory", "float64 / weight", "stored / weight", "float32 error",
+)  # fmt: skip
+SCALING_WIDTHS, QUICK_WIDTHS = (16, 32, 64), (4, 8)
+"""Channels of the first stage; 64 make the 25 million weights of ResNet-50."""
+LINEAR, STORED = 1.5, 2.05
+"""Goals of the third table: growth of seconds and bytes per weight with the width, numbers of a file per weight."""
 WIDTH = 140
 """Columns of a terminal that the table needs."""
 
@@ -118,27 +130,48 @@ class RebuiltRow:
         )
 
 
+@dataclass(frozen=True)
+class ScalingRow:
+    """What a network of bottleneck blocks of one width takes, from plan to verify, with id_cond features."""
+
+    width: int
+    n_weights: int
+    plan_seconds: float
+    seconds: float
+    save_seconds: float
+    load_seconds: float
+    verify_seconds: float
+    memory: int
+    stored: float
+    error: float
+
+
 @dataclass
 class ReconstructBench:
-    """Both tables of one run."""
+    """The tables of one run."""
 
     rows: list[RebuiltRow] = field(default_factory=list)
     papers: list[Row] = field(default_factory=list)
+    scaling: list[ScalingRow] = field(default_factory=list)
 
     @property
     def goals(self) -> list[Goal]:
         """What every row promised, and whether it was kept."""
-        return [row.goal for row in self.rows]
+        return [*(row.goal for row in self.rows), *_scaling_goals(self.scaling)]
 
     def tables(self) -> list[Table]:
-        """The rebuilt networks, and the papers' method beside ours on a few layers."""
-        return [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers)]
+        """The rebuilt networks, the papers' method beside ours on a few layers, and cost against size."""
+        return [
+            Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers),
+            Table(SCALING_COLUMNS, [_scaling_cells(row) for row in self.scaling], WIDTH),
+        ]  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
         return {
             "rows": [asdict(row) for row in self.rows],
             "papers": [asdict(row) for row in self.papers],
+            "scaling": [asdict(row) for row in self.scaling],
             "goals": [asdict(goal) for goal in self.goals],
         }
 
@@ -182,6 +215,8 @@ def bench_reconstruct(
         if on_row is not None:
             on_row(bench.rows[-1])
     bench.papers = papers_rows(target, say)
+    with one_thread():
+        bench.scaling = [scaling_row(width, out, say) for width in (QUICK_WIDTHS if quick else SCALING_WIDTHS)]
     return bench
 
 
@@ -257,6 +292,101 @@ def papers_rows(target: nn.Module, say: Say) -> list[Row]:
             with one_thread():
                 rows += race_solvers(name, excess, system, {way: SOLVERS[way] for way in (OURS, PAPERS)}, repeats=3)
     return rows
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions, the middle one 3 x 3, around which the input is added."""
+
+    def __init__(self, n_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        n_out = 4 * width
+        layers = [(n_in, width, 1, 1), (width, width, 3, stride), (width, n_out, 1, 1)]
+        parts = [_normed(*layer) for layer in layers]
+        self.branch = nn.Sequential(parts[0], nn.ReLU(), parts[1], nn.ReLU(), parts[2])
+        self.skip = nn.Identity() if n_in == n_out and stride == 1 else _normed(n_in, n_out, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.branch(x) + self.skip(x)).relu()
+
+
+def _normed(n_in: int, n_out: int, kernel: int, stride: int) -> nn.Sequential:
+    layer = nn.Conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(n_out))
+
+
+def bottleneck_network(width: int) -> nn.Sequential:
+    """A network of the shape of ResNet-50 with random weights, of this width in its first stage."""
+    stages, n_in = [], width
+    for stage, n_blocks in enumerate((3, 4, 6, 3)):
+        for block in range(n_blocks):
+            stages.append(Bottleneck(n_in, width * 2**stage, 2 if stage and not block else 1))
+            n_in = 4 * width * 2**stage
+    stem = [_normed(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    with_head = [*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, 1000)]
+    return nn.Sequential(*stem, *with_head).eval()
+
+
+def scaling_row(width: int, out: Path, say: Say, *, size: int = 64, n_samples: int = 8) -> ScalingRow:
+    """One width: a ReLU between the frozen layers, images of `size` x `size`."""
+    say(f"id_cond at width {width}: plan, reconstruct, save, load, verify")
+    with own_randomness(0):
+        target, inputs = bottleneck_network(width), torch.randn(n_samples, 3, size, size)
+        choices: dict[str, Any] = {"features": "id_cond", "activation": nn.ReLU()}
+        reconstruct(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), inputs=inputs, **choices)  # libraries are loaded
+    times = [time.perf_counter()]
+    plan(target, inputs=inputs, **choices)
+    times.append(time.perf_counter())
+    release_free_memory()
+    with MemoryMeter() as meter:
+        result = reconstruct(target, inputs=inputs, **choices)
+    times.append(time.perf_counter())
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"bottleneck-{width}.safetensors"
+    save(result, path)
+    times.append(time.perf_counter())
+    loaded = load(path, into=bottleneck_network(width))
+    times.append(time.perf_counter())
+    check = verify(target, loaded, inputs)
+    times.append(time.perf_counter())
+    n_stored = path.stat().st_size / 4
+    path.unlink()
+    n_weights = sum(math.prod(layer.shape) for layer in result.layers)
+    seconds = [after - before for before, after in itertools.pairwise(times)]
+    return ScalingRow(
+        width, n_weights, seconds[0], seconds[1], seconds[2], seconds[3], seconds[4], meter.peak, n_stored / n_weights,
+        check.relative_error,
+    )  # fmt: skip
+
+
+def _scaling_goals(rows: Sequence[ScalingRow]) -> list[Goal]:
+    """Cost in proportion to the number of weights, from the second width on: small networks cost Python's own time."""
+    if len(rows) < 2:
+        return []
+    first, last = rows[-2:]
+    growth = [
+        (getattr(last, name) / last.n_weights) / (getattr(first, name) / first.n_weights)
+        for name in ("seconds", "memory")
+    ]
+    return [
+        Goal(
+            f"id_cond: seconds and bytes per weight at width {last.width} at most {LINEAR:g} times those at "
+            f"{first.width}",
+            f"{growth[0]:.2f} and {growth[1]:.2f} times", max(growth) <= LINEAR,
+        ),
+        Goal(
+            f"id_cond: a file of at most {STORED} numbers per weight at width {last.width}", f"{last.stored:.3f}",
+            last.stored <= STORED,
+        ),
+    ]  # fmt: skip
+
+
+def _scaling_cells(row: ScalingRow) -> tuple[str, ...]:
+    seconds = (row.plan_seconds, row.seconds, row.save_seconds, row.load_seconds, row.verify_seconds)
+    return (
+        str(row.width), f"{row.n_weights:,}", *(f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in seconds),
+        f"{1e6 * row.seconds / row.n_weights:.2f}", readable(row.memory), f"{row.memory / 8 / row.n_weights:.2f}",
+        f"{row.stored:.3f}", f"{row.error:.1e}",
+    )  # fmt: skip
 
 
 def _papers_table(rows: Sequence[Row]) -> Table:

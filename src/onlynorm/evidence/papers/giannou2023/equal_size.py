@@ -17,7 +17,7 @@ from onlynorm.errors import ConversionError, ShapeError, shown
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.modules import need_model
 from onlynorm.modules.activations import known
-from onlynorm.modules.affine import Norm, affine, make_norm, set_affine
+from onlynorm.modules.affine import Norm, SharedNorm, affine, make_norm, set_affine
 from onlynorm.validate import is_whole_number, need_free_memory
 
 
@@ -88,6 +88,8 @@ def _padded_norm(norm: Norm, kind: str, width: int) -> Norm:
     mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
     scale, shift = (functional.pad(values, missing) for values in affine(norm))
     if mean is not None and variance is not None:
+        if isinstance(norm, SharedNorm):
+            mean, variance = (norm.sharing.spread(values) for values in (mean, variance))
         mean, variance = functional.pad(mean, missing), functional.pad(variance, missing, value=1.0)
     set_affine(made, scale, shift, mean=mean, variance=variance)
     return made
