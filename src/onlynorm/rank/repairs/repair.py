@@ -33,7 +33,7 @@ from onlynorm.rank.repairs.insert_norms import insert_batch_norms
 from onlynorm.rank.repairs.redraw import mirrored, near_identity, orthogonal
 from onlynorm.rank.repairs.rescale import lsuv, rescale_residuals
 from onlynorm.rank.repairs.visits import Route, find_route
-from onlynorm.rank.trained import find_norms, find_training
+from onlynorm.rank.trained import find_training
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_integer, need_number, need_seed
 
 MAX_RATIO = 10.0
@@ -69,7 +69,7 @@ class _Job:
             return ""
         places = self.route.free
         layers = ((place.name, place.layer, place.weight, place is places[-1]) for place in places)
-        return find_training(layers, find_norms(self.model))
+        return find_training(self.model, layers)
 
     def diagnose(self) -> Diagnosis:
         return diagnose(self.model, self.route.inputs, self.targets, loss=self.loss, output=self.output, seed=self.seed)
