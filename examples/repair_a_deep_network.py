@@ -10,7 +10,7 @@ train, test = (data.train_inputs, data.train_labels), (data.test_inputs, data.te
 deep = mlp((64, *[64] * 30, 10), seed=0)
 print(on.diagnose(deep, data.train_inputs[:256], data.train_labels[:256]).verdict)
 
-repaired = on.repair(deep, data.train_inputs[:256], targets=data.train_labels[:256], seed=0)
+repaired = on.repair(deep, data.train_inputs[:256], data.train_labels[:256], seed=0)
 print(repaired)
 
 schedule = on.Schedule(epochs=15, lr=0.01, seed=0)

@@ -275,7 +275,7 @@ def test_compiled_parts_are_read_and_repaired_like_others() -> None:
     assert compiled.score == pytest.approx(plain.score)
     before, after = (repair(network(is_compiled=some), INPUTS, method="lsuv") for some in (False, True))
     assert not after.unseen
-    assert [one.scale for one in after.after] == pytest.approx([one.scale for one in before.after])
+    assert [one.scale for one in after.after.layers] == pytest.approx([one.scale for one in before.after.layers])
 
 
 def test_arrays_are_taken_as_inputs_and_targets() -> None:
@@ -370,7 +370,7 @@ def test_hooks_of_the_caller_stay_and_run() -> None:
         assert scales["4"].scale == pytest.approx(float(network(INPUTS).square().mean().sqrt()), rel=1e-4)
     made = repair(network, INPUTS, method="lsuv")
     # the hooks cancel each other in the first product, so unit outputs are doubled halves
-    assert made.after[-1].scale == pytest.approx(1.0, rel=1e-4)
+    assert made.after.weighted_layers[-1].scale == pytest.approx(1.0, rel=1e-4)
     assert calls
     assert kept == [
         [dict(getattr(m, name)) for m in network.modules()] for name in ("_forward_hooks", "_forward_pre_hooks")

@@ -109,9 +109,7 @@ def test_rank_alignment_and_vanishing_explain_lost_differences_and_are_not_judge
     assert set(well.parts) == {"alive", "growing", "shrinking", "contrast", "directions", "input", "exploding"}
     ill = differences(layers, contrast=T.contrast)
     assert [words.split(" ")[1] for words in ill.findings] == ["signal", "gradient", "of", "gradient"]
-    assert ill.advice == (
-        'Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair with method="mirrored".'
-    )
+    assert ill.advice == ("Plain SGD is unlikely to train this network; Adam may. Add batch norms or run repair.")
     grown = [*layers[:3], layer(4, scale=10 * T.growing)]
     assert len(differences(grown).findings) == 1  # a sign that stands for itself needs no reasons
 

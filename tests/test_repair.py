@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.models import cifar_resnet, mlp, vgg, vit
-from onlynorm.rank.repairs.depth_evidence import LayerState, Lesson, gradient_ratio, harm, look
+from onlynorm.rank import Layer, diagnose
+from onlynorm.rank.diagnosis.signals import gradient_ratio
 from onlynorm.rank.repairs.repair import METHODS, NOTHING, repair
-from onlynorm.rank.repairs.visits import Route, find_route
 from onlynorm.seeds import seeded
 
 repairing = importlib.import_module("onlynorm.rank.repairs.repair")
@@ -58,10 +58,10 @@ def test_the_model_is_left_alone_and_its_copy_repaired(method: str) -> None:
     assert result.model is not model
     assert not any(module.training for module in result.model.modules())
     assert result.method == ("mirrored" if method == "auto" else method)
-    assert len(result.before) == len(result.after) == DEPTH + 1
-    assert abs(math.log(result.ratio_after)) < abs(math.log(result.ratio_before))
-    hidden = [s.r for s in result.after[:-1]]
-    assert min(hidden) >= min(s.r for s in result.before[:-1])
+    assert len(result.before.weighted_layers) == len(result.after.weighted_layers) == DEPTH + 1
+    assert abs(math.log(result.after.gradient_ratio)) < abs(math.log(result.before.gradient_ratio))
+    hidden = [s.r for s in result.after.weighted_layers[:-1]]
+    assert min(hidden) >= min(s.r for s in result.before.weighted_layers[:-1])
 
 
 @pytest.mark.parametrize("method", ["auto", *METHODS])
@@ -86,7 +86,7 @@ def test_a_healthy_network_is_left_as_it_is_by_auto() -> None:
     healthy = repair(deep(), batch()).model
     result = repair(healthy, batch())
     assert result.method == NOTHING
-    assert str(result).startswith("left as it is (it needs no repair: badness 0.")
+    assert str(result).startswith("left as it is (the diagnosis is healthy, score 0.9")
     assert is_same(result.model, state(healthy))
 
 
@@ -95,7 +95,7 @@ def test_a_network_that_no_repair_makes_better_is_left_as_it_is(monkeypatch: pyt
     monkeypatch.setattr(repairing, "METHODS", dict.fromkeys(METHODS, idle))
     result = repair(deep(), batch())
     assert result.method == NOTHING
-    assert result.remark.startswith("no repair does better than its badness, ")
+    assert result.remark.startswith("no repair improves the score of 0.00")
 
 
 def test_the_result_reads_well_and_is_plain_data() -> None:
@@ -103,19 +103,28 @@ def test_the_result_reads_well_and_is_plain_data() -> None:
     text = str(result)
     assert text.startswith("repaired by mirrored (")
     assert "in '0'" in text
-    assert f"-> {result.ratio_after:.2g}" in text
+    assert f"-> {result.after.gradient_ratio:.2g}" in text
     plain = json.loads(json.dumps(result.as_dict()))
-    assert [layer["name"] for layer in plain["layers"]] == [row[0] for row in result.rows()]
-    assert plain["layers"][3]["after"]["r"] == result.after[3].r
-    assert plain["gradient_ratio"]["before"] == result.ratio_before
+    assert [row[0] for row in result.rows()] == [layer.name for layer in result.before.weighted_layers]
+    assert plain["after"]["layers"][3]["r"] == result.after.layers[3].r
+    assert plain["before"]["gradient_ratio"] == result.before.gradient_ratio
 
 
 # ---------------------------------------------------------------------------------------------- the evidence
 
 
-def test_evidence_is_that_of_a_plain_forward_and_backward_pass() -> None:
+def test_the_report_is_the_diagnosis_of_the_network_before_and_of_the_result_after() -> None:
+    model, inputs, labels = deep(norm="batch", init="asymmetric").eval(), batch(), torch.arange(32) % 5
+    result = repair(model, inputs, labels, seed=3)
+    assert result.method == "mirrored"
+    assert result.before == diagnose(model, inputs, labels, seed=3)
+    assert result.after == diagnose(result.model, inputs, labels, seed=3)
+    assert result.before.score < 0.5 < 0.9 < result.after.score
+
+
+def test_gradients_are_those_of_a_plain_backward_pass() -> None:
     model, inputs, labels = deep(), batch(), torch.arange(32) % 5
-    states = look(find_route(model, (inputs,)), Lesson(labels))
+    found = repair(model, inputs, labels).before.weighted_layers
     signal, outputs = inputs, []
     for layer in model:
         signal = layer(signal)
@@ -123,40 +132,25 @@ def test_evidence_is_that_of_a_plain_forward_and_backward_pass() -> None:
             signal.retain_grad()
             outputs.append(signal)
     functional.cross_entropy(signal, labels).backward()
-    for found, output in zip(states, outputs, strict=True):
-        H = output.detach().double().mT
-        values = torch.linalg.svdvals(H).square()
-        assert found.r == pytest.approx(float(values.sum().square() / values.square().sum()), rel=FLOAT)
-        assert found.scale == pytest.approx(float(H.square().mean().sqrt()), rel=FLOAT)
+    for layer, output in zip(found, outputs, strict=True):
         assert output.grad is not None
-        assert found.gradient == pytest.approx(float(output.grad.norm()), rel=FLOAT)
-    assert gradient_ratio(states) == pytest.approx(states[0].gradient / states[-2].gradient)
+        assert layer.signal_gradient == pytest.approx(float(output.grad.norm()), rel=FLOAT)
 
 
-def test_looking_leaves_statistics_and_modes_and_takes_the_batch_as_training_does() -> None:
-    model = deep(norm="batch").eval()
-    kept = state(model)
-    states = look(find_route(model, (batch(),)), Lesson())
-    assert is_same(model, kept)
-    assert not any(module.training for module in model.modules())
-    model.train()
-    assert states == look(find_route(model, (batch(),)), Lesson())
-
-
-def test_harm_counts_lost_rank_and_gradients_that_grow_or_shrink() -> None:
-    whole = find_route(deep(), (batch(),))
-    route = Route(whole.model, whole.inputs, whole.places[:4])
-
-    def states(ranks: list[float], gradients: list[float]) -> list[LayerState]:
-        return [LayerState(str(i), r, 1.0, g) for i, (r, g) in enumerate(zip(ranks, gradients, strict=True))]
-
-    assert harm(states([4.0, 4.0, 4.0, 1.0], [1.0, 5.0, 1.0, 9.0]), route) == 0.0
-    assert harm(states([4.0, 2.0, 4.0, 1.0], [1.0, 1.0, 1.0, 1.0]), route) == pytest.approx(math.log(2.0))
-    assert harm(states([4.0, 9.0, 4.0, 1.0], [1.0, 1.0, 3.0, 1.0]), route) == pytest.approx(math.log(3.0))
-    # more rank than the root of the width is nothing that could be lost
-    assert harm(states([20.0, 6.0, 6.0, 1.0], [1.0] * 4), route) == 0.0
-    assert harm(states([4.0, math.nan, 4.0, 1.0], [1.0] * 4), route) == math.inf
-    assert harm(states([4.0, 4.0, 4.0, 1.0], [0.0, 0.0, 1.0, 1.0]), route) == math.inf
+@pytest.mark.parametrize(
+    ("gradients", "ratio"),
+    [([1.0, 5.0, 2.0, 9.0], 0.5), ([None, 3.0, 1.0, 1.0], 3.0), ([0.0, 0.0, 0.0, 1.0], 0.0),
+     ([1.0, 0.0, 0.0, 1.0], math.inf), ([1.0, 2.0], math.nan), ([], math.nan)],
+)  # fmt: skip
+def test_the_gradient_ratio_compares_first_and_last_hidden_layer(gradients: list[float | None], ratio: float) -> None:
+    layers = [
+        Layer(
+            r=1.0, soft_rank=1, spread=1.0, scale=1.0, dead=0.0, n_units=4, n_columns=4, is_finite=True, name=str(i),
+            kind="Linear", call=1, depth=i + 1, has_weights=True, is_taken_in=True, shape=(4, 4), signal_gradient=g,
+        )
+        for i, g in enumerate(gradients)
+    ]  # fmt: skip
+    assert gradient_ratio(layers) == pytest.approx(ratio, nan_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------- any architecture
@@ -181,13 +175,15 @@ class Shared(nn.Module):
 def test_a_shared_layer_is_changed_once_and_an_unused_one_not_at_all(method: str) -> None:
     model = Shared()
     result = repair(model, batch(), method=method, targets=torch.arange(32) % 5, n_steps=3)
-    assert [layer.name for layer in result.after] == ["first", "shared", "last"]
+    assert [layer.place for layer in result.after.weighted_layers[:3]] == ["first", "shared", "shared (call 2)"]
     made = result.model
     assert isinstance(made, Shared)
     assert torch.equal(made.unused.weight, model.unused.weight)
     assert not torch.equal(made.shared.weight, model.shared.weight)
     if method in ("mirrored", "lsuv", "rank"):
-        assert result.after[1].scale == pytest.approx(1.0, rel=FLOAT)  # at its first call, where it was set
+        assert result.after.weighted_layers[1].scale == pytest.approx(
+            1.0, rel=FLOAT
+        )  # at its first call, where it was set
 
 
 @pytest.mark.parametrize(
@@ -203,8 +199,8 @@ def test_a_shared_layer_is_changed_once_and_an_unused_one_not_at_all(method: str
 def test_convolutions_skips_and_tokens_are_repaired_too(make: Callable[[], nn.Module], method: str) -> None:
     model, images = make(), batch(8, 3, 16, 16)
     result = repair(model, images, method=method, targets=torch.arange(8), n_steps=2)
-    assert all(math.isfinite(layer.r) and layer.r >= 1.0 - FLOAT for layer in result.after)
-    assert 0.0 < result.ratio_after < math.inf
+    assert all(math.isfinite(layer.r) and layer.r >= 1.0 - FLOAT for layer in result.after.weighted_layers)
+    assert 0.0 < result.after.gradient_ratio < math.inf
     out = result.model(images)
     assert bool(torch.isfinite(out).all())
 
@@ -232,7 +228,7 @@ def test_several_inputs_and_a_loss_of_ones_own() -> None:
         return functional.mse_loss(returned, targets)
 
     result = repair(Two(), (batch(), batch(seed=1)), targets=torch.zeros(32, 5), loss=loss)
-    assert result.ratio_after == pytest.approx(1.0, abs=0.5)
+    assert result.after.gradient_ratio == pytest.approx(1.0, abs=0.5)
 
 
 # ---------------------------------------------------------------------------------------------- bad input
@@ -263,7 +259,7 @@ def test_bad_input_is_refused() -> None:
 def test_weights_that_are_no_numbers_are_named() -> None:
     model = deep()
     nn.init.constant_(model[6].weight, math.nan)  # type: ignore[arg-type]
-    with pytest.raises(ValueRangeError, match=r"finite signals; layer '6' gives NaN"):
+    with pytest.raises(ValueRangeError, match=r"finite signals; first NaN or infinity at 6 \(Linear\)"):
         repair(model, batch())
 
 
@@ -285,14 +281,14 @@ def test_a_dead_network_can_be_drawn_anew() -> None:
     for parameter in model[4].parameters():
         nn.init.zeros_(parameter)
     result = repair(model, batch(), method="mirrored")
-    assert math.isnan(result.before[2].r)
-    assert result.ratio_before == 0.0
-    assert result.ratio_after == pytest.approx(1.0, rel=0.05)
+    assert math.isnan(result.before.weighted_layers[2].r)
+    assert result.before.gradient_ratio == 0.0
+    assert result.after.gradient_ratio == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_single_hidden_layer_has_no_ratio_of_gradients_to_tell() -> None:
     result = repair(mlp((6, 8, 3), seed=0), torch.randn(32, 6, generator=seeded(0)), method="paper")
-    assert math.isnan(result.ratio_after)
+    assert math.isnan(result.after.gradient_ratio)
     assert "nan" not in str(result)
     assert "gradient" not in str(result)
 
@@ -379,7 +375,7 @@ def test_attention_is_one_module_that_is_not_seen() -> None:
     result = repair(encoder, torch.randn(8, 5, 16, generator=seeded(0)), method="lsuv")
     assert [(one.name, one.kind) for one in result.unseen] == [("self_attn", "MultiheadAttention")]
     assert result.unseen[0].n_parameters == 4 * 16 * 16 + 4 * 16
-    assert [layer.name for layer in result.after] == ["linear1", "linear2"]
+    assert [layer.name for layer in result.after.weighted_layers] == ["self_attn", "linear1", "linear2"]
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "batch_norm"])
@@ -390,7 +386,7 @@ def test_a_tied_embedding_is_measured_and_not_changed_unless_forced(method: str)
     assert isinstance(made, Tied)
     assert torch.equal(made.tokens.weight, model.tokens.weight)
     assert made.head.weight is made.tokens.weight
-    assert result.after[-1].name == "head"
+    assert result.after.weighted_layers[-1].name == "head"
     assert [one.name for one in result.unseen] == ["tokens", "head"]
     assert "its weight is tied to that of 'tokens'" in str(result)
     assert result.unseen_fraction == pytest.approx(30 * 16 / sum(p.numel() for p in model.parameters()))
@@ -445,7 +441,7 @@ def test_conv1d_is_repaired_exactly_like_a_linear_layer(method: str) -> None:
     other = nn.Sequential(*(Conv1D(m) if isinstance(m, nn.Linear) else m for m in plain))
     wanted, found = (repair(model, batch(), method=method, n_steps=3) for model in (plain, other))
     assert found.unseen == ()
-    for one, two in zip(wanted.after, found.after, strict=True):
+    for one, two in zip(wanted.after.weighted_layers, found.after.weighted_layers, strict=True):
         assert one.r == pytest.approx(two.r, rel=1e-3)
         assert one.scale == pytest.approx(two.scale, rel=1e-3)
     if method in ("auto", "lsuv", "near_identity"):
@@ -472,7 +468,7 @@ def test_transposed_convolutions_are_repaired(method: str) -> None:
     inputs = batch(16, 4, 1, 1)
     result = repair(model, inputs, method=method, n_steps=3)
     assert result.unseen == ()
-    assert len(result.after) == 6
+    assert len(result.after.weighted_layers) == 6
     assert isinstance(result.model, nn.Sequential)
     signal = inputs
     for layer in result.model if method in ("mirrored", "lsuv") else ():
@@ -501,10 +497,10 @@ def test_transposed_convolutions_with_groups_are_reported() -> None:
 def test_targets_follow_the_one_rule_of_all_verbs() -> None:
     model, inputs = deep(), batch()
     real = torch.randn(32, 5, generator=seeded(1))
-    states = look(find_route(model, (inputs,)), Lesson(real))
+    last = repair(model, inputs, real).before.weighted_layers[-1]
     outputs = model(inputs)
     (expected,) = torch.autograd.grad(functional.mse_loss(outputs, real), outputs)
-    assert states[-1].gradient == pytest.approx(float(expected.norm()), rel=FLOAT)
+    assert last.signal_gradient == pytest.approx(float(expected.norm()), rel=FLOAT)
     tokens = repair(Tied(), TOKENS, targets=TOKENS)  # classes on the last axis, as in language models
     assert tokens.after
     assert repair(model, inputs.numpy(), targets=(torch.arange(32) % 5).numpy()).method == "mirrored"
@@ -529,13 +525,11 @@ def test_a_loss_without_targets_and_an_output_of_ones_own_are_used() -> None:
 
     repair(Named(), batch(), loss=loss, output=lambda returned: returned)
     assert set(seen) == {(("a",), None)}
-    for bad, got in (
-        (lambda o, t: o, r"shape \(32, 5\)"),
-        (lambda o, t: 3.0, "float"),
-        (lambda o, t: o.detach().sum(), "shape"),
-    ):
-        with pytest.raises(ShapeError, match=f"a loss that is one real number and depends on the weights; got {got}"):
+    for bad, got in ((lambda o, t: o, r"shape \(32, 5\)"), (lambda o, t: 3.0, "float")):
+        with pytest.raises(ShapeError, match=f"the loss needs to be one real number as a tensor; got {got}"):
             repair(deep(), batch(), loss=bad)
+    with pytest.raises(ConversionError, match="repair needs a loss that depends on the weights"):
+        repair(deep(), batch(), loss=lambda o, t: o.detach().sum())
 
 
 def test_autocast_does_not_hide_what_was_changed() -> None:

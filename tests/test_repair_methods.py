@@ -47,19 +47,19 @@ def test_mirrored_networks_start_as_linear_maps(activation: type[nn.Module]) -> 
 
 def test_mirrored_relu_networks_keep_rank_scale_and_gradient_in_every_layer() -> None:
     result = repair(deep(depth=24), batch(), method="mirrored")
-    hidden = result.after[:-1]
+    hidden = result.after.weighted_layers[:-1]
     assert [layer.r for layer in hidden] == pytest.approx([hidden[0].r] * len(hidden), rel=10 * FLOAT)
     assert [layer.scale for layer in hidden] == pytest.approx([1.0] * len(hidden), rel=FLOAT)
     # the halves of a gradient pass where u is positive and where it is negative: equal on the average, not exactly
-    assert result.ratio_after == pytest.approx(1.0, rel=0.25)
+    assert result.after.gradient_ratio == pytest.approx(1.0, rel=0.25)
     assert "scale 1" in result.remark
 
 
 def test_the_watch_makes_signals_small_where_the_activation_bends() -> None:
     result = repair(deep(nn.Tanh, depth=30), batch(), method="mirrored")
-    assert result.after[5].scale < 1.0
-    assert result.after[5].scale == pytest.approx(float(result.remark.rpartition(" ")[2]), rel=FLOAT)
-    assert abs(math.log(result.ratio_after)) < math.log(1.25)
+    assert result.after.weighted_layers[5].scale < 1.0
+    assert result.after.weighted_layers[5].scale == pytest.approx(float(result.remark.rpartition(" ")[2]), rel=FLOAT)
+    assert abs(math.log(result.after.gradient_ratio)) < math.log(1.25)
 
 
 def test_mirrored_convolutions_pass_images_on_by_the_middle_of_their_kernels() -> None:
@@ -89,7 +89,7 @@ def test_equal_halves_do_not_cancel() -> None:
             return out
 
     result = repair(Twice(), batch(), method="mirrored")
-    assert result.after[1].scale == pytest.approx(1.0, rel=FLOAT)
+    assert result.after.weighted_layers[1].scale == pytest.approx(1.0, rel=FLOAT)
 
 
 def test_near_identity_layers_are_near_the_identity_and_others_orthogonal() -> None:
@@ -111,7 +111,7 @@ def test_orthogonal_weights_are_orthogonal_and_lsuv_sets_every_scale(method: str
     for layer in layers[1:-1]:
         gram = (layer.weight @ layer.weight.mT).detach()
         assert torch.allclose(gram, gram[0, 0] * torch.eye(16), atol=FLOAT)
-    scales = [layer.scale for layer in result.after]
+    scales = [layer.scale for layer in result.after.weighted_layers]
     if method == "lsuv":
         assert scales == pytest.approx([1.0] * len(scales), rel=FLOAT)
     else:
@@ -138,40 +138,46 @@ def test_a_step_of_the_papers_ascent_moves_a_weight_by_its_share_along_the_gradi
 
 
 def test_more_steps_give_more_rank() -> None:
-    few, many = (repair(deep(), batch(), method="paper", n_steps=n).after for n in (2, 20))
+    few, many = (repair(deep(), batch(), method="paper", n_steps=n).after.weighted_layers for n in (2, 20))
     assert all(more.r > less.r for less, more in zip(few[:-1], many[:-1], strict=True))
 
 
 def test_the_ascent_stops_at_its_target_with_unit_scale_and_no_bias() -> None:
     result = repair(deep(), batch(), method="rank", target_rank=2.5, max_ratio=1e9)
     assert "ascent to 100 %" in result.remark
-    before, after = result.before[:-1], result.after[:-1]
+    before, after = result.before.weighted_layers[:-1], result.after.weighted_layers[:-1]
     assert min(layer.r for layer in before) < 1.5
     assert min(layer.r for layer in after[:2]) > 4.0  # what passes the target already is not pulled down
     # a step of 0.5 % of a weight changes r by a few percent, so that no target is overshot by more
     assert all(2.5 <= layer.r < 2.5 * 1.1 for layer in after[2:])
-    assert [layer.scale for layer in result.after] == pytest.approx([1.0] * len(result.after), rel=FLOAT)
+    assert [layer.scale for layer in result.after.weighted_layers] == pytest.approx(
+        [1.0] * len(result.after.weighted_layers), rel=FLOAT
+    )
     assert not any(bool(layer.bias.any()) for layer in linears(result.model))
 
 
 def test_the_watch_asks_for_less_rank_until_gradients_are_within_bounds() -> None:
     free = repair(deep(depth=12), batch(), method="rank", target_rank=6.0, max_ratio=1e9)
-    bound = free.ratio_after / 2.0
+    bound = free.after.gradient_ratio / 2.0
     watched = repair(deep(depth=12), batch(), method="rank", target_rank=6.0, max_ratio=bound)
-    assert watched.ratio_after <= bound
-    assert watched.after[-2].r < free.after[-2].r
+    assert watched.after.gradient_ratio <= bound
+    assert watched.after.weighted_layers[-2].r < free.after.weighted_layers[-2].r
     assert "ascent to 100 %" not in watched.remark
 
 
 def test_the_ascent_of_all_layers_at_once_raises_ranks_and_takes_back_the_step_too_far() -> None:
     none, some = (repair(deep(), batch(), method="whole", n_steps=n, max_ratio=1e9) for n in (0, 8))
     assert "8 steps" in some.remark
-    assert sum(math.log(layer.r) for layer in some.after[:-1]) > sum(math.log(layer.r) for layer in none.after[:-1])
-    assert [layer.scale for layer in some.after] == pytest.approx([1.0] * len(some.after), rel=FLOAT)
-    bound = (none.ratio_after * some.ratio_after) ** 0.5
-    assert none.ratio_after < bound < some.ratio_after
+    assert sum(math.log(layer.r) for layer in some.after.weighted_layers[:-1]) > sum(
+        math.log(layer.r) for layer in none.after.weighted_layers[:-1]
+    )
+    assert [layer.scale for layer in some.after.weighted_layers] == pytest.approx(
+        [1.0] * len(some.after.weighted_layers), rel=FLOAT
+    )
+    bound = (none.after.gradient_ratio * some.after.gradient_ratio) ** 0.5
+    assert none.after.gradient_ratio < bound < some.after.gradient_ratio
     watched = repair(deep(), batch(), method="whole", n_steps=8, max_ratio=bound)
-    assert watched.ratio_after <= bound
+    assert watched.after.gradient_ratio <= bound
     assert "8 steps" not in watched.remark
 
 
@@ -256,6 +262,6 @@ def test_inputs_whose_squares_leave_float64_are_scaled_like_others(size: float) 
     for method in ("mirrored", "lsuv", "orthogonal"):
         result = repair(model, INPUTS.double() * size, method=method)
         usual = repair(model, INPUTS.double(), method=method)
-        for one, other in zip(result.after[1:], usual.after[1:], strict=True):
+        for one, other in zip(result.after.weighted_layers[1:], usual.after.weighted_layers[1:], strict=True):
             assert one.scale == pytest.approx(other.scale, rel=1e-6)
             assert one.r == pytest.approx(other.r, rel=1e-6)

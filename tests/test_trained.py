@@ -15,7 +15,7 @@ from onlynorm.errors import ConversionError, MissingDataError
 from onlynorm.models import cifar_resnet, load_model, mlp
 from onlynorm.rank import METHODS, repair
 from onlynorm.rank.coverage import is_layer, weight_of
-from onlynorm.rank.trained import find_norms, find_training
+from onlynorm.rank.trained import find_training
 from onlynorm.seeds import own_randomness, seeded
 
 Init = Callable[[Tensor], object]
@@ -25,7 +25,7 @@ def sign(model: nn.Module) -> str:
     """The first sign of training in all layers of a model."""
     found = [(name, module) for name, module in model.named_modules() if is_layer(module)]
     layers = ((name, layer, weight_of(layer), layer is found[-1][1]) for name, layer in found)
-    return find_training(layers, find_norms(model))
+    return find_training(model, layers)
 
 
 def fully_connected() -> nn.Sequential:

@@ -34,7 +34,7 @@ from onlynorm.modules.affine import Affine, BatchNorm, to_affine
 from onlynorm.modules.affine import from_affine as unfold_norm
 from onlynorm.modules.affine import to_affine as fold_norm
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR
-from onlynorm.modules.norms import FoldedNorm, need_module, norm_kind
+from onlynorm.modules.norms import FoldedNorm, need_module, norm_kind, norm_modules
 from onlynorm.modules.validate import need_batch, need_evaluation, need_model
 from onlynorm.modules.walk import (
     Inputs,
@@ -260,8 +260,8 @@ def fold(model: nn.Module, inputs: Tensor | tuple[Tensor, ...] | None = None) ->
     folded = {norm for _, norm in pairs}
     kept = [
         KeptNorm(name, type(norm).__name__, _own_reason(norm) or obstacles.get(name) or reasons.get(name, NOT_BEHIND))
-        for name, norm in model.named_modules()
-        if norm_kind(norm) is not None and name not in folded and not isinstance(norm, FoldedNorm)
+        for name, norm, _ in norm_modules(model)
+        if name not in folded and not isinstance(norm, FoldedNorm)
     ]
     return FoldedModel(network, tuple(pairs), tuple(kept))
 

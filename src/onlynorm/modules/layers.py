@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from onlynorm.errors import ConversionError, ValueRangeError
 from onlynorm.modules.norms import NORMS
 from onlynorm.modules.validate import need_model
+from onlynorm.modules.walk import places_of
 from onlynorm.validate import need_callable, need_flag
 
 LINEAR = (nn.Linear,)
@@ -83,17 +84,13 @@ def find_layers(network: nn.Module, *, strict: bool = False, call: Callable[[], 
     if call is not None:
         need_callable("call", call, cure="It runs the network once.")
     read = set() if call is None else find_read([one for one in network.modules() if type(one) in kinds], call)
-    places: dict[int, list[str]] = {}
-    for name, module in network.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(name)
     layers: list[TargetLayer] = []
     left: list[Left] = []
-    seen: set[int] = set()
     closed: list[str] = []
-    for name, module in network.named_modules():
-        if id(module) in seen or any(name.startswith(f"{outer}.") for outer in closed):
+    for module, names in places_of(network).items():
+        name = names[0]
+        if any(name.startswith(f"{outer}.") for outer in closed):
             continue
-        seen.add(id(module))
         own = list(module.parameters(recurse=False))
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             closed.append(name)
@@ -103,7 +100,7 @@ def find_layers(network: nn.Module, *, strict: bool = False, call: Callable[[], 
         elif type(module) in kinds and (reason := _why_not(module, is_read=module in read)):
             left.append(Left(name, type(module).__name__, reason))
         elif type(module) in kinds:
-            layers.append(_describe(tuple(places[id(module)]), module))
+            layers.append(_describe(names, module))
         elif isinstance(module, NORMS) or not (own or (isinstance(module, kinds) and is_parametrized(module))):
             continue
         elif isinstance(module, torch.jit.ScriptModule):

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.modules.walk import outputs_of
+from onlynorm.seeds import seeded
 
 Loss = Callable[[Any, Any], Tensor]
 _IGNORED = -100
@@ -59,6 +62,27 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
         f"cross entropy needs one class for each sample of an output (samples, classes, ...); got output "
         f"{tuple(output.shape)} and targets {tuple(targets.shape)}. Pass loss= of your own."
     )
+
+
+def random_projection(seed: int) -> Loss:
+    """A loss for networks without targets: the sum of all returned tensors, each times normal numbers of its shape.
+
+    Its gradient shows how gradients grow or shrink on their way back. Floating-point tensors are divided by the number
+    of samples.
+    """
+
+    def loss(returned: Any, _: Any) -> Tensor:
+        outputs = [output for output in outputs_of(returned) if output.requires_grad]
+        if not outputs:
+            raise ConversionError(
+                f"a model without targets needs to return tensors that depend on its weights; got "
+                f"{type(returned).__name__} without one. Return them in a tuple or a dict."
+            )
+        generator = seeded(seed)
+        parts = [(x * torch.randn(x.shape, generator=generator).to(x)).sum() / max(1, *x.shape[:1]) for x in outputs]
+        return torch.stack(parts).sum()
+
+    return loss
 
 
 def _need_outputs(labels: Tensor, n_outputs: int) -> None:

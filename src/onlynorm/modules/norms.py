@@ -17,17 +17,19 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.modules.validate import need_model
-from onlynorm.modules.walk import unwrap
+from onlynorm.modules.walk import places_of, unwrap
 from onlynorm.validate import need_instance
 
-NORMS = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-    nn.LocalResponseNorm,
+_TABLE: tuple[tuple[type[nn.Module], str, int], ...] = (
+    (nn.modules.batchnorm._BatchNorm, "batch", 1),
+    (nn.modules.instancenorm._InstanceNorm, "instance", 1),
+    (nn.LayerNorm, "layer", -1),
+    (nn.RMSNorm, "rms", -1),
+    (nn.GroupNorm, "group", 1),
+    (nn.LocalResponseNorm, "other", 1),
 )
+"""The norms of torch: class, kind, axis of the channels."""
+NORMS = tuple(known for known, _, _ in _TABLE)
 
 
 class FoldedNorm(nn.Identity):
@@ -58,13 +60,6 @@ def folded_places(network: nn.Module) -> list[str]:
 SCALES = ("weight", "gamma", "scale", "g", "a_2")
 SHIFTS = ("bias", "beta", "shift", "b", "b_2")
 """Names under which norms keep their two parameters, most common first."""
-_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
-    (nn.modules.batchnorm._BatchNorm, "batch"),
-    (nn.modules.instancenorm._InstanceNorm, "instance"),
-    (nn.LayerNorm, "layer"),
-    (nn.RMSNorm, "rms"),
-    (nn.GroupNorm, "group"),
-)
 _WORDS = (("batch", "batch"), ("instance", "instance"), ("rms", "rms"), ("group", "group"), ("layer", "layer"))
 _ENDINGS = (("GRN", "other"), ("BN", "batch"), ("LN", "layer"))
 """Short forms with which class names end: global response norm, batch norm, layer norm."""
@@ -73,17 +68,7 @@ _STATISTICS = ("running_", "moving_", "num_batches")
 """How the buffers begin that hold running statistics."""
 _WRAPPER = "_orig_mod"
 """What torch.compile puts into the names of what is inside a compiled module."""
-_CAN_GET_AFFINE = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.RMSNorm,
-)
-_MULTIPLY = (
-    nn.modules.batchnorm._BatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward, nn.SyncBatchNorm.forward,
-    nn.LayerNorm.forward, nn.GroupNorm.forward, nn.RMSNorm.forward,
-)  # fmt: skip
+_MULTIPLY = (*(known.forward for known in NORMS), nn.SyncBatchNorm.forward)
 """The forward passes of torch's norms: their weight is the scale."""
 
 
@@ -177,33 +162,42 @@ def may_track(module: nn.Module) -> bool:
 def find_norms(model: nn.Module) -> Norms:
     """Every normalization layer of the model, each once, in the order of its modules."""
     model = unwrap(need_instance("find_norms", model, nn.Module, cure="Pass the model itself."))
-    places: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(plain_name(name))
+    kinds = {module: kind for _, module, kind in norm_modules(model)}
     norms: list[NormLayer] = []
     skipped: list[SkippedNorm] = []
     weight_norms: list[str] = []
-    for place, module in model.named_modules():
-        name = plain_name(place)
+    for module, places in places_of(model).items():
+        names = tuple(map(plain_name, places))
+        name = names[0]
         weight_norms += [f"{name}.{weight}".lstrip(".") for weight in _normalised_weights(module)]
         if type(module) is nn.Identity and any(word in name.rpartition(".")[2].lower() for word in _PLACES):
             skipped.append(SkippedNorm(name, "Identity", "an Identity stands where a norm would"))
-        kind = norm_kind(module)
-        if kind is None:
-            continue
-        found = _describe(tuple(places[id(module)]), module, kind)
+        found = _describe(names, module, kinds[module]) if module in kinds else None
         if isinstance(found, NormLayer):
             norms.append(found)
-        else:
+        elif found is not None:
             skipped.append(found)
     return Norms(tuple(norms), tuple(skipped), tuple(weight_norms))
+
+
+def norm_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, kind) of every norm of the model, each once, in the order of its modules."""
+    for name, module in model.named_modules():
+        kind = norm_kind(module)
+        if kind is not None:
+            yield name, module, kind
+
+
+def channel_axis(norm: nn.Module) -> int | None:
+    """The axis of the channels of a norm of torch; None for any other module."""
+    return next((axis for known, _, axis in _TABLE if isinstance(norm, known)), None)
 
 
 def norm_kind(module: nn.Module) -> str | None:
     """batch, instance, layer, rms, group or other for a norm, None for any other module."""
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
         return None
-    for known, kind in _KINDS:
+    for known, kind, _ in _TABLE:
         if isinstance(module, known):
             return kind
     class_name = type(module).__name__
@@ -255,7 +249,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 def can_get_affine(module: nn.Module) -> bool:
     """Whether `add_affine` can give this norm, which has neither, a scale and a shift."""
-    is_bare = isinstance(module, _CAN_GET_AFFINE) and getattr(module, "weight", None) is None
+    is_bare = isinstance(module, NORMS) and module._parameters.get("weight", module) is None
     return is_bare and (type(module).forward in _MULTIPLY or _uses_scale(module))
 
 

@@ -25,6 +25,7 @@ from onlynorm.seeds import GLOBAL_GENERATORS, seeded
 def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
     """Inside, the model is in training mode or not, and gradients are enabled; afterwards everything is as it was.
 
+    Dropout is off in both modes: its noise has full rank and differs between samples, so that it would hide a collapse.
     `tensors` are the inputs: the generators of their devices, and of the model's, are restored too.
     """
     modes = [(module, module.training) for module in model.modules()]
@@ -33,6 +34,7 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         for module in model.modules()
         for name, buffer in module._buffers.items()
     ]
+    dropouts = [(m, m.dropout) for m in model.modules() if isinstance(m, nn.RNNBase | nn.MultiheadAttention)]
     attributes = [
         (module, name, value)
         for module in model.modules()
@@ -45,12 +47,19 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         forked = torch.random.fork_rng(devices=devices)
         with GLOBAL_GENERATORS, without_compiling(), torch.inference_mode(False), forked, torch.enable_grad():
             model.train(is_training)
+            for layer, _ in dropouts:
+                layer.dropout = 0.0
+            for module in model.modules():
+                if isinstance(module, nn.modules.dropout._DropoutNd):
+                    module.training = False
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numbers)
         for module, mode in modes:
             module.training = mode  # model.train(mode) may be overridden, and would reach further
+        for layer, rate in dropouts:
+            layer.dropout = rate
         for module, name, value in attributes:
             vars(module)[name] = value
         _restore([module for module, _ in modes], buffers)

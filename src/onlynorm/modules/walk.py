@@ -252,7 +252,3 @@ def replace_module(model: nn.Module, old: nn.Module, *, new: nn.Module) -> None:
         for name, child in list(parent._modules.items()):
             if child is old and parent is not new:
                 setattr(parent, name, new)
-
-
-logits_of = find_output
-"""The logits in what a model returns."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.modules.norms import norm_kind
-from onlynorm.rank.trained import find_norms, find_training
+from onlynorm.rank.trained import find_training
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -87,7 +87,7 @@ def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
     if not layers or unseen > MOST_UNSEEN * (seen + unseen):
         return False
     judged = ((name, layer, weight_of(layer), layer is layers[-1][1]) for name, layer in layers)
-    return not find_training(judged, find_norms(model))
+    return not find_training(model, judged)
 
 
 def find_tied(model: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from onlynorm.modules.norms import norm_kind
+from onlynorm.modules.norms import norm_modules
 from onlynorm.seeds import seeded
 
 MIN_Z = 8.0
@@ -39,13 +39,13 @@ NEARLY = 0.5
 """Rows are nearly orthogonal if their cosines are below this fraction of those of independent entries."""
 
 
-def find_training(layers: Iterable[tuple[str, nn.Module, Tensor, bool]], norms: Iterable[tuple[str, nn.Module]]) -> str:
-    """The first sign of training in (name, layer, weight (out, ...), is last) or in (name, norm); "" if there is none.
+def find_training(model: nn.Module, layers: Iterable[tuple[str, nn.Module, Tensor, bool]]) -> str:
+    """The first sign of training in the norms of a model or in (name, layer, weight (out, ...), is last); or "".
 
-    A last layer's bias may hold what is known of the targets, so it is not judged.
+    The bias of a last layer may be set from the class frequencies, so it is not tested. Frozen norms are not either.
     """
-    for name, norm in norms:
-        if _is_norm_trained(norm):
+    for name, norm, _ in norm_modules(model):
+        if any(p.requires_grad for p in norm.parameters(recurse=False)) and _is_norm_trained(norm):
             return f"scales and shifts of the norm {name!r} differ between channels"
     biased: list[tuple[Tensor, Tensor]] = []
     scores: list[Tensor] = []
@@ -64,15 +64,6 @@ def find_training(layers: Iterable[tuple[str, nn.Module, Tensor, bool]], norms: 
     if biased and not _are_uniform(biased) and not _are_like_weights(biased):
         return "biases are neither constant nor drawn from a usual law"
     return ""
-
-
-def find_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The norms of a model that can be trained."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if norm_kind(module) is not None and any(p.requires_grad for p in module.parameters(recurse=False))
-    ]
 
 
 def _is_norm_trained(norm: nn.Module) -> bool:

@@ -37,11 +37,11 @@ def diagnose_command(
     data: AnyData = None,
     weights: Weights = None,
     batch: Annotated[int, typer.Option(min=2, help="Samples to look at, drawn by seed.")] = 128,
-    mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: what norms and dropout do.")] = "train",
+    mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: which statistics batch norms use.")] = "train",
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Side to which images of a folder are scaled (the model's own, or 32).")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples, of dropout and of random inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of random inputs.")] = 0,
     html: Annotated[Path | None, typer.Option(help="Write a self-contained page to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
     as_json: AsJson = False,

@@ -4,13 +4,13 @@ The gradient of sample i is G_i = delta_i h_i^T, h_i its input and delta_i the g
 products of gradients are products of inner products: <G_i, G_j> = (delta_i . delta_j)(h_i . h_j). With several
 positions, G_i is a sum over them. The gradient of one neuron k is (delta_i)_k h_i: up to sign and length, h_i alone.
 
-`contrast`: how much of the network's motion tells samples apart, beside the motion that moves all of them alike.
+`contrast`: how fast differences between samples are learned, relative to what all samples share.
 
-The loss asks every output for a change a_i; their mean over samples asks all for the same one. Let J be the Jacobian of
-the outputs by the parameters. A step of gradient descent moves along J^T a, and |J^T a|^2 / |a|^2 is how fast the
-outputs follow such a wish. Where signals have collapsed they follow the common one much faster, so the largest rate
-that is stable for the common one is too small for what differs. By linearity one more backward pass, with the mean
-wish, is enough: the rest is the difference to the gradient that is known.
+Let a_i be the gradient of the loss with respect to the output of sample i, and J the Jacobian of the outputs with
+respect to the parameters. A step of gradient descent moves along J^T a, and |J^T a|^2 / |a|^2 is the speed at which the
+outputs follow a. Where signals have collapsed, the mean of a over samples is followed much faster than the rest, so the
+largest learning rate that is stable for the mean is too small for the rest. By linearity one more backward pass, with
+the mean, is enough: the gradient of the rest is the difference.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from onlynorm.seeds import seeded
 
 
 def contrast(
-    output: Tensor, parameters: Sequence[nn.Parameter], *, wish: Tensor, gradients: Sequence[Tensor | None]
+    output: Tensor, parameters: Sequence[nn.Parameter], *, output_grad: Tensor, gradients: Sequence[Tensor | None]
 ) -> float | None:
-    """The speed at which outputs follow what the loss wishes differently for each sample, over that of the mean wish.
+    """The speed of learning what the output gradients of samples do not share, over that of learning their mean.
 
-    `wish` is the gradient of the loss by the output (samples first), `gradients` that by the parameters. None where no
-    wish is common, all of it is, or no parameter follows it. The graph of the output is used up.
+    `output_grad` is the gradient of the loss with respect to the output (samples first), `gradients` that with respect
+    to the parameters. None where the mean or the rest is zero, or no parameter moves the mean. The graph of the output
+    is used up.
     """
-    common = wish.mean(0, keepdim=True).expand_as(wish)
-    wished_alike, wished_apart = norm_of(common), norm_of(wish - common)
-    if wished_alike == 0.0 or wished_apart == 0.0:
+    mean = output_grad.mean(0, keepdim=True).expand_as(output_grad)
+    mean_size, rest_size = norm_of(mean), norm_of(output_grad - mean)
+    if mean_size == 0.0 or rest_size == 0.0:
         return None
-    together = torch.autograd.grad(output, list(parameters), common.contiguous(), allow_unused=True)
-    pairs = [(g, c) for g, c in zip(gradients, together, strict=True) if g is not None and c is not None]
-    alike, apart = math.hypot(*(norm_of(c) for _, c in pairs)), math.hypot(*(norm_of(g - c) for g, c in pairs))
-    if not 0.0 < alike < math.inf or not apart < math.inf:
+    of_mean = torch.autograd.grad(output, list(parameters), mean.contiguous(), allow_unused=True)
+    pairs = [(g, m) for g, m in zip(gradients, of_mean, strict=True) if g is not None and m is not None]
+    mean_norm, rest_norm = math.hypot(*(norm_of(m) for _, m in pairs)), math.hypot(*(norm_of(g - m) for g, m in pairs))
+    if not 0.0 < mean_norm < math.inf or not rest_norm < math.inf:
         return None
-    return (apart / alike * (wished_alike / wished_apart)) ** 2
+    return (rest_norm / mean_norm * (mean_size / rest_size)) ** 2
 
 
 MAX_SAMPLES = 1024

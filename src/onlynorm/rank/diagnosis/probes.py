@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onlynorm.modules import tensors_in
-from onlynorm.modules.norms import norm_kind
+from onlynorm.modules.norms import channel_axis, norm_kind
 from onlynorm.modules.untouched import full_precision
 from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
 
 SHAPES_ONLY = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 """Layers that compute nothing worth reading."""
 CHANNELS_FIRST = (
-    nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.modules.pooling._MaxPoolNd,
-    nn.modules.pooling._AvgPoolNd, nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
 )  # fmt: skip
 WEIGHTY = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
+CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
 INPUT, BLOCK = "input", "block"
 
 
@@ -213,7 +213,7 @@ def _channels(module: nn.Module, before: int) -> int:
     """The axis of the channels of what the module gives: its own convention, or that of the layers before it."""
     if isinstance(module, CHANNELS_FIRST):
         return 1
-    return -1 if isinstance(module, CHANNELS_LAST) else before
+    return -1 if isinstance(module, CHANNELS_LAST) else channel_axis(module) or before
 
 
 def _kind(module: nn.Module) -> str:

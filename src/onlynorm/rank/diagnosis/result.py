@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from onlynorm.rank.diagnosis.signals import Layer
+from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
 from onlynorm.rank.diagnosis.verdict import Verdict
 
 COLUMNS = ("depth", "signal", "kind", "units", "r", "soft rank", "spread", "scale", "dead", "gradient", "of signal")
@@ -41,7 +41,7 @@ class Diagnosis:
     skipped: tuple[str, ...]
     n_samples: int
     mode: str
-    seconds: float
+    seconds: float = field(compare=False)
 
     @property
     def score(self) -> float:
@@ -52,6 +52,16 @@ class Diagnosis:
     def is_trainable(self) -> bool:
         """Whether the score is one half or more: nothing was found that makes it unlikely that plain SGD trains it."""
         return self.verdict.is_trainable
+
+    @property
+    def gradient_ratio(self) -> float:
+        """The gradient of the first hidden layer's output over that of the last hidden one; one is ideal."""
+        return gradient_ratio(self.layers)
+
+    @property
+    def weighted_layers(self) -> tuple[Layer, ...]:
+        """The outputs of layers with weights, each as often as it was called."""
+        return tuple(layer for layer in self.layers if layer.has_weights)
 
     @property
     def n_layers(self) -> int:
@@ -66,7 +76,7 @@ class Diagnosis:
         """Plain data for JSON."""
         facts = {name: getattr(self, name) for name in (
             "n_samples", "mode", "loss", "alignment", "sample_cosine", "input_cosine", "contrast", "directions", "told",
-            "start", "last_layer", "seconds",
+            "start", "gradient_ratio", "last_layer", "seconds",
         )}  # fmt: skip
         return {
             **self.verdict.as_dict(),

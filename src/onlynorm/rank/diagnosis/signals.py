@@ -8,6 +8,7 @@ activation of n samples takes memory for channels * max(n, max_columns) numbers,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,19 @@ class Layer(Signal):
     def place(self) -> str:
         """The name, with the number of the call behind it if it is not the first."""
         return self.name if self.call == 1 else f"{self.name} (call {self.call})"
+
+
+def gradient_ratio(layers: Sequence[Layer]) -> float:
+    """The gradient of the first hidden layer's output over that of the last; one is ideal, NaN with fewer than two.
+
+    Hidden layers are those with weights but the last; layers whose outputs get no gradient are left out.
+    """
+    hidden = [layer for layer in layers if layer.has_weights][:-1]
+    found = [layer.signal_gradient for layer in hidden if layer.signal_gradient is not None]
+    if len(found) < 2:
+        return math.nan
+    first, last = found[0], found[-1]
+    return first / last if last > 0.0 else (math.inf if first > 0.0 else 0.0)
 
 
 @torch.no_grad()

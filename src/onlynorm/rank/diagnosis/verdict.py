@@ -298,8 +298,7 @@ def _advice(
     if complaints[0] in ("shrinking", "gradient"):
         return outlook + "Draw larger weights (He's), or add norms."
     steps = ["draw the weights symmetric around zero", "use batch norms"] if has_norms else ["add batch norms"]
-    # "auto" judges gradients and rank alone and may leave alone what the samples' differences make unhealthy
-    steps += ['run repair with method="mirrored"'] if can_repair is None or can_repair() else []
+    steps += ["run repair"] if can_repair is None or can_repair() else []
     advice = " or ".join(filter(None, [", ".join(steps[:-1]), steps[-1]]))
     return f"{outlook}{advice[0].upper()}{advice[1:]}."
 

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onlynorm.modules.untouched import untouched
 from onlynorm.rank.measures import rank_ratio
 from onlynorm.rank.repairs.rescale import clear_bias, scale_layers, set_scale
-from onlynorm.rank.repairs.visits import LayerModule, Place, Route, as_trained, output_with, signal
+from onlynorm.rank.repairs.visits import LayerModule, Place, Route, output_with, signal
 from onlynorm.seeds import seeded
 
 PAPER_STEP, STEP = 0.02, 0.005
@@ -153,7 +154,7 @@ def _whole_slopes(route: Route, target: float | None) -> dict[str, Tensor]:
 
         hooks.append(place.layer.register_forward_hook(read))
     try:
-        with as_trained(route.model, route.inputs):
+        with untouched(route.model, is_training=True, tensors=route.inputs):
             route.model(*route.inputs)
             low = [ranks[p.name].log() for p in route.hidden if ranks[p.name].item() < _aim(p, target, 1.0)]
             if not low:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
+from onlynorm.modules.norms import norm_modules
 from onlynorm.modules.walk import replace_module
 from onlynorm.rank.repairs.visits import LayerModule, Route, channel_axis, run_hooked
 
@@ -51,7 +52,6 @@ def _normalised(route: Route) -> set[str]:
         if given and id(given[0]) in makers:
             found.add(makers[id(given[0])][1])
 
-    kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-    hooks += [module.register_forward_pre_hook(check) for module in route.model.modules() if isinstance(module, kinds)]
+    hooks += [norm.register_forward_pre_hook(check) for _, norm, _ in norm_modules(route.model)]
     run_hooked(route.model, route.inputs, hooks)
     return found

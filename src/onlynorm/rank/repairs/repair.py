@@ -10,34 +10,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, ShapeError
-from onlynorm.modules import Loss, Output, find_output
+from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.modules import Loss, Output
+from onlynorm.modules.losses import random_projection
 from onlynorm.modules.untouched import full_precision, need_layers
 from onlynorm.modules.validate import need_batch
 from onlynorm.modules.walk import copy_network
 from onlynorm.rank.coverage import Unseen, tie_like
+from onlynorm.rank.diagnosis.diagnose import diagnose
+from onlynorm.rank.diagnosis.passes import measure_layers
+from onlynorm.rank.diagnosis.result import Diagnosis
+from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
 from onlynorm.rank.repairs.ascent import MOST_STEPS, paper_ascent, rank_ascent, whole_ascent
-from onlynorm.rank.repairs.depth_evidence import LayerState, Lesson, gradient_ratio, harm, look
 from onlynorm.rank.repairs.insert_norms import insert_batch_norms
 from onlynorm.rank.repairs.redraw import mirrored, near_identity, orthogonal
 from onlynorm.rank.repairs.rescale import lsuv, rescale_residuals
 from onlynorm.rank.repairs.visits import Route, find_route
-from onlynorm.rank.trained import find_norms, find_training
-from onlynorm.validate import as_tensor, need_callable, need_choice, need_flag, need_integer, need_number, need_seed
+from onlynorm.rank.trained import find_training
+from onlynorm.validate import as_tensor, need_choice, need_flag, need_integer, need_number, need_seed
 
 MAX_RATIO = 10.0
 """How much gradients may grow from the last hidden layer to the first before the watch asks for less rank."""
 PAPER_STEPS = 25
 NOTHING = "nothing"
-GOOD_ENOUGH = 3.0
-"""A network with less badness than this (`harm`) is left alone by "auto". ResNets with batch norms have about two."""
+_COMPARED = ("r", "scale", "signal_gradient")
 MOST_NAMED = 4
 """Modules that a text names of those that a repair does not see; `unseen` has all."""
 
@@ -47,11 +50,18 @@ class _Job:
     """A network to be changed in place, and everything the methods need to know."""
 
     route: Route
-    lesson: Lesson
+    targets: Any
+    loss: Loss | None
+    output: Output | None
+    seed: int
     n_steps: int | None
     target: float | None
     max_ratio: float
     force: bool
+
+    @property
+    def model(self) -> nn.Module:
+        return self.route.model
 
     def find_training(self) -> str:
         """The first sign that the network was trained, or nothing where that does not matter."""
@@ -59,20 +69,21 @@ class _Job:
             return ""
         places = self.route.free
         layers = ((place.name, place.layer, place.weight, place is places[-1]) for place in places)
-        return find_training(layers, find_norms(self.route.model))
+        return find_training(self.model, layers)
 
-    def look(self) -> tuple[LayerState, ...]:
-        return look(self.route, self.lesson)
+    def diagnose(self) -> Diagnosis:
+        return diagnose(self.model, self.route.inputs, self.targets, loss=self.loss, output=self.output, seed=self.seed)
 
     def ratio(self) -> float:
-        return gradient_ratio(self.look())
-
-    def harm(self) -> float:
-        return harm(self.look(), self.route)
+        """The gradient ratio from one forward and one backward pass."""
+        layers = measure_layers(
+            self.model, self.route.inputs, self.targets, loss=self.loss, output=self.output, seed=self.seed
+        )
+        return gradient_ratio(layers)
 
     @property
-    def climb(self) -> dict[str, Any]:
-        """What both ascents with a target are told."""
+    def ascent(self) -> dict[str, Any]:
+        """The arguments of both ascents with a target."""
         n_steps = MOST_STEPS if self.n_steps is None else self.n_steps
         return {"target": self.target, "max_ratio": self.max_ratio, "n_steps": n_steps, "ratio": self.ratio}
 
@@ -86,23 +97,23 @@ class _Method:
 
 
 def _run_mirrored(job: _Job) -> str:
-    scale, _ = mirrored(job.route, seed=job.lesson.seed, ratio=job.ratio)
+    scale, _ = mirrored(job.route, seed=job.seed, ratio=job.ratio)
     return f"mirrored orthogonal weights, hidden signals of scale {scale:g}"
 
 
 def _run_rank(job: _Job) -> str:
-    share, _ = rank_ascent(job.route, **job.climb)
+    share, _ = rank_ascent(job.route, **job.ascent)
     return f"ascent to {100 * share:.3g} % of the rank asked for beyond one, the most the gradients allow"
 
 
 def _run_whole(job: _Job) -> str:
-    n_steps, _ = whole_ascent(job.route, **job.climb)
+    n_steps, _ = whole_ascent(job.route, **job.ascent)
     return f"{n_steps} steps of ascent with all layers at once"
 
 
 def _run_paper(job: _Job) -> str:
     n_steps = PAPER_STEPS if job.n_steps is None else job.n_steps
-    paper_ascent(job.route, n_steps=n_steps, seed=job.lesson.seed)
+    paper_ascent(job.route, n_steps=n_steps, seed=job.seed)
     return f"{n_steps} steps of ascent per layer, as in the paper"
 
 
@@ -116,7 +127,7 @@ def _run_residual(job: _Job) -> str:
 
 def _drawing(draw: Callable[..., None], remark: str) -> Callable[[_Job], str]:
     def run(job: _Job) -> str:
-        draw(job.route, seed=job.lesson.seed)
+        draw(job.route, seed=job.seed)
         return remark
 
     return run
@@ -133,13 +144,14 @@ METHODS: Mapping[str, _Method] = {
     "residual": _Method(_run_residual, is_structural=True),
     "near_identity": _Method(_drawing(near_identity, "the identity and a little noise")),
 }
-"""Repairs by name; "auto" chooses among those of `AUTO`."""
+"""Repairs by name."""
 AUTO = ("mirrored", "rank")
+"""Repairs that "auto" tries, in the order of what networks learn after them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Repaired:
-    """The repaired model, how it was repaired, and the state of every layer before and after.
+    """The repaired model, the method, and the diagnoses before and after.
 
     `unseen` are modules with weights that a repair cannot change, with the reason, largest first; `n_parameters` counts
     all parameters of the model.
@@ -148,8 +160,8 @@ class Repaired:
     model: nn.Module
     method: str
     remark: str
-    before: tuple[LayerState, ...]
-    after: tuple[LayerState, ...]
+    before: Diagnosis
+    after: Diagnosis
     unseen: tuple[Unseen, ...]
     n_parameters: int
     seconds: float
@@ -159,58 +171,49 @@ class Repaired:
         """The fraction of the parameters in modules that a repair cannot change."""
         return sum(one.n_parameters for one in self.unseen) / max(self.n_parameters, 1)
 
-    @property
-    def ratio_before(self) -> float:
-        """The gradient at the first layer over that at the last hidden one, before the repair; one is ideal."""
-        return gradient_ratio(self.before)
-
-    @property
-    def ratio_after(self) -> float:
-        """The same after the repair."""
-        return gradient_ratio(self.after)
-
     def rows(self) -> list[tuple[str, ...]]:
-        """For every layer its name, then rank, scale and gradient, each before and after, as text."""
-        pairs = zip(self.before, self.after, strict=True)
+        """For every layer with weights its name, then rank, scale and gradient, each before and after, as text."""
         return [
-            (old.name, *(f"{value:.3g}" for value in (old.r, new.r, old.scale, new.scale, old.gradient, new.gradient)))
-            for old, new in pairs
+            (old.place, *(_shown(getattr(layer, name)) for name in _COMPARED for layer in (old, new)))
+            for old, new in self._pairs()
         ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: everything but the model."""
         return {
             "method": self.method, "remark": self.remark, "seconds": self.seconds,
-            "gradient_ratio": {"before": self.ratio_before, "after": self.ratio_after},
             "n_parameters": self.n_parameters, "unseen_fraction": self.unseen_fraction,
             "unseen": [one.as_dict() for one in self.unseen],
-            "layers": [
-                {"name": old.name, "before": _numbers(old), "after": _numbers(new)}
-                for old, new in zip(self.before, self.after, strict=True)
-            ],
+            "before": self.before.as_dict(), "after": self.after.as_dict(),
         }  # fmt: skip
 
     def __str__(self) -> str:
-        chosen = sorted({0, (len(self.before) - 1) // 2, max(0, len(self.before) - 2)})
-        ranks = ", ".join(f"{self.before[i].r:.3g} -> {self.after[i].r:.3g} in {self.before[i].name!r}" for i in chosen)
         done = "left as it is" if self.method == NOTHING else f"repaired by {self.method}"
-        parts = [f"{done} ({self.remark}) in {self.seconds:.1f} s: rank {ranks}"]
-        if not math.isnan(self.ratio_before) or not math.isnan(self.ratio_after):  # needs two hidden layers
-            ratios = f"{self.ratio_before:.2g} -> {self.ratio_after:.2g}"
-            parts.append(f"gradient at the first over the last hidden layer {ratios}")
+        words = " -> ".join(f"{found.verdict.word} (score {found.score:.2f})" for found in (self.before, self.after))
+        pairs = self._pairs()
+        chosen = sorted({0, (len(pairs) - 1) // 2, max(0, len(pairs) - 2)})
+        ranks = ", ".join(f"{pairs[i][0].r:.3g} -> {pairs[i][1].r:.3g} in {pairs[i][0].place!r}" for i in chosen)
+        parts = [f"{done} ({self.remark}) in {self.seconds:.1f} s: {words}", f"rank {ranks}"]
+        ratios = self.before.gradient_ratio, self.after.gradient_ratio
+        if not all(map(math.isnan, ratios)):  # needs two hidden layers
+            parts.append(f"gradient at the first over the last hidden layer {ratios[0]:.2g} -> {ratios[1]:.2g}")
         if self.unseen:
             more = f" and {len(self.unseen) - MOST_NAMED} more" if len(self.unseen) > MOST_NAMED else ""
             named = ", ".join(map(str, self.unseen[:MOST_NAMED]))
             parts.append(f"not seen, with {self.unseen_fraction:.1%} of the parameters: {named}{more}")
         return "; ".join(parts)
 
+    def _pairs(self) -> list[tuple[Layer, Layer]]:
+        """Every layer with weights before and after; names may differ where modules were put in."""
+        return list(zip(self.before.weighted_layers, self.after.weighted_layers, strict=False))
+
 
 def repair(
     model: nn.Module,
     inputs: Any,
+    targets: Any = None,
     *,
     method: str = "auto",
-    targets: Any = None,
     loss: Loss | None = None,
     output: Output | None = None,
     n_steps: int | None = None,
@@ -220,13 +223,14 @@ def repair(
     in_place: bool = False,
     force: bool = False,
 ) -> Repaired:
-    """A copy of the model whose layers pass on signal and gradient, or the model itself, with the evidence for both.
+    """A copy of the model whose layers pass on signals and gradients, or the model itself, diagnosed before and after.
 
     `inputs` is a batch of some hundred samples, or a tuple of batches (tensors or NumPy arrays). `method` is one of
-    `METHODS`, or "auto": a network that is fine is left alone, else the first repair of `AUTO` that makes it so is
-    kept, or the network with the least badness. `n_steps` are the steps of an ascent per layer, `target_rank` the rank
-    that "rank" and "whole" aim at (sqrt of the width), as far as gradients grow no more than `max_ratio`. Gradients are
-    those of the loss of `output(returned)` and `targets`, as in `diagnose`, or of a random projection of the outputs.
+    `METHODS`, or "auto": a network that `diagnose` calls healthy is left alone; else the first repair of `AUTO` is used
+    that raises its score to one half or more, or the one with the best score, if any raises it. `n_steps` are the
+    steps of an ascent per layer, `target_rank` the rank that "rank" and "whole" aim at (sqrt of the width), as far as
+    gradients grow no more than `max_ratio`. Gradients are those of the loss of `output(returned)` and `targets`, as in
+    `diagnose`, or of a random projection of the outputs.
 
     Without `force`, weights that are tied to another module's stay as they are, and so does a network that looks
     trained: "auto" returns it unchanged, other methods raise. `unseen` of the result lists the modules that were not
@@ -239,61 +243,76 @@ def repair(
     settings = _check(method=method, n_steps=n_steps, target=target_rank, max_ratio=max_ratio)
     need_flag("in_place", in_place)
     need_flag("force", force)
-    for name, function in (("loss", loss), ("output", output)):
-        if function is not None:
-            need_callable(name, function, cure="Leave it out for the default.")
     if targets is not None and (loss is None or isinstance(targets, np.ndarray)):
         targets = as_tensor("targets", targets)
-    lesson = Lesson(targets, loss, need_seed(seed), output or find_output)
+    seed = need_seed(seed)
+    if targets is None and loss is None:
+        loss, output = random_projection(seed), _all_outputs
 
     def job(network: nn.Module) -> _Job:
-        return _Job(find_route(network, given, force=force), lesson, force=force, **settings)
+        route = find_route(network, given, force=force)
+        return _Job(route, targets, loss, output, seed, force=force, **settings)
 
     with torch.inference_mode(False), full_precision():
         first = job(network)
-        before = first.look()
-        made, method, remark = _choose(_copy(network), method, job=job)
+        before = first.diagnose()
+        _need_signals(before)
+        made, method, remark = _choose(_copy(network), before, method, job=job)
         if in_place:
             if method in METHODS and METHODS[method].is_structural:
                 METHODS[method].run(job(network))
             else:
                 _copy_parameters(made, network)
             made = network
-        after = job(made).look()
+        after = before if method == NOTHING else job(made).diagnose()
     n_parameters = sum(p.numel() for p in network.parameters())
     seconds = time.perf_counter() - started
     result = model if in_place and isinstance(model, nn.Module) else made
     return Repaired(result, method, remark, before, after, first.route.unseen, n_parameters, seconds)
 
 
-def _choose(work: nn.Module, method: str, *, job: Callable[[nn.Module], _Job]) -> tuple[nn.Module, str, str]:
-    """(network, method, remark) of the repair that was asked for, or of the least badness."""
+def _choose(
+    work: nn.Module, before: Diagnosis, method: str, *, job: Callable[[nn.Module], _Job]
+) -> tuple[nn.Module, str, str]:
+    """(network, method, remark) of the repair that was asked for, or of the one that "auto" chooses."""
+    if method == "auto" and before.verdict.word == "healthy":
+        return work, NOTHING, f"the diagnosis is healthy, score {before.score:.2f}"
     first = job(work)
-    if method != "auto":
-        sign = first.find_training()
-        if sign:
-            raise ConversionError(
-                f"repair needs a network before training; this one looks trained: {sign}. What it has learned would be "
-                "lost. Pass force=True if it is not trained, or to change it anyway."
-            )
-        return work, method, METHODS[method].run(first)
-    own = first.harm()
-    seen = "the layers that it sees need" if first.route.unseen else "it needs"
-    if len(first.route.places) < 3:
-        return work, NOTHING, "fewer than two hidden layers are seen, so that there is nothing to compare"
-    if own <= GOOD_ENOUGH:
-        return work, NOTHING, f"{seen} no repair: badness {own:.2f}, at most {GOOD_ENOUGH:g}"
     sign = first.find_training()
+    if sign and method == "auto":
+        return work, NOTHING, f"it looks trained: {sign}; force=True changes it anyway"
     if sign:
-        return work, NOTHING, f"badness {own:.2f}, but it looks trained: {sign}; force=True changes it anyway"
-    tried = [(own, work, NOTHING, f"no repair does better than its badness, {own:.2f}")]
+        raise ConversionError(
+            f"repair needs a network before training; this one looks trained: {sign}. What it has learned would be "
+            "lost. Pass force=True if it is not trained, or to change it anyway."
+        )
+    if method != "auto":
+        return work, method, METHODS[method].run(first)
+    tried = [(before.score, work, NOTHING, f"no repair improves the score of {before.score:.2f}")]
     for name in AUTO:
         made = _copy(work)
         remark = METHODS[name].run(job(made))
-        tried.append((job(made).harm(), made, name, remark))
-        if tried[-1][0] <= GOOD_ENOUGH:
-            break
-    return min(tried, key=lambda one: one[0])[1:]
+        after = job(made).diagnose()
+        # the score says whether a network learns, not how well: the order of `AUTO` is that of accuracies
+        if after.is_trainable and after.score > before.score:
+            return made, name, remark
+        tried.append((after.score, made, name, remark))
+    return max(tried, key=lambda one: one[0])[1:]
+
+
+def _need_signals(found: Diagnosis) -> None:
+    """Raises unless the outputs of all layers with weights are finite, and get gradients of a finite loss."""
+    is_finite = all(layer.is_finite for layer in found.weighted_layers)
+    if not is_finite or (found.loss is not None and not math.isfinite(found.loss)):
+        raise ValueRangeError(f"repair needs finite signals; {found.verdict.findings[0]}. {found.verdict.advice}")
+    if all(layer.signal_gradient is None for layer in found.weighted_layers):
+        raise ConversionError(
+            "repair needs a loss that depends on the weights; got one without a gradient. Do not detach it."
+        )
+
+
+def _all_outputs(returned: Any) -> Any:
+    return returned
 
 
 def _copy(network: nn.Module) -> nn.Module:
@@ -340,5 +359,5 @@ def _check(*, method: str, n_steps: int | None, target: float | None, max_ratio:
     return {"n_steps": n_steps, "target": target, "max_ratio": limit}
 
 
-def _numbers(state: LayerState) -> dict[str, float]:
-    return {key: value for key, value in asdict(state).items() if key != "name"}
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

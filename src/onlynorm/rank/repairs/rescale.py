@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ValueRangeError
+from onlynorm.modules.untouched import untouched
 from onlynorm.modules.walk import replace_module
-from onlynorm.rank.repairs.visits import LayerModule, Place, Route, as_trained, find_route, run_hooked
+from onlynorm.rank.repairs.visits import LayerModule, Place, Route, find_route, run_hooked
 from onlynorm.seeds import seeded
 
 
@@ -140,7 +141,7 @@ def _blocks(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[nn.Modul
 def _is_residual(block: nn.Module, end: nn.Module, received: Tensor) -> bool:
     kept = {name: parameter.clone() for name, parameter in end.named_parameters(recurse=False)}
     try:
-        with as_trained(block, (received,)), torch.no_grad():
+        with untouched(block, is_training=True, tensors=(received,)), torch.no_grad():
             for parameter in end.parameters(recurse=False):
                 parameter.zero_()
             output = block(received.clone())

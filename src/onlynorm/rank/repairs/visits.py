@@ -7,8 +7,7 @@ later layers receive what they will receive after the repair, and a layer that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -132,7 +131,7 @@ def find_route(model: nn.Module, inputs: tuple[Tensor, ...], *, force: bool = Fa
 def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[RemovableHandle]) -> None:
     """Runs the model once without gradients, as in training, and removes the hooks whatever happens."""
     try:
-        with as_trained(model, inputs), torch.no_grad():
+        with untouched(model, is_training=True, tensors=inputs), torch.no_grad():
             model(*inputs)
     except (OnlynormError, torch.OutOfMemoryError):
         raise
@@ -141,16 +140,6 @@ def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[Removab
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def as_trained(model: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[None]:
-    """Inside, the model runs as in training, but without dropout; afterwards modes and statistics are as before."""
-    with untouched(model, is_training=True, tensors=inputs):
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
-                module.training = False  # without dropout: noise has full rank and would hide a collapse
-        yield
 
 
 def signal(layer: LayerModule, output: Tensor) -> Tensor:

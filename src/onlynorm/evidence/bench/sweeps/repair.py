@@ -31,9 +31,7 @@ from onlynorm.evidence.goals import Goal, Table, number
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.models import ACTIVATIONS, mlp
-from onlynorm.rank.repairs.depth_evidence import Lesson, gradient_ratio, look
-from onlynorm.rank.repairs.repair import repair
-from onlynorm.rank.repairs.visits import find_route
+from onlynorm.rank import diagnose, repair
 from onlynorm.seeds import seeded
 from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, accuracy, fit
@@ -305,13 +303,14 @@ class _Lab:
             made, method = self._repaired(network, way, seed)
             seconds = time.process_time() - start
             images, labels = self._lesson(seed, self.sizes.n_repair)
-            states = look(find_route(made, (images,)), Lesson(labels))
-            ranks = [states[place].r for place in (0, (len(states) - 1) // 2, len(states) - 2)]
+            found = diagnose(made, images, labels)
+            layers = found.weighted_layers
+            ranks = [layers[place].r for place in (0, (len(layers) - 1) // 2, len(layers) - 2)]
             losses = self._fit(made, seed, rate, self.sizes.n_steps)
             return {
                 "train_accuracy": accuracy(made, self._lesson(seed, self.sizes.n_judged)),
                 "test_accuracy": accuracy(made, self.test), "loss": statistics.fmean(losses[-_N_LAST:]),
-                "ranks": ranks, "ratio": gradient_ratio(states), "method": method, "seconds": seconds,
+                "ranks": ranks, "ratio": found.gradient_ratio, "method": method, "seconds": seconds,
             }  # fmt: skip
 
         made_of = {**self.made_of, "network": network, "way": way, "rate": rate, "seed": seed}
