@@ -645,6 +645,14 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
         fit(make(), (inputs, labels.flip(0)), schedule=QUICK, checkpoint=tmp_path / "run")
 
 
+def test_a_run_is_not_resumed_with_another_loss_or_precision(tmp_path: Path) -> None:
+    fit(make(), data(), schedule=QUICK, checkpoint=tmp_path / "run")
+    with pytest.raises(ConversionError, match="loss: 'default' there, 'nll_loss' now"):
+        fit(make(), data(), schedule=QUICK, checkpoint=tmp_path / "run", loss=torch.nn.functional.nll_loss)
+    with pytest.raises(ConversionError, match="precision: '32-true' there, 'bf16-mixed' now"):
+        fit(make(), data(), schedule=QUICK, checkpoint=tmp_path / "run", precision="bf16-mixed")
+
+
 def test_a_run_is_not_resumed_on_other_frozen_weights(tmp_path: Path) -> None:
     model, other = make(), make(seed=1)
     for one in (model, other):

@@ -179,10 +179,13 @@ class Adapters:
             elif values:
                 raise ConversionError(
                     f"Adapters needs the base model's value of {key!r}; it changed since Adapters(model) was made. "
-                    "Call only_norms first, or make Adapters of the base model again."
+                    f"Call only_norms first, or make Adapters of the base model again.{self._first()}"
                 )
             elif place in places and can_get_affine(places[place]):
                 self._add_bare(place, places[place])
+
+    def _first(self) -> str:
+        return " Call unmerge() before training." if self._merged else ""
 
     def _add_bare(self, place: str, norm: nn.Module) -> None:
         """Lets the base model's norm have a scale of one and a shift of zero wherever a value is asked for."""
@@ -201,6 +204,7 @@ class Adapters:
             raise ConversionError(
                 f"Adapters needs a base model that stays as it was; {few(changed)} changed since Adapters(model) was "
                 "made. Name what is trained in also= of only_norms, or make Adapters of the new base model."
+                f"{self._first()}"
             )
 
     def _visible_base(self) -> dict[str, Tensor]:

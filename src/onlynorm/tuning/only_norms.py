@@ -200,7 +200,8 @@ def only_norms(
     need_choice("statistics", statistics, STATISTICS)
     if preparation_of(model) is not None:
         raise ConversionError(
-            "only_norms needs a model it has not prepared yet; this one is already prepared. Call undo() on its handle."
+            "only_norms needs a model it has not prepared yet; this one, or the model it is a copy of, is already "
+            "prepared. Call undo() on its handle; copy a model before it is prepared."
         )
     patterns = _patterns("also", also)
     if which is not None and not isinstance(which, str) and not callable(which):

@@ -227,6 +227,7 @@ def fit(
     try:
         wrapped, moved = _set_up(fabric, given if _is_compiled(given) else model, model, schedule)
         run = _Run(fabric, model, wrapped, moved, schedule, pairs, judged, loss or _default(schedule))
+        run.named = {"precision": precision, "loss": "default" if loss is None else _name_of(loss)}
         run.begin(None if checkpoint is None else need_path("checkpoint", checkpoint))
         # Whatever the caller is inside of: training needs gradients, and `precision` alone decides on autocast.
         with torch.inference_mode(False), torch.enable_grad(), without_autocast(fabric.device):
@@ -373,6 +374,7 @@ class _Run:
         self.randomness = Randomness(schedule.seed, fabric.device)
         self.has_classes = test is None or _has_classes(test)
         self.checkpoint: Path | None = None
+        self.named: dict[str, str] = {}  # further settings that a resumed run must share
         self.odd: set[str] = set()  # running statistics that were NaN or infinite before
         self.odd = {name for name, value in self._watched().items() if not bool(torch.isfinite(value).all())}
         self.per_epoch = n_batches(len(pairs), schedule.batch_size)
@@ -509,7 +511,7 @@ class _Run:
         drops = self.schedule.drops  # a list, as it comes back from JSON
         return {
             **asdict(self.schedule), "drops": None if drops is None else list(drops), "n_samples": len(self.pairs),
-            **self._identity,
+            **self.named, **self._identity,
         }  # fmt: skip
 
     @functools.cached_property
@@ -534,6 +536,11 @@ def _set_up(fabric: Any, given: nn.Module, model: nn.Module, schedule: Schedule)
         return wrapped, fabric.setup_optimizers(make_optimizer(model, schedule))
     both: tuple[nn.Module, Any] = fabric.setup(given, make_optimizer(model, schedule))
     return both
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of a callable object."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _is_compiled(model: nn.Module) -> bool:
