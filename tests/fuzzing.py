@@ -53,17 +53,15 @@ import onlynorm as on
 from onlynorm.cli.memorize_data import find_sample
 from onlynorm.data import cifar10, cifar100, fashion_mnist, load_data
 from onlynorm.data.matrices import read_matrix
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import MemoryLimitError, OnlynormError
 from onlynorm.evidence.cache import Rows
 from onlynorm.evidence.papers.reproduce import PIECE, _read_piece
 from onlynorm.evidence.records import (
     RECORD,
     Check,
-    Curve,
-    Panel,
     PieceNote,
     Record,
-    Table,
     Verdict,
     read_record,
     write_record,

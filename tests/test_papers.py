@@ -53,7 +53,7 @@ CODE = """
 from pathlib import Path
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome
-from onlynorm.evidence.records import Curve, Table
+from onlynorm.display import Curve, Table
 
 LOG = Path(__file__).with_suffix(".log")
 

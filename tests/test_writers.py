@@ -24,13 +24,12 @@ from onlynorm.evidence.artifacts import Artifact
 from onlynorm.evidence.cache import Rows
 from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.evidence.records import write_record
-from onlynorm.evidence.report.diagnosis import plot_diagnosis, write_diagnosis
-from onlynorm.evidence.report.figure import write_figure
 from onlynorm.evidence.report.page import write_report
 from onlynorm.frozen import norm_only, save_norm_only
 from onlynorm.identity import save_factors, save_memorizer
 from onlynorm.models import mlp
 from onlynorm.rank import Chain, simulate
+from onlynorm.rank.diagnosis.page import plot_diagnosis, write_diagnosis
 from onlynorm.storage import claim, write_atomically, write_sealed
 from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_adapter, write_peft
 
@@ -105,9 +104,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "save_memorizer": lambda path: save_memorizer(on.memorize(X, LABELS), path),
     "write_sealed": lambda path: write_sealed(path, {"n": 1}, kind="k"),
     "write_record": lambda path: write_record(path, make_record()),
-    "write_figure": lambda path: write_figure(make_record(), path),
+    "Figure.write": lambda path: make_record().figure.write(path),
     "write_report": report,
-    "plot_diagnosis": lambda path: plot_diagnosis(diagnosis(), path.with_suffix(".svg")),
+    "plot_diagnosis": lambda path: plot_diagnosis(diagnosis()).save(path.with_suffix(".svg")),
     "write_diagnosis": lambda path: write_diagnosis(diagnosis(), path),
     "reproduce": redo,
     "benchmark rows": rows_of,

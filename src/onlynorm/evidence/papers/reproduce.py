@@ -34,11 +34,11 @@ import scipy
 import torch
 
 import onlynorm
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import FormatError, MissingDataError, StorageError, ValueRangeError
 from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select, source_digest
 from onlynorm.evidence.papers.expectations import check, decide
-from onlynorm.evidence.records import Curve, Panel, PieceNote, Record, Table, write_record
-from onlynorm.evidence.report.figure import write_figure
+from onlynorm.evidence.records import PieceNote, Record, write_record
 from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, write_sealed
 from onlynorm.validate import need_callable, need_instance, need_items, need_path
 
@@ -48,7 +48,7 @@ RECORDS = Path("onlynorm-out/records")
 _STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
 
 # What only shows or orders results cannot change them.
-_NOT_COMPUTING = ("cli", "evidence")  # of the evidence only what a result is made with can change it
+_NOT_COMPUTING = ("cli", "display", "evidence")  # of the evidence only what a result is made with can change it
 _ORDERING = ("artifacts", "cache", "expectations", "goals", "records", "registry", "reproduce")
 
 
@@ -197,7 +197,7 @@ def _reproduce(
     record = _record(run, outcome, failure=failure, seconds=time.perf_counter() - start)
     place = folder / scale
     write_record(place / "record.json", record)
-    write_figure(record, place)
+    record.figure.write(place)
     run.progress("", "finished")
     return record
 

@@ -20,17 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import nn
 
 from onlynorm.data import Split, cifar10
+from onlynorm.display import Curve, Figure, Panel
 from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.arguments import listener, need_counts
 from onlynorm.evidence.cache import Rows, Say, fields_of, note_of
 from onlynorm.evidence.goals import Goal, Table
-from onlynorm.evidence.report.figure import COLOURS, write_pictures
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.models import cifar_resnet
@@ -191,30 +188,25 @@ def _sweep(networks: Sequence[tuple[int, int]], place: int) -> list[tuple[int, i
     return sorted(longest)
 
 
-def write_histogram(bench: FrozenBench, folder: Path) -> Path:
-    """The path of the picture of all scales after training, as PNG; the same as SVG lies beside it."""
-    figure = Figure(figsize=(13.0, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    wider, deeper, ways = figure.subplots(1, 3)
-    for axes, place, what in ((wider, 1, "width"), (deeper, 0, "depth")):
-        for number, net in enumerate(_sweep(bench.networks, place)):
-            _draw(axes, bench.find(net, NORMS), f"{what} {net[place]}", number)
-        axes.set_title(f"{NORMS}, by {what}")
-    for number, way in enumerate((NORMS, NORMS_FROM_ONES, FULL)):
-        _draw(ways, bench.find(None, way), way, number)
-    ways.set_title("all networks")
-    for axes in (wider, deeper, ways):
-        axes.set(xlabel="scale after training; the last bins hold all beyond", ylabel="share of scales")
-        axes.legend(frameon=False, fontsize=8)
-    return write_pictures(figure, folder, "gammas")[0]
+def draw_histogram(bench: FrozenBench) -> Figure:
+    """All scales after training: by width, by depth, and of all networks by method."""
+    curves = []
+    for place, what in ((1, "width"), (0, "depth")):
+        for net in _sweep(bench.networks, place):
+            curves += _histogram(bench.find(net, NORMS), f"{what} {net[place]}", what)
+    for way in (NORMS, NORMS_FROM_ONES, FULL):
+        curves += _histogram(bench.find(None, way), way, "all")
+    x_label, y_label = "scale after training; the last bins hold all beyond", "share of scales"
+    titles = {"width": f"{NORMS}, by width", "depth": f"{NORMS}, by depth", "all": "all networks"}
+    return Figure(curves, [Panel(name, title, x_label, y_label) for name, title in titles.items()])
 
 
-def _draw(axes: Axes, runs: Sequence[FrozenRun], label: str, number: int) -> None:
+def _histogram(runs: Sequence[FrozenRun], label: str, panel: str) -> list[Curve]:
     if not runs:
-        return
+        return []
     values = np.concatenate([np.asarray(run.gammas) for run in runs])
     heights, _ = np.histogram(np.clip(values, EDGES[0], EDGES[-1]), EDGES)
-    axes.stairs(heights / len(values), EDGES, label=label, color=COLOURS[number])
+    return [Curve(label, EDGES.tolist(), (heights / len(values)).tolist(), "histogram", panel)]
 
 
 WIDER = tuple((8, width) for width in (4, 8, 16, 32))
@@ -277,7 +269,7 @@ def bench_frozen(
         bench.runs.append(FrozenRun(depth, width, way, seed, **rows.find(name, kept, measure, fields=fields)))
         if on_row is not None:
             on_row(bench.runs[-1])
-    bench.figure = str(write_histogram(bench, folder))
+    bench.figure = str(draw_histogram(bench).write(folder, "gammas")[0])
     return bench
 
 

@@ -19,19 +19,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from onlynorm.data import Split, cifar10, fashion_mnist
+from onlynorm.display import Curve, Figure, Panel
 from onlynorm.errors import TrainingError, UnknownNameError
 from onlynorm.evidence.arguments import listener, need_counts
 from onlynorm.evidence.cache import Rows, Say, fields_of
 from onlynorm.evidence.goals import Goal, Table
-from onlynorm.evidence.report.figure import COLOURS, STYLE, write_pictures
 from onlynorm.models import ACTIVATIONS, cifar_resnet, mlp, resnet, vgg
 from onlynorm.rank import Diagnosis, diagnose
 from onlynorm.seeds import seeded
@@ -217,26 +214,19 @@ def area_below(false: Sequence[float], true: Sequence[float]) -> float:
     return sum((right - left) * (high + low) / 2.0 for (left, right), (low, high) in steps)
 
 
-def write_curve(bench: PredictBench, folder: Path) -> Path:
-    """The path of the picture of the curve and of loss over score, as PNG; the same as SVG lies beside it."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        curve, cloud = figure.subplots(1, 2)
-        curve.plot(*bench.curve, color=COLOURS[0])
-        curve.plot([0, 1], [0, 1], color=COLOURS[-1], linestyle=":")
-        curve.set(
-            title=f"area {bench.area:.3f}, {len(bench.rows)} networks of the {bench.networks} set",
-            xlabel="of those that do not learn, passed", ylabel="of those that learn, passed",
-        )  # fmt: skip
-        for number, data in enumerate((FASHION, CIFAR)):
-            rows = [row for row in bench.rows if row.data == data]
-            top = [min(row.loss, 1.1 * math.log(N_CLASSES)) for row in rows]
-            cloud.scatter([max(row.score, 1e-12) for row in rows], top, s=12, color=COLOURS[number], label=data)
-        cloud.axhline(LEARNED * math.log(N_CLASSES), color=COLOURS[-1], linestyle=":")
-        cloud.set(xscale="log", xlabel="score at the start", ylabel="best loss after training")
-        cloud.legend(frameon=False)
-        return write_pictures(figure, folder, f"receiver_{bench.networks}")[0]
+def draw_curve(bench: PredictBench) -> Figure:
+    """The receiver operating characteristic, and the loss over the score."""
+    guess = math.log(N_CLASSES)
+    curves = [Curve("diagnosis", *bench.curve, panel="roc"), Curve("chance", (0, 1), (0, 1), panel="roc", style="law")]
+    for data in (FASHION, CIFAR):
+        rows = [row for row in bench.rows if row.data == data]
+        scores, losses = [max(row.score, 1e-12) for row in rows], [min(row.loss, 1.1 * guess) for row in rows]
+        curves.append(Curve(data, scores, losses, "points", "cloud"))
+    curves.append(Curve("learned", (1e-12, 1), (LEARNED * guess,) * 2, panel="cloud", style="law"))
+    title = f"area {bench.area:.3f}, {len(bench.rows)} networks of the {bench.networks} set"
+    roc = Panel("roc", title, "false positive rate", "true positive rate")
+    cloud = Panel("cloud", "", "score at the start", "best loss after training", x_log=True)
+    return Figure(curves, [roc, cloud])
 
 
 def _goals(bench: PredictBench) -> Iterator[Goal]:
@@ -309,7 +299,7 @@ def bench_predict(
         bench.rows.append(row)
         if on_row is not None:
             on_row(row)
-    bench.figure = str(write_curve(bench, folder))
+    bench.figure = str(draw_curve(bench).write(folder, f"receiver_{bench.networks}")[0])
     return bench
 
 

@@ -21,10 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from onlynorm.display import Curve, Figure, Panel
 from onlynorm.evidence.arguments import listener, need_counts, need_names
 from onlynorm.evidence.cache import Rows, Say, fields_of, note_of
 from onlynorm.evidence.goals import Goal, Table, number
@@ -39,7 +36,6 @@ from onlynorm.evidence.papers.random_features.scaled_training import (
     step_gap,
     train,
 )
-from onlynorm.evidence.report.figure import COLOURS, STYLE, write_pictures
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.validation import TRIAL_SEED
 from onlynorm.storage import tensors_digest
@@ -297,32 +293,26 @@ def bench_scaled(
                 bench.runs.append(lab.run(name, scale, seed, rate))
                 if on_row is not None:
                     on_row(bench.runs[-1])
-    bench.figure = str(draw_scaled(bench, folder))
+    bench.figure = str(draw_scaled(bench).write(folder, "accuracy")[0])
     return bench
 
 
-def draw_scaled(bench: ScaledBench, folder: Path) -> Path:
-    """The path of the picture of accuracy over condition number, as PNG; the same as SVG lies beside it."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(bench.data), 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, data in zip(figure.subplots(1, len(bench.data), squeeze=False).flat, bench.data, strict=True):
-            usual = bench.rate(data, ORDINARY)
-            ways = [(law, at) for law in LAWS for at in (None, usual)]
-            for place, (law, at) in enumerate(ways):
-                scales = [ORDINARY, *(s for s in bench.scales(data) if s.law == law and s.condition > 1.0)]
-                found = [bench.test(data, scale, at=at) for scale in scales]
-                if len(scales) > 1:
-                    axes.errorbar(
-                        # Side by side, or one interval would hide another.
-                        [scale.condition * 1.07**place for scale in scales], [100 * one.mean for one in found],
-                        [0.0 if math.isnan(one.half) else 100 * one.half for one in found],
-                        label=f"{law}, " + ("rates of its own" if at is None else f"rate {usual:g}"),
-                        color=COLOURS[place], marker="o", markersize=3.5, capsize=2.5, linewidth=1.1,
-                    )  # fmt: skip
-            axes.set(title=data, xlabel="condition number", ylabel="test accuracy, %", xscale="log")
-            axes.legend()
-        return write_pictures(figure, folder, "accuracy")[0]
+def draw_scaled(bench: ScaledBench) -> Figure:
+    """Accuracy over the condition number, at the learning rate of each spectrum and at that of the ordinary network."""
+    curves = []
+    for data in bench.data:
+        usual = bench.rate(data, ORDINARY)
+        for place, (law, at) in enumerate((law, at) for law in LAWS for at in (None, usual)):
+            scales = [ORDINARY, *(s for s in bench.scales(data) if s.law == law and s.condition > 1.0)]
+            found = [bench.test(data, scale, at=at) for scale in scales]
+            if len(scales) > 1:
+                # Side by side, or one interval would hide another.
+                x = [scale.condition * 1.07**place for scale in scales]
+                label = f"{law}, " + ("rates of its own" if at is None else "the ordinary rate")
+                y, halves = [100 * one.mean for one in found], [100 * one.half for one in found]
+                curves.append(Curve(label, x, y, "line+points", data, y_error=halves))
+    panels = [Panel(data, data, "condition number", "test accuracy, %", x_log=True) for data in bench.data]
+    return Figure(curves, panels)
 
 
 class _Lab:

@@ -20,11 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from onlynorm.display import Curve, Figure, Panel
 from onlynorm.evidence.arguments import listener, need_names
 from onlynorm.evidence.cache import Rows, Say, fields_of, note_of
 from onlynorm.evidence.goals import NARROW, Goal, Table, number
@@ -38,7 +34,6 @@ from onlynorm.evidence.papers.random_features.scratch_training import (
     train,
     try_rates,
 )
-from onlynorm.evidence.report.figure import COLOURS, write_pictures
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.validation import TRIAL_SEED
 from onlynorm.storage import tensors_digest
@@ -216,35 +211,20 @@ _NAMES: dict[str, Callable[[float], str]] = {
 }
 
 
-def write_shares(bench: ScratchBench, folder: Path) -> Path:
-    """The path of the picture as PNG, a panel for every data set; the same as SVG lies beside it.
-
-    It is named for its data sets, so that runs of one each do not overwrite each other's.
-    """
-    figure = Figure(figsize=(5.2 * len(bench.data), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, data in zip(figure.subplots(1, len(bench.data), squeeze=False).flat, bench.data, strict=True):
-        _draw(axes, bench, data)
-    return write_pictures(figure, folder, "-".join(("shares", *bench.data)))[0]
-
-
-def _draw(axes: Axes, bench: ScratchBench, data: str) -> None:
-    places = (*SHARES, BOUND, ABOVE)
-    ordinary = bench.accuracy(data, ORDINARY)
-    axes.axhline(100 * ordinary.mean, color="#222222", linewidth=1.2, label=ORDINARY)
-    if ordinary.n > 1:
-        low, high = ordinary.mean - ordinary.half, ordinary.mean + ordinary.half
-        axes.axhspan(100 * low, 100 * high, color="#222222", alpha=0.12, linewidth=0)
-    for index, (label, name) in enumerate(_NAMES.items()):
-        found = [bench.accuracy(data, name(place)) for place in places]
-        halves = [100 * np.nan_to_num(one.half) for one in found]
-        axes.errorbar(
-            places, [100 * one.mean for one in found], yerr=halves, marker="o", markersize=4, linewidth=1.2,
-            capsize=3, color=COLOURS[index], label=label,
-        )  # fmt: skip
-    axes.axvline(BOUND, color="#7f7f7f", linewidth=0.8, linestyle=":")
-    axes.set(title=data, xlabel="features per weight", ylabel="test accuracy, %")
-    axes.legend(frameon=False, fontsize=8)
+def draw_shares(bench: ScratchBench) -> Figure:
+    """Accuracy against features per weight, a panel for every data set."""
+    places, curves = (*SHARES, BOUND, ABOVE), []
+    for data in bench.data:
+        ordinary = bench.accuracy(data, ORDINARY)
+        level = [100 * ordinary.mean] * len(places)
+        curves.append(
+            Curve(ORDINARY, places, level, panel=data, style="law", y_error=[100 * ordinary.half] * len(places))
+        )
+        for label, name in _NAMES.items():
+            found = [bench.accuracy(data, name(place)) for place in places]
+            y, halves = [100 * one.mean for one in found], [100 * one.half for one in found]
+            curves.append(Curve(label, places, y, "line+points", data, y_error=halves))
+    return Figure(curves, [Panel(data, data, "features per weight", "test accuracy, %") for data in bench.data])
 
 
 TRAININGS = {
@@ -301,7 +281,7 @@ def bench_scratch(
                 bench.runs.append(lab.run(way, seed, rate))
                 if on_row is not None:
                     on_row(bench.runs[-1])
-    bench.figure = str(write_shares(bench, folder))
+    bench.figure = str(draw_shares(bench).write(folder, "-".join(("shares", *bench.data)))[0])
     return bench
 
 

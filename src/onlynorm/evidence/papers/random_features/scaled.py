@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.random_features.scaled_training import spectrum_change, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.validation import TRIAL_SEED
 

@@ -12,10 +12,10 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.random_features.scratch_training import Training, Way, choose_rate, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 
 EXCESS = 1.0 + 100 / 90_000
