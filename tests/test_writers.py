@@ -21,7 +21,7 @@ from toy_records import make_record
 import onlynorm as on
 from onlynorm.errors import StorageError
 from onlynorm.evidence.artifacts import Artifact
-from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.cache import Cache
 from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.evidence.records import write_record
 from onlynorm.evidence.report.page import write_report
@@ -56,8 +56,8 @@ def compute(run: Any) -> Outcome:
 
 
 def rows_of(path: Path) -> None:
-    rows = Rows(path, kind="row", module="onlynorm.evidence.bench.sweeps.adapt", force=True, say=lambda _: None)
-    rows.find("row", {"seed": 1}, lambda: {"accuracy": 0.5}, fields={"accuracy": "float"})
+    cache = Cache(path, modules=["onlynorm.evidence.bench.sweeps.adapt"], force=True)
+    cache.get_or_compute("row", {"seed": 1}, lambda: {"accuracy": 0.5})
 
 
 def train(path: Path) -> None:
