@@ -53,18 +53,17 @@ import onlynorm as on
 from onlynorm.cli.memorize_data import find_sample
 from onlynorm.data import cifar10, cifar100, fashion_mnist, load_data
 from onlynorm.data.matrices import read_matrix
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import MemoryLimitError, OnlynormError
-from onlynorm.evidence.cache import Rows
-from onlynorm.evidence.papers.reproduce import PIECE, _read_piece
+from onlynorm.evidence.bench.sweeps.frozen import Trained
+from onlynorm.evidence.cache import PIECE, Cache, read_piece
 from onlynorm.evidence.records import (
     RECORD,
     Check,
-    Curve,
-    Panel,
     PieceNote,
     Record,
-    Table,
     Verdict,
+    parse,
     read_record,
     write_record,
 )
@@ -509,36 +508,33 @@ def record_kinds(samples: Samples) -> None:
     piece = {"key": "k", "seconds": 1.5, "made_with": {"torch": "2"}, "result": {"loss": [1.0, 2.0]}}
 
     def read_stored(path: Path) -> None:
-        found = _read_piece(path, "k")
-        need(found is None or ("result" in found and isinstance(found["seconds"], float)), "a piece without a result")
-        if found is None:
-            raise OnlynormError("computed again")
+        found = read_piece(path, "k")
+        need(
+            found is not None and "result" in found and isinstance(found["seconds"], float), "a piece without a result"
+        )
 
     samples.add_json("piece of reproduce", PIECE, read_stored, seal_json(to_plain(piece), kind=PIECE))
 
-    fields = {"accuracy": "float", "curve": "tuple[float, ...]"}
+    cache = Cache(samples.folder / "rows", modules=["onlynorm.evidence.bench.sweeps.frozen"])
     made_of = {"network": "a", "seed": 1}
-    rows = Rows(
-        samples.folder / "rows",
-        kind="row",
-        module="onlynorm.evidence.bench.sweeps.adapt",
-        force=False,
-        say=lambda _: None,
-    )
-    fresh = {"accuracy": 0.5, "curve": [1.0, 2.0]}
-    rows.find("row", made_of, lambda: fresh, fields=fields)
+    fresh = {"accuracy": 0.5, "n_trained": 3, "n_total": 4, "gammas": [1.0, 2.0], "is_frozen": True, "seconds": 1.0}
+
+    def check(stored: object) -> Trained:
+        return parse(Trained, stored, what="a run", cure="It is computed again.")
+
+    cache.get_or_compute("row", made_of, lambda: fresh, check=check)
     (stored,) = (samples.folder / "rows").iterdir()
 
     def read_row(path: Path) -> None:
-        rows.out.mkdir(exist_ok=True)
-        (rows.out / stored.name).write_bytes(path.read_bytes())
-        measured = []
-        row = rows.find("row", made_of, lambda: measured.append(1) or dict(fresh), fields=fields)
-        need(isinstance(row["accuracy"], float | int) and len(row["curve"]) >= 0, "a row of other fields")
-        if measured:
+        cache.folder.mkdir(exist_ok=True)
+        (cache.folder / stored.name).write_bytes(path.read_bytes())
+        found = cache.get_or_compute("row", made_of, lambda: fresh, check=check)
+        row = check(found.result)
+        need(isinstance(row.accuracy, float) and all(isinstance(g, float) for g in row.gammas), "a run of other fields")
+        if not found.is_reloaded:
             raise OnlynormError("measured again")
 
-    samples.add_json("benchmark row", "row", read_row, stored.read_bytes())
+    samples.add_json("benchmark run", PIECE, read_row, stored.read_bytes())
 
 
 # ------------------------------------------------------------------------------- data and weights

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-MEASURED = ("seconds", "created", "note", "is_reloaded", "figure", "checksum")
+MEASURED = ("seconds", "created", "note", "is_reloaded", "figures", "checksum")
 """Fields that may differ between two runs that found the same: times, what was reused, and what holds one of these."""
 MOST_TRIES = 5
 """Runs per kill: on a busy machine a moment may come after the end."""

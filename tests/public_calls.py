@@ -19,6 +19,7 @@ import onlynorm as on
 from onlynorm import (
     alignment,
     data,
+    display,
     features,
     frozen,
     identity,
@@ -250,6 +251,10 @@ def written(kind: str) -> Fresh:
 
 def record_file() -> Path:
     return _file("records") / "a.json"
+
+
+def _figure() -> Any:
+    return display.Figure([display.Curve("a", (1.0, 2.0), (1.0, 2.0))])
 
 
 def _record() -> Any:
@@ -631,9 +636,12 @@ CALLS: dict[str, Call] = {
     "data.find_data": fn(data.find_data, name="."),
     "data.load_data": fn(data.load_data, spec=Fresh(lambda: str(_file("inputs")))),
     "seeds.seeded": fn(seeds.seeded, seed=1),
-    "records.Curve": fn(records.Curve, label="a", x=(1.0, 2.0), y=(1.0, 2.0)),
-    "records.Panel": fn(records.Panel, name="a", x_names=("b",)),
-    "records.Table": fn(records.Table, columns=("a", "b"), rows=((1.0, "c"),)),
+    "display.Curve": fn(display.Curve, label="a", x=(1.0, 2.0), y=(1.0, 2.0)),
+    "display.Figure.save": method(_figure, "save", path=out("figure.svg")),
+    "display.Figure.to_bytes": method(_figure, "to_bytes", ending="png"),
+    "display.Figure.write": method(_figure, "write", folder=out("figures"), name="a"),
+    "display.Panel": fn(display.Panel, name="a", x_names=("b",)),
+    "display.Table": fn(display.Table, columns=("a", "b"), rows=((1.0, "c"),)),
     "records.read_record": fn(records.read_record, path=Fresh(record_file)),
     "records.read_records": fn(records.read_records, folder=written("records")),
     "page.render_page": fn(page.render_page, records=Fresh(lambda: [_record()])),

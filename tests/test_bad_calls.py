@@ -31,8 +31,8 @@ from public_calls import CALLS, Call, Fresh
 
 from onlynorm.errors import OnlynormError, shown
 
-ROOMS = ("modules", "data", "models", "intervals", "features", "solvers", "spectrum", "alignment", "frozen", "optim",
-         "reconstruction", "tuning", "rank", "identity", "registry", "records", "page")  # fmt: skip
+ROOMS = ("display", "modules", "data", "models", "intervals", "features", "solvers", "spectrum", "alignment", "frozen",
+         "optim", "reconstruction", "tuning", "rank", "identity", "registry", "records", "page")  # fmt: skip
 INSIDE = {"spectrum": "solvers", "registry": "evidence", "records": "evidence", "page": "evidence.report"}
 CHECKED = "for the rooms below, which check what they are given"
 UNTRIED: dict[str, str] = {
@@ -50,6 +50,7 @@ UNTRIED: dict[str, str] = {
     "modules.tensors_in": CHECKED,
     "modules.unwrap": CHECKED,
     "modules.without_autocast": CHECKED,
+    "records.parse": "for what reads files, which checks what it is given",
     "records.write_record": "writes what was measured here",
     "registry.normal": "for checks",
     "registry.relative": "for checks",

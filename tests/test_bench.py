@@ -13,7 +13,7 @@ from systems import materialise, residual
 from threadpoolctl import threadpool_info
 from torch import Tensor
 
-from onlynorm.cli.terminal import bench_markdown, print_json
+from onlynorm.cli.terminal import print_json
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.evidence.bench.competitors import (
     ANY,
@@ -31,8 +31,8 @@ from onlynorm.evidence.bench.competitors import (
     System,
 )
 from onlynorm.evidence.bench.races import solve as bench_module
-from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, Bench, Duel, Row, bench_solve
-from onlynorm.evidence.goals import Goal, is_met
+from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, Bench, Duel, Row, SolveSizes, bench_solve
+from onlynorm.evidence.harness import Goal, is_met
 
 EPS = torch.finfo(torch.float64).eps
 SMALL = (
@@ -77,7 +77,7 @@ def test_a_quick_run_has_systems_of_every_family(family: str) -> None:
 @pytest.mark.usefixtures("small")
 def test_every_solver_has_a_row_for_every_system_it_is_meant_for() -> None:
     said: list[str] = []
-    bench = bench_solve(repeats=2, progress=said.append)
+    bench = bench_solve(repeats=2, say=said.append)
     expected = []
     for one in SMALL:
         methods = [
@@ -170,12 +170,12 @@ def test_a_rival_that_would_take_too_long_is_a_row_that_says_so(quick: bool, mon
 @pytest.mark.parametrize("repeats", [0, -1, "3", 1.5])
 def test_turns_are_a_positive_count(repeats: Any) -> None:
     with pytest.raises(ValueRangeError, match="repeats needs to be a whole number from 1"):
-        bench_solve(repeats=repeats)
+        SolveSizes(repeats=repeats)
 
 
 def test_an_unknown_family_is_refused_with_those_there_are() -> None:
     with pytest.raises(UnknownNameError, match=r"got 'round'.* Known: convolution, flat"):
-        bench_solve(families=["round"])
+        SolveSizes(families=("round",))
 
 
 # ---------------------------------------------------------------------------------------------- goals of families
@@ -419,5 +419,5 @@ def test_what_json_printed_makes_the_same_tables_again(capsys: pytest.CaptureFix
     bench = Bench(rows, [Goal("aim", "measured", True)])
     print_json(bench.as_dict())
     again = Bench.from_dict(json.loads(capsys.readouterr().out))
-    assert bench_markdown(again) == bench_markdown(bench)
+    assert again.tables() == bench.tables()
     assert again.goals == bench.goals

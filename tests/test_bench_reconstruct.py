@@ -17,8 +17,8 @@ from onlynorm.errors import UnknownNameError
 from onlynorm.evidence import cache
 from onlynorm.evidence.bench.competitors import OURS, PAPERS
 from onlynorm.evidence.bench.races import reconstruct as bench_module
-from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, Sizes, bench_reconstruct
-from onlynorm.evidence.goals import is_met
+from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, Sizes, showcase
+from onlynorm.evidence.harness import is_met
 from onlynorm.models import CifarResNet
 from onlynorm.reconstruction import load, verify
 from onlynorm.seeds import own_randomness
@@ -50,7 +50,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, *features: str, **options: Any) -> bench_module.ReconstructBench:
-    return bench_reconstruct(features=features or ("id_cond",), sizes=SIZES, out=out, **options)
+    sizes = dataclasses.replace(SIZES, features=features or ("id_cond",))
+    return showcase.run(sizes, out=out, **options)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -61,12 +62,12 @@ def test_rows_meet_their_goals_and_are_told_as_they_come(tmp_path: Path, monkeyp
     # With 2 channels, a quarter of the features of density one half reach no output: more than the excess.
     monkeypatch.setattr(bench_module, "make_target", lambda *, quick: network(4))
     told: list[str] = []
-    rows: list[RebuiltRow] = []
+    rows: list[str] = []
     features = ("he_normal", "sparse_he_normal", "id_cond")
     bench = run(tmp_path, *features, progress=told.append, on_row=rows.append)
     assert tuple(row.features for row in bench.rows) == features
-    assert bench_reconstruct.__kwdefaults__["features"] == tuple(RECIPES)
-    assert rows == bench.rows
+    assert Sizes().features == tuple(RECIPES)
+    assert rows == [f"{row.features}: {row.goal.measured}" for row in bench.rows]
     for row in bench.rows:
         assert row.error <= 1e-8
         assert row.residual <= 1e-10
@@ -84,13 +85,13 @@ def test_rows_meet_their_goals_and_are_told_as_they_come(tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("small")
 def test_the_file_of_a_row_is_the_network_it_measured(tmp_path: Path) -> None:
     (row,) = run(tmp_path).rows
-    (path,) = tmp_path.glob("*.safetensors")
+    (path,) = tmp_path.glob("reconstruct/*.safetensors")
     assert path.stat().st_size == row.file_size
     with own_randomness(1):
         made = load(path, into=CifarResNet(8, width=2))
     check = verify(network().double(), made, data().test_inputs[:2])
     assert check.relative_error == pytest.approx(row.error, rel=1e-6)
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.rglob("*.partial"))
 
 
 @pytest.mark.usefixtures("small")
@@ -135,24 +136,24 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
     with monkeypatch.context() as patch:
         patch.setattr(bench_module, "measure_row", lambda *_: pytest.fail("measured again"))
         (again,) = run(tmp_path).rows
-        assert again == dataclasses.replace(first, note="kept")
+        assert again == dataclasses.replace(first, note="cached")
         patch.setattr(cache, "library_digest", lambda *_: "another")
-        assert run(tmp_path).rows[0].note == "kept, of older code"
+        assert run(tmp_path).rows[0].note == "cached, from older code"
     assert run(tmp_path, force=True).rows[0].note == ""
-    (record,) = tmp_path.glob("*.json")
+    (record,) = tmp_path.rglob("*.json")
     record.write_text("{")
     told: list[str] = []
     assert run(tmp_path, progress=told.append).rows[0].note == ""
-    assert any("is damaged, so the row is made again" in text for text in told)
+    assert any("is damaged or has other fields" in text for text in told)
 
 
 @pytest.mark.usefixtures("small")
 def test_other_sizes_or_weights_are_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path)
-    bench_reconstruct(features=("id_cond",), sizes=dataclasses.replace(SIZES, images=2), out=tmp_path)
+    showcase.run(dataclasses.replace(SIZES, features=("id_cond",), images=2), out=tmp_path)
     monkeypatch.setattr(bench_module, "make_target", lambda *, quick: CifarResNet(8, width=2).eval())
     run(tmp_path)
-    assert len(list(tmp_path.glob("*.json"))) == 3
+    assert len(list(tmp_path.rglob("*.json"))) == 3
 
 
 def stop(*_: Any, **__: Any) -> None:
@@ -165,10 +166,10 @@ def test_a_killed_row_keeps_its_finished_layers(tmp_path: Path, monkeypatch: pyt
         patch.setattr(bench_module, "compare", stop)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, "he_normal")
-    (partial,) = tmp_path.glob("*.partial")
+    (partial,) = tmp_path.rglob("*.partial")
     finished = {path.name: path.stat().st_mtime_ns for path in partial.iterdir()}
     assert len(finished) == 8
-    assert not list(tmp_path.glob("*.json"))
+    assert not list(tmp_path.rglob("*.json"))
 
     cache: list[dict[str, int]] = []
 

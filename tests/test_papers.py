@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRangeError
+from onlynorm.evidence import cache as cache_module
 from onlynorm.evidence.artifacts import _FUNCTIONS, Artifact, artifacts, load_artifacts
-from onlynorm.evidence.papers import reproduce as run_module
 from onlynorm.evidence.papers.reproduce import Outcome, Progress, reproduce
 from onlynorm.evidence.records import Verdict, read_record, read_records
 from onlynorm.storage import digest
@@ -53,7 +53,7 @@ CODE = """
 from pathlib import Path
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome
-from onlynorm.evidence.records import Curve, Table
+from onlynorm.display import Curve, Table
 
 LOG = Path(__file__).with_suffix(".log")
 
@@ -260,7 +260,7 @@ def test_another_version_of_onlynorm_computes_again(toy: Toy, monkeypatch: pytes
 
 def test_a_piece_of_another_library_state_is_a_caveat(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.run(scale="paper")
-    monkeypatch.setattr(run_module, "library_digest", lambda *_: "another state")
+    monkeypatch.setattr(cache_module, "library_digest", lambda *_: "another state")
     stale = toy.run(scale="paper")
     assert stale.verdict is Verdict.CAVEAT
     assert any("another state of the library" in reason for reason in stale.reasons)

@@ -11,7 +11,7 @@ from scipy import integrate
 import onlynorm as on
 from onlynorm.errors import MissingDataError
 from onlynorm.evidence.artifacts import artifacts
-from onlynorm.evidence.papers.random_features.scratch import WAYS
+from onlynorm.evidence.papers.random_features.scratch import METHODS
 from onlynorm.evidence.papers.random_features.spectra import distance, printed_density, singular_values
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Record, Verdict, read_records
@@ -116,18 +116,18 @@ def test_section_5_meets_every_hard_expectation_at_quick_scale(numbers: Record) 
 def test_section_5_holds_the_papers_numbers_beside_ours(numbers: Record) -> None:
     assert numbers.table is not None
     rows = {row[0]: row for row in numbers.table.rows}
-    assert [rows[name][-1] for name in WAYS] == ["in the order of 94", "86.64 ± 0.08", "90.08 ± 0.03", "-"]
-    assert [rows[name][1] for name in WAYS] == [3, 3, 5, 3], "the paper's epochs are 300 and 500"
-    assert [rows[name][2] for name in WAYS] == [0.0, 0.0, 0.1, 0.0]
-    for name in WAYS:
+    assert [rows[name][-1] for name in METHODS] == ["in the order of 94", "86.64 ± 0.08", "90.08 ± 0.03", "-"]
+    assert [rows[name][1] for name in METHODS] == [3, 3, 5, 3], "the paper's epochs are 300 and 500"
+    assert [rows[name][2] for name in METHODS] == [0.0, 0.0, 0.1, 0.0]
+    for name in METHODS:
         assert rows[name][4] == pytest.approx(numbers.values[f"accuracy, {name}"])
     followed, ordinary = rows["he_normal, follow_weights"], rows["ordinary"]
     assert followed[3] == ordinary[3], "the same path has the same best rate"
 
 
 def test_section_5_has_the_papers_relative_excess() -> None:
-    assert WAYS["he_normal"].excess == pytest.approx((9 * 100 * 100 + 100) / (9 * 100 * 100))
-    assert [way.follow_weights for way in WAYS.values()] == [False, False, False, True]
+    assert METHODS["he_normal"].excess == pytest.approx((9 * 100 * 100 + 100) / (9 * 100 * 100))
+    assert [way.follow_weights for way in METHODS.values()] == [False, False, False, True]
 
 
 @pytest.mark.slow

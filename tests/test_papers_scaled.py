@@ -26,13 +26,13 @@ from onlynorm.evidence.papers.random_features.scaled_training import (
     Subject,
     build,
     images_of,
-    pick_lesson,
-    put_aside,
     spectrum,
     spectrum_change,
     squared_spectrum,
     step_gap,
     train,
+    training_images,
+    validation_images,
 )
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Verdict
@@ -58,7 +58,7 @@ def stripes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         subject = Subject(_stripes, lambda seed: nn.Sequential(nn.Flatten(), *mlp((20, 12, 10), seed=seed)))
         patch.setitem(module.SUBJECTS, "stripes", subject)
-        patch.setattr(module, "N_PUT_ASIDE", 100)
+        patch.setattr(module, "N_VALIDATION", 100)
         images_of.cache_clear()
         yield
     images_of.cache_clear()
@@ -139,34 +139,36 @@ def test_the_check_of_the_step_would_notice_another_power(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("law", LAWS)
 def test_condition_one_trains_to_the_same_numbers_as_the_ordinary_network(law: str) -> None:
-    ordinary, scaled = (train(condition=c, law=law, rate=0.1, seed=4, **LESSON) for c in (None, 1.0))
+    ordinary, scaled = (train(condition=c, law=law, lr=0.1, seed=4, **LESSON) for c in (None, 1.0))
     assert ordinary == scaled
     assert ordinary["accuracy"] > 0.5
     assert ordinary["loss"] < math.log(10)
 
 
 def test_another_condition_or_seed_trains_to_other_numbers() -> None:
-    losses = {train(condition=c, rate=0.1, seed=s, **LESSON)["loss"] for c, s in ((1.0, 0), (30.0, 0), (30.0, 1))}
+    losses = {train(condition=c, lr=0.1, seed=s, **LESSON)["loss"] for c, s in ((1.0, 0), (30.0, 0), (30.0, 1))}
     assert len(losses) == 3
 
 
 def test_a_training_that_diverges_counts_as_guessing() -> None:
-    assert train(condition=10.0, rate=1e30, seed=0, **LESSON) == {
+    assert train(condition=10.0, lr=1e30, seed=0, **LESSON) == {
         "train_accuracy": 0.1, "accuracy": 0.1, "loss": math.log(10),
     }  # fmt: skip
 
 
-def test_trials_are_judged_by_images_put_aside_which_nobody_learns_from() -> None:
-    aside = {tuple(image.flatten().tolist()) for image in put_aside("stripes")[0]}
-    lessons = [{tuple(i.flatten().tolist()) for i in pick_lesson("stripes", n_train=128, seed=s)[0]} for s in (0, 1)]
+def test_trials_are_tested_on_validation_images_which_nobody_trains_on() -> None:
+    aside = {tuple(image.flatten().tolist()) for image in validation_images("stripes")[0]}
+    lessons = [
+        {tuple(i.flatten().tolist()) for i in training_images("stripes", n_train=128, seed=s)[0]} for s in (0, 1)
+    ]
     assert (len(aside), len(lessons[0])) == (100, 128)
     assert not aside & (lessons[0] | lessons[1])
     assert lessons[0] != lessons[1]
-    tried, judged = (train(condition=None, rate=0.1, seed=0, is_trial=is_trial, **LESSON) for is_trial in (True, False))
+    tried, judged = (train(condition=None, lr=0.1, seed=0, is_trial=is_trial, **LESSON) for is_trial in (True, False))
     assert tried["loss"] == judged["loss"]
     assert tried["accuracy"] != judged["accuracy"]
-    with pytest.raises(ValueRangeError, match="at most the 200 images that are not put aside; got 201"):
-        pick_lesson("stripes", n_train=201, seed=0)
+    with pytest.raises(ValueRangeError, match="at most the 200 images outside the validation subset; got 201"):
+        training_images("stripes", n_train=201, seed=0)
 
 
 def test_images_are_averaged_over_two_by_two_pixels() -> None:
@@ -216,9 +218,9 @@ kind = "table"
 seeds = [0, 1]
 
 [artifact.sizes.quick]
-rates = [0.03, 0.1]
+lrs = [0.03, 0.1]
 n_trial_epochs = 1
-lesson = { data = "stripes", n_train = 64, n_epochs = 2, batch_size = 16 }
+training = { data = "stripes", n_train = 64, n_epochs = 2, batch_size = 16 }
 
 [artifact.sizes.paper]
 

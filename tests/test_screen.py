@@ -22,7 +22,6 @@ from torch import nn
 from onlynorm.cli.terminal import (
     WIDE,
     bar,
-    bench_markdown,
     counter,
     layer_bars,
     print_bench,
@@ -43,7 +42,7 @@ from onlynorm.evidence import registry
 from onlynorm.evidence.bench.races.reconstruct import COLUMNS as REBUILT_COLUMNS
 from onlynorm.evidence.bench.races.reconstruct import PAPERS_COLUMNS, RebuiltRow, ReconstructBench
 from onlynorm.evidence.bench.races.solve import Bench, Row
-from onlynorm.evidence.goals import Goal
+from onlynorm.evidence.harness import Goal, goal_table
 from onlynorm.evidence.papers.reproduce import Progress as Stage
 from onlynorm.evidence.records import Record, Verdict
 from onlynorm.evidence.registry import Finding
@@ -121,7 +120,9 @@ def test_any_plain_value_prints_as_one_json_document_without_nan(value: Any) -> 
 def test_facts_of_records_and_statements_are_plain_data(capsys: Output) -> None:
     finding = Finding("giannou2023:thm-1", registry.Verdict.CORRECTED, "seen", {"gap": NAN}, 0.5)
     statement = registry.statement("giannou2023:thm-1")
-    print_json([record_facts(record()), statement_facts(statement, finding), statement_facts(statement, None)])
+    print_json(
+        [record_facts(record()), statement_facts(statement, "a:1", finding), statement_facts(statement, "", None)]
+    )
     kept, checked, listed = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert kept["artifact"] == "toy:fig-1"
     assert kept["verdict"] == Verdict.CAVEAT.value
@@ -173,7 +174,7 @@ def test_a_record_is_shown_with_its_verdict_and_reasons(capsys: Output) -> None:
 
 def test_statements_without_checks_show_where_theirs_stand(capsys: Output) -> None:
     chosen = list(registry.statements("hardt_ma2017"))
-    print_statements(chosen, {})
+    print_statements([(s, registry.where(s.key)) for s in chosen], {})
     words = flat(capsys.readouterr().out)
     assert all(s.key in words for s in chosen)
     assert words.startswith("key what we call it ")
@@ -186,7 +187,7 @@ def test_statements_with_findings_show_verdicts_and_a_count_of_each(capsys: Outp
         s.key: Finding(s.key, verdict, f"{HOSTILE} of {verdict.name}", {}, 0.0)
         for s, verdict in zip(chosen, registry.Verdict, strict=True)
     }
-    print_statements(chosen, found)
+    print_statements([(s, "") for s in chosen], found)
     words = flat(capsys.readouterr().out)
     assert "4 statements: 1 holds, 1 holds with a corrected constant, 1 fails, 1 not yet checked" in words
     assert "of FAILS" in words
@@ -194,8 +195,12 @@ def test_statements_with_findings_show_verdicts_and_a_count_of_each(capsys: Outp
 
 
 @pytest.mark.usefixtures("wide")
+def bench_markdown(result: Any) -> str:
+    return "\n\n".join(table.markdown() for table in (*result.tables(), goal_table(result)))
+
+
 def test_the_bench_table_shows_every_cell_and_dashes_for_what_was_not_run(capsys: Output) -> None:
-    print_bench(BENCH)
+    print_bench([*BENCH.tables(), goal_table(BENCH)])
     words = flat(capsys.readouterr().out)
     assert "nan" not in words
     rows, _, goals = words.partition(" goal measured met ")
@@ -220,7 +225,7 @@ def test_the_showcase_is_a_row_per_kind_of_features_whatever_the_terminal(
     capsys: Output, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(screen, "width", width)
-    print_bench(REBUILT)
+    print_bench([*REBUILT.tables(), goal_table(REBUILT)])
     words = flat(capsys.readouterr().out)
     cells = "id_cond 1.25 2.0e-16 3.0e-12 1.50 100.00 99.80 91.73 91.80 34 MB 100"
     assert words.startswith(f"{' '.join(REBUILT_COLUMNS)} {cells} a [b]bold")

@@ -18,7 +18,7 @@ from torch import nn
 import onlynorm as on
 from onlynorm.errors import StorageError
 from onlynorm.evidence.artifacts import Artifact
-from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.cache import Cache, Piece
 from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.models import mlp
 from onlynorm.rank import Chain, simulate
@@ -204,13 +204,11 @@ def test_reproduce_holds_the_folder_of_an_artifact(tmp_path: Path, other: Holder
     refuses(other, tmp_path / "toy" / "fig-1", lambda: reproduce(one, out=tmp_path))
 
 
-def test_a_benchmark_holds_the_row_that_it_measures(tmp_path: Path, other: Holder) -> None:
-    rows = Rows(
-        tmp_path / "rows", kind="row", module="onlynorm.evidence.bench.sweeps.adapt", force=True, say=lambda _: None
-    )
+def test_a_benchmark_holds_the_piece_that_it_computes(tmp_path: Path, other: Holder) -> None:
+    cache = Cache(tmp_path / "rows", modules=["onlynorm.evidence.bench.sweeps.adapt"], force=True)
 
-    def measure() -> dict[str, float]:
-        return rows.find("row", {"seed": 1}, lambda: {"accuracy": 0.5}, fields={"accuracy": "float"})
+    def measure() -> Piece:
+        return cache.get_or_compute("row", {"seed": 1}, lambda: {"accuracy": 0.5})
 
     measure()
     (path,) = (tmp_path / "rows").iterdir()

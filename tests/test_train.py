@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import importlib.util
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -579,6 +580,15 @@ def test_logs_are_a_table_and_events(tmp_path: Path) -> None:
     assert len(rows) == 3
     assert {"loss", "test_accuracy", "seconds"} <= rows[0].keys()
     assert list((tmp_path / "tensorboard").rglob("events.*"))
+
+
+def test_without_tensorboard_logs_are_the_table_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else there(name, *a)
+    )
+    fit(make(), data(), schedule=QUICK, logs=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["csv"]
 
 
 @pytest.mark.usefixtures("unchecked")

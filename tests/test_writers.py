@@ -21,16 +21,15 @@ from toy_records import make_record
 import onlynorm as on
 from onlynorm.errors import StorageError
 from onlynorm.evidence.artifacts import Artifact
-from onlynorm.evidence.cache import Rows
+from onlynorm.evidence.cache import Cache
 from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.evidence.records import write_record
-from onlynorm.evidence.report.diagnosis import plot_diagnosis, write_diagnosis
-from onlynorm.evidence.report.figure import write_figure
 from onlynorm.evidence.report.page import write_report
 from onlynorm.frozen import norm_only, save_norm_only
 from onlynorm.identity import save_factors, save_memorizer
 from onlynorm.models import mlp
 from onlynorm.rank import Chain, simulate
+from onlynorm.rank.diagnosis.page import plot_diagnosis, write_diagnosis
 from onlynorm.storage import claim, write_atomically, write_sealed
 from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_adapter, write_peft
 
@@ -57,8 +56,8 @@ def compute(run: Any) -> Outcome:
 
 
 def rows_of(path: Path) -> None:
-    rows = Rows(path, kind="row", module="onlynorm.evidence.bench.sweeps.adapt", force=True, say=lambda _: None)
-    rows.find("row", {"seed": 1}, lambda: {"accuracy": 0.5}, fields={"accuracy": "float"})
+    cache = Cache(path, modules=["onlynorm.evidence.bench.sweeps.adapt"], force=True)
+    cache.get_or_compute("row", {"seed": 1}, lambda: {"accuracy": 0.5})
 
 
 def train(path: Path) -> None:
@@ -105,9 +104,9 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "save_memorizer": lambda path: save_memorizer(on.memorize(X, LABELS), path),
     "write_sealed": lambda path: write_sealed(path, {"n": 1}, kind="k"),
     "write_record": lambda path: write_record(path, make_record()),
-    "write_figure": lambda path: write_figure(make_record(), path),
+    "Figure.write": lambda path: make_record().figure.write(path),
     "write_report": report,
-    "plot_diagnosis": lambda path: plot_diagnosis(diagnosis(), path.with_suffix(".svg")),
+    "plot_diagnosis": lambda path: plot_diagnosis(diagnosis()).save(path.with_suffix(".svg")),
     "write_diagnosis": lambda path: write_diagnosis(diagnosis(), path),
     "reproduce": redo,
     "benchmark rows": rows_of,

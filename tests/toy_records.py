@@ -6,7 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from onlynorm.evidence.records import Check, Curve, Panel, PieceNote, Record, Table, Verdict
+from onlynorm.display import Curve, Panel, Table
+from onlynorm.evidence.records import Check, PieceNote, Record, Verdict
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&'"
 

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
@@ -19,17 +19,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.segment import Segment
 from rich.table import Table
 
+from onlynorm.display import Table as TextTable
 from onlynorm.errors import visible
-from onlynorm.evidence import registry
-from onlynorm.evidence.goals import Measured
-from onlynorm.evidence.goals import Table as BenchTable
-from onlynorm.evidence.papers.reproduce import Progress as Stage
-from onlynorm.evidence.records import Record
-from onlynorm.evidence.registry import Finding, Verdict
 from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
 from onlynorm.reconstruction.plan import Plan
 from onlynorm.reconstruction.result import Reconstruction
 from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
+
+if TYPE_CHECKING:  # evidence is loaded by the commands that show it
+    from onlynorm.evidence.papers.reproduce import Progress as Stage
+    from onlynorm.evidence.records import Record
+    from onlynorm.evidence.registry import Finding, Statement
 
 
 class Console(RichConsole):
@@ -43,22 +43,17 @@ class Console(RichConsole):
 
 screen = Console()
 errors = Console(stderr=True)
-GOAL_COLUMNS = ("goal", "measured", "met")
 WIDE = 110
 """Columns of a terminal from which on a plan is shown whole."""
-CHIPS = {
-    Verdict.HOLDS: "green",
-    Verdict.CORRECTED: "yellow",
-    Verdict.FAILS: "red",
-    Verdict.UNCHECKED: "dim",
-}
+CHIPS = {"holds": "green", "holds with a corrected constant": "yellow", "fails": "red", "not yet checked": "dim"}
+"""Colours of verdicts."""
 
 
-def statement_facts(s: registry.Statement, finding: Finding | None) -> dict[str, Any]:
-    """What is known of a statement, with the finding of its check if there is one."""
+def statement_facts(s: Statement, where: str, finding: Finding | None) -> dict[str, Any]:
+    """What is known of a statement, where its check is, and the finding if there is one."""
     facts: dict[str, Any] = {
         "key": s.key, "kind": s.kind, "title": s.title, "says": s.says, "assumes": list(s.assumes), "slips": s.slips,
-        "restates": s.restates, "check": registry.where(s.key),
+        "restates": s.restates, "check": where,
     }  # fmt: skip
     if finding is not None:
         facts |= {"verdict": str(finding.verdict), "evidence": finding.evidence, "measured": finding.measured,
@@ -74,22 +69,22 @@ def record_facts(record: Record) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_statements(chosen: list[registry.Statement], found: dict[str, Finding]) -> None:
-    """A table of statements, with verdicts where checks were run."""
+def print_statements(chosen: Sequence[tuple[Statement, str]], found: dict[str, Finding]) -> None:
+    """A table of statements and where their checks are, with verdicts where checks were run."""
     grid = make_table("key", "what we call it", "verdict" if found else "check", "evidence" if found else "slips")
     grid.columns[0].no_wrap = True  # a key is there to be copied
-    for s in chosen:
+    for s, where in chosen:
         title = escape(s.title)
         finding = found.get(s.key)
         if finding is None:
-            where = registry.where(s.key)
             grid.add_row(s.key, title, where or "-", "yes" if s.slips else "")
         else:
-            chip = f"[{CHIPS[finding.verdict]}]{finding.verdict}[/]"
-            grid.add_row(s.key, title, chip, escape(finding.evidence) if finding.verdict != Verdict.UNCHECKED else "")
+            verdict = str(finding.verdict)
+            evidence = "" if verdict == "not yet checked" else escape(finding.evidence)
+            grid.add_row(s.key, title, f"[{CHIPS[verdict]}]{verdict}[/]", evidence)
     screen.print(grid)
-    counts = {v: sum(f.verdict is v for f in found.values()) for v in Verdict}
-    words = ", ".join(f"{n} {v}" for v, n in counts.items() if n)
+    verdicts = [str(finding.verdict) for finding in found.values()]
+    words = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in CHIPS if verdict in verdicts)
     screen.print(f"{len(chosen)} statements" + (f": {words}" if words else "; `onlynorm theorems KEY` shows one"))
 
 
@@ -100,32 +95,17 @@ def print_record(record: Record) -> None:
         screen.print(f"  {escape(reason)}", highlight=False)
 
 
-def print_bench(result: Measured) -> None:
-    """The tables of a benchmark, and one of its goals."""
-    for table in (*result.tables(), _goal_table(result)):
+def print_bench(tables: Sequence[TextTable]) -> None:
+    """The tables of a benchmark; the last one is that of its goals."""
+    for table in tables:
         grid = make_table(*table.columns)
         for row in table.rows:
-            cells = [escape(cell) for cell in row]
-            if table.columns == GOAL_COLUMNS:
+            cells = [escape(str(cell)) for cell in row]
+            if table is tables[-1]:
                 cells[-1] = f"[green]{cells[-1]}[/]" if cells[-1] == "yes" else f"[red]{cells[-1]}[/]"
             grid.add_row(*cells)
         # folded into fewer columns than it needs, a table could not be read
         (Console(width=table.width) if screen.width < table.width else screen).print(grid)
-
-
-def bench_markdown(result: Measured) -> str:
-    """The same tables as text for a README."""
-    blocks = []
-    for table in (*result.tables(), _goal_table(result)):
-        lines = ["| " + " | ".join(table.columns) + " |", "|" + " --- |" * len(table.columns)]
-        blocks.append("\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table.rows)]))
-    return visible("\n\n".join(blocks))
-
-
-def _goal_table(result: Measured) -> BenchTable:
-    return BenchTable(
-        GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals]
-    )
 
 
 def print_plan(title: str, plan: Plan) -> None:

@@ -1,5 +1,18 @@
 """Evidence about the library: statements of the papers with their checks, figures and tables, benchmarks, the report.
 
-Built on the library and never imported by it. `registry` holds statements and checks, `artifacts` figures and tables,
-`records` what was measured; `timing`, `cache`, `goals`, `spread`, `validation` and `arguments` serve all experiments.
+Built on the library and never imported by it; the command line imports it when one of its commands runs. `registry`
+holds statements and checks, `artifacts` figures and tables, `records` what was measured, `cache` finished pieces of
+work, `harness` the benchmarks; `timing`, `spread` and `validation` serve all experiments. It needs packages that the
+library does not.
 """
+
+import importlib.util
+
+from onlynorm.errors import MissingDataError
+
+_missing = [name for name in ("jinja2", "pandas", "pydantic") if importlib.util.find_spec(name) is None]
+if _missing:
+    raise MissingDataError(
+        f"theorems, reproduce, report and bench need {', '.join(_missing)}; not installed. Run `pip install "
+        "onlynorm[evidence]`."
+    )

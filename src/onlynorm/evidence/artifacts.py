@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar, cast
 
 from onlynorm.errors import FormatError, UnknownNameError
+from onlynorm.evidence.cache import source_digest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -90,19 +89,6 @@ def artifact(id: str) -> Callable[[_Function], _Function]:
         return function
 
     return bind
-
-
-def source_digest(function: Callable[..., Any]) -> str:
-    """SHA-256 of the source text of the module that defines `function`."""
-    module = sys.modules.get(function.__module__)
-    try:
-        text = inspect.getsource(module if module is not None else function)
-    except (OSError, TypeError) as error:
-        raise FormatError(
-            f"{function.__qualname__} needs source text, so that stored results follow its code; none found. "
-            "Define it in a file."
-        ) from error
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def artifacts() -> dict[str, Artifact]:

@@ -1,4 +1,4 @@
-"""Training images of a seed, and those put aside, by which settings are chosen and nothing is learned or judged."""
+"""Training and validation subsets of the training images, for experiments that choose settings on validation data."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.seeds import seeded
 
 TRIAL_SEED = 100
-"""Seed of the images put aside, and of the first network on which rates are tried; networks that are judged lie below.
-"""
+"""Seed of the validation subset, and of the first network on which learning rates are tried; others lie below."""
 
 
-def put_aside(split: Split, n: int) -> tuple[Tensor, Tensor]:
-    """The n training images that are put aside, the same for all seeds, and their labels."""
+def validation_subset(split: Split, n: int) -> tuple[Tensor, Tensor]:
+    """n training images, the same for all seeds, and their labels."""
     return _pick(split, _order(split)[:n])
 
 
-def lesson(split: Split, n: int, *, n_put_aside: int, seed: int) -> tuple[Tensor, Tensor]:
-    """n training images chosen by the seed among those not put aside, and their labels."""
-    pool = _order(split)[n_put_aside:]
+def training_subset(split: Split, n: int, *, n_validation: int, seed: int) -> tuple[Tensor, Tensor]:
+    """n training images chosen by the seed among those outside the validation subset, and their labels."""
+    pool = _order(split)[n_validation:]
     if n > len(pool):
         raise ValueRangeError(
-            f"a lesson on {split.name} needs at most the {len(pool)} images that are not put aside; got {n}. Take "
-            "fewer."
+            f"a training subset of {split.name} needs at most the {len(pool)} images outside the validation subset; "
+            f"got {n}. Take fewer."
         )
     return _pick(split, pool[torch.randperm(len(pool), generator=seeded(seed))[:n]])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib.util
 import inspect
 import math
 import os
@@ -175,10 +176,10 @@ def fit(
     labels and the loss is their cross entropy; floating-point targets are real values and it is the mean squared error.
     A test set gives the accuracy of each epoch, or the test loss for real targets. `checkpoint` names the file from
     which a killed run resumes, with the same data and the same frozen weights; it is written after every epoch, every
-    `save_every` steps too if given, and stays when the run ends. `logs` is a folder for a CSV table and TensorBoard
-    events. `step` is called with (step, steps in all, loss). Runs in several threads take turns, step by step, and are
-    each a function of their seed, as long as no thread draws from torch's global generator meanwhile: make the models,
-    whose layers draw their weights, before the threads start.
+    `save_every` steps too if given, and stays when the run ends. `logs` is a folder for a CSV table and, where
+    tensorboard is installed, its events. `step` is called with (step, steps in all, loss). Runs in several threads
+    take turns, step by step, and are each a function of their seed, as long as no thread draws from torch's
+    global generator meanwhile: make the models, whose layers draw their weights, before the threads start.
     """
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
@@ -600,9 +601,13 @@ def _loggers(folder: Path | str | None) -> list[Any]:
     if folder is None:
         return []
     from lightning_fabric.loggers.csv_logs import CSVLogger
-    from lightning_fabric.loggers.tensorboard import TensorBoardLogger
 
     folder = need_path("logs", folder)
     with _writing_logs():
         folder.mkdir(parents=True, exist_ok=True)
-    return [CSVLogger(folder, name="csv", flush_logs_every_n_steps=1), TensorBoardLogger(folder, name="tensorboard")]
+    loggers: list[Any] = [CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)]
+    if importlib.util.find_spec("tensorboard") is not None:
+        from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(folder, name="tensorboard"))
+    return loggers

@@ -14,10 +14,11 @@ from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import Weights
 from onlynorm.cli.datasets import AnyData, find_batch
 from onlynorm.cli.terminal import make_table, print_json, screen, spinner
+from onlynorm.display.figure import ENDINGS
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, StorageError, ValueRangeError
-from onlynorm.evidence.report.diagnosis import ENDINGS, plot_diagnosis, write_diagnosis
 from onlynorm.models import load_model
 from onlynorm.rank.diagnosis.diagnose import MODES, diagnose
+from onlynorm.rank.diagnosis.page import plot_diagnosis, write_diagnosis
 from onlynorm.rank.diagnosis.result import COLUMNS, Diagnosis
 
 TONES = {"healthy": "green", "suspect": "yellow", "unhealthy": "red"}
@@ -60,7 +61,7 @@ def diagnose_command(
     if html is not None:
         write_diagnosis(found, html, title=model)
     if plot is not None:
-        plot_diagnosis(found, plot)
+        plot_diagnosis(found).save(plot)
     written = {name: str(path) for name, path in (("html", html), ("plot", plot)) if path is not None}
     if as_json:
         print_json({"model": model} | found.as_dict() | written)

@@ -164,7 +164,7 @@ def _draw(measured: OffSample, kind: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from onlynorm.evidence.report.figure import COLOURS
+    from onlynorm.display.figure import COLOURS
 
     rows = sorted((size, answers) for size, answers in measured.noise if size > 0.0)
     if not rows:

@@ -12,8 +12,7 @@ from rich.markup import escape
 from onlynorm.cli.app import AsJson, Excess, FeaturesName, app, need_folder
 from onlynorm.cli.arguments import Density, Seed, parse_shape
 from onlynorm.cli.terminal import bar, make_table, print_facts, print_json, screen
-from onlynorm.evidence.records import Curve, Panel, Record, Verdict
-from onlynorm.evidence.report.figure import write_figure
+from onlynorm.display import Curve, Figure, Panel
 from onlynorm.features import Features, draw
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.solvers.spectrum import EXCESSES, Descent, Spectrum, measure_spectrum, sweep_excess
@@ -63,7 +62,7 @@ def spectrum_command(
                 features, drawn.shape, excesses=tuple(counts.values()), seeds=chosen, density=density,
                 unit_length=unit_length, progress=step,
             )  # fmt: skip
-    files = [] if out is None else [str(path) for path in write_figure(as_record(found, descent), out)]
+    files = [] if out is None else [str(path) for path in plot_spectrum(found, descent).write(out)]
     if as_json:
         swept = None if descent is None else {
             "excess": list(descent.excesses), "condition number": [list(row) for row in descent.measured],
@@ -123,8 +122,8 @@ def _print_descent(descent: Descent) -> None:
     screen.print(f"the condition number peaks at excess {descent.peak:.4g}", highlight=False)
 
 
-def as_record(found: Spectrum, descent: Descent | None) -> Record:
-    """What was measured, in the form that figures are drawn from."""
+def plot_spectrum(found: Spectrum, descent: Descent | None) -> Figure:
+    """The histogram beside its law, and condition numbers over the excess."""
     features = found.features
     bins, shares, _ = found.histogram(FINE_BINS)
     heights = shares / (bins[1] - bins[0])
@@ -142,8 +141,4 @@ def as_record(found: Spectrum, descent: Descent | None) -> Record:
         if known:
             x_known, y_known = zip(*known, strict=True)
             curves.append(Curve("law", x_known, y_known, panel="descent", style="law"))
-    return Record(
-        artifact="spectrum", title=f"Spectrum of {features.name} features", claim="", kind="figure", scale="",
-        verdict=Verdict.CAVEAT, reasons=(), checks=(), values={}, sizes={}, seeds=(features.seed,),
-        curves=tuple(curves), panels=tuple(panels),
-    )  # fmt: skip
+    return Figure(tuple(curves), tuple(panels))

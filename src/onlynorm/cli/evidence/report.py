@@ -13,9 +13,6 @@ from onlynorm.cli.evidence.reproduce import RECORDS
 from onlynorm.cli.evidence.theorems import exit_if_one_fails, show_checks
 from onlynorm.cli.terminal import errors, print_json, screen
 from onlynorm.errors import StorageError
-from onlynorm.evidence import registry
-from onlynorm.evidence.records import read_records
-from onlynorm.evidence.report.page import write_report
 from onlynorm.memory import readable
 from onlynorm.storage import claiming
 
@@ -29,6 +26,10 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Join records and verdicts into one self-contained HTML page."""
+    from onlynorm.evidence import registry
+    from onlynorm.evidence.records import read_records
+    from onlynorm.evidence.report.page import write_report
+
     if out.is_dir():
         raise StorageError(f"a report needs the name of a file; {out} is a folder. Try {out / 'report.html'}.")
     findings = show_checks(registry.statements(), 0, hidden=as_json) if check else ()

@@ -1,10 +1,9 @@
-"""The ways of tuning that are compared: how each prepares a network, keeps what it learned, and gives it back.
+"""The methods of tuning that are compared: how each prepares a network, saves what it learned, and loads it again.
 
-Ours, all parameters, the head alone, and PEFT's LN tuning and LoRA. Each keeps what it would keep for a user: we an
+Ours, all parameters, the head alone, and PEFT's LN tuning and LoRA. Each saves what it would save for a user: we an
 adapter, full fine-tuning the whole state, head only the head, PEFT what `save_pretrained` writes. Of PEFT's folder only
-the file of the tensors is counted, neither the configuration nor the README.
-
-The ways of tuning a classifier whose head is new: each trains and keeps the head beside its own parameters.
+the file of the tensors is counted, neither the configuration nor the README. For a classifier whose head is new each
+trains and saves the head beside its own parameters.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ HALF = "onlynorm, float16, no statistics"
 
 
 class Tuner(ABC):
-    """One way of tuning one network: `network` is trained, by the parameters that want gradients."""
+    """One method of tuning one network: `network` is trained, by the parameters that want gradients."""
 
     name: str
 
@@ -88,7 +87,7 @@ class Ours(Tuner):
 
 
 class OursInHalf(Ours):
-    """The same training, kept as float16 scales and shifts alone."""
+    """The same training, saved as float16 scales and shifts alone."""
 
     name = HALF
 
@@ -109,14 +108,14 @@ class Full(Tuner):
         return base.requires_grad_(True)
 
     def save(self, folder: Path) -> int:
-        save_file(self.kept(), folder / "kept.safetensors")
-        return (folder / "kept.safetensors").stat().st_size
+        save_file(self.saved(), folder / "tuned.safetensors")
+        return (folder / "tuned.safetensors").stat().st_size
 
     def reload(self, base: nn.Module, folder: Path) -> nn.Module:
-        base.load_state_dict(load_file(folder / "kept.safetensors"), strict=False)
+        base.load_state_dict(load_file(folder / "tuned.safetensors"), strict=False)
         return base
 
-    def kept(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
         """The tensors that are saved."""
         return self.network.state_dict()
 
@@ -131,7 +130,7 @@ class Head(Full):
         base.get_submodule(self.subject.head).requires_grad_(True)
         return base
 
-    def kept(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
         return {k: v for k, v in self.network.state_dict().items() if k.startswith(f"{self.subject.head}.")}
 
 
@@ -181,7 +180,7 @@ NORMS = "norms and head"
 
 
 class NormsAndHead(Ours):
-    """The norms and the head, kept as one adapter."""
+    """The norms and the head, saved as one adapter."""
 
     name = NORMS
 
@@ -204,4 +203,4 @@ class PeftLoraAndHead(PeftLora):
         return peft.LoraConfig(target_modules=list(self.subject.adapted), modules_to_save=[self.subject.head])
 
 
-WAYS: tuple[type[Tuner], ...] = (Head, NormsAndHead, Full, PeftLNAndHead, PeftLoraAndHead)
+METHODS: tuple[type[Tuner], ...] = (Head, NormsAndHead, Full, PeftLNAndHead, PeftLoraAndHead)

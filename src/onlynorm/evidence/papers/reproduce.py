@@ -2,7 +2,7 @@
 
 The key of a piece is the digest of
   - the artifact's id, the piece's name and its configuration,
-  - the source text of the artifact's module and of the module that defines the piece's function,
+  - the source text of the artifact's module and of the module that defines the piece's function, without imports,
   - the format of stored pieces and onlynorm's version.
 Sizes and seeds are not part of it: a piece is a plain function without a closure, so everything it depends on
 is its configuration or its source text, and a wider sweep keeps what it already has. The rest of the library, and the
@@ -14,14 +14,9 @@ becomes a caveat of the record until it is recomputed with `force=True`.
 
 from __future__ import annotations
 
-import ast
 import datetime
-import functools
-import hashlib
-import inspect
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,27 +24,21 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
 
-import numpy
-import scipy
 import torch
 
 import onlynorm
-from onlynorm.errors import FormatError, MissingDataError, StorageError, ValueRangeError
-from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select, source_digest
+from onlynorm.display import Curve, Panel, Table
+from onlynorm.errors import MissingDataError, StorageError, ValueRangeError
+from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select
+from onlynorm.evidence.cache import Cache, source_digest, versions
 from onlynorm.evidence.papers.expectations import check, decide
-from onlynorm.evidence.records import Curve, Panel, PieceNote, Record, Table, write_record
-from onlynorm.evidence.report.figure import write_figure
-from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.evidence.records import PieceNote, Record, write_record
+from onlynorm.storage import claim, from_plain, to_plain
 from onlynorm.validate import need_callable, need_instance, need_items, need_path
 
-PIECE = "onlynorm-piece"
 PIECE_FORMAT = 1
 RECORDS = Path("onlynorm-out/records")
 _STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
-
-# What only shows or orders results cannot change them.
-_NOT_COMPUTING = ("cli", "evidence")  # of the evidence only what a result is made with can change it
-_ORDERING = ("artifacts", "cache", "expectations", "goals", "records", "registry", "reproduce")
 
 
 @dataclass(frozen=True)
@@ -114,28 +103,14 @@ class Run:
                 f"everything; got {function!r}. Define it at the top of a module and pass the rest as config."
             )
         config = to_plain(config)
-        key = piece_key(self.artifact, name, function, config)
-        path = self.folder / "pieces" / f"{re.sub(r'[^A-Za-z0-9.=-]+', '_', name)[:60]}-{key[:16]}.json"
-        made_with = {"library": library_digest(self.artifact.function.__module__, function.__module__), **versions()}
+        modules = (self.artifact.function.__module__, function.__module__)
+        cache = Cache(self.folder / "pieces", modules=modules, force=self.is_forced)
         self.progress(name, "started")
-        kept = None if self.is_forced else _read_piece(path, key)
-        if kept is None:
-            start = time.perf_counter()
-            result = to_plain(function(**from_plain(config)))
-            kept = {
-                "key": key,
-                "seconds": time.perf_counter() - start,
-                "made_with": made_with,
-                "result": result,
-            }
-            write_sealed(path, kept, kind=PIECE)
-            kept, is_reloaded = {**kept, "result": from_plain(result)}, False
-        else:
-            is_reloaded = True
-        is_stale = kept.get("made_with") != made_with
-        self.notes.append(PieceNote(name, key, config, kept["seconds"], is_reloaded, is_stale))
-        self.progress(name, "reloaded" if is_reloaded else "computed")
-        return kept["result"]
+        made_of = piece_parts(self.artifact, name, function, config)
+        found = cache.get_or_compute(name, made_of, lambda: function(**from_plain(config)))
+        self.notes.append(PieceNote(name, found.key, config, found.seconds, found.is_reloaded, found.is_stale))
+        self.progress(name, "reloaded" if found.is_reloaded else "computed")
+        return found.result
 
 
 def reproduce(
@@ -197,7 +172,7 @@ def _reproduce(
     record = _record(run, outcome, failure=failure, seconds=time.perf_counter() - start)
     place = folder / scale
     write_record(place / "record.json", record)
-    write_figure(record, place)
+    record.figure.write(place)
     run.progress("", "finished")
     return record
 
@@ -233,84 +208,12 @@ def _record(run: Run, outcome: Outcome, *, failure: str, seconds: float) -> Reco
     )
 
 
-def piece_key(one: Artifact, name: str, function: FunctionType, config: Mapping[str, Any]) -> str:
-    """The digest that names a piece; see the top of this file for what belongs to it and why."""
+def piece_parts(one: Artifact, name: str, function: FunctionType, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the digest that names a piece is made of; see the top of this file for why."""
     own_module = one.function.__module__ == function.__module__
     sources = [one.source_digest, one.source_digest if own_module else source_digest(function)]
     code = [*sources, function.__qualname__, PIECE_FORMAT, onlynorm.__version__]
-    return digest({"artifact": one.id, "piece": name, "config": config, "code": code})
-
-
-def _read_piece(path: Path, key: str) -> dict[str, Any] | None:
-    """A stored piece, or None when it is absent, damaged, or not the one asked for: then it is computed."""
-    if not path.exists():
-        return None
-    try:
-        kept = read_sealed(path, kind=PIECE)
-    except FormatError:
-        return None
-    is_whole = kept.get("key") == key and "result" in kept and isinstance(kept.get("seconds"), float)
-    return kept if is_whole else None
-
-
-@functools.cache
-def library_digest(*modules: str) -> str:
-    """SHA-256 over the source files that can change a result of functions of these modules.
-
-    The whole library counts, without what only shows or orders results. Of the papers and benchmarks those files count
-    that the modules import, directly or through each other.
-    """
-    root = Path(inspect.getfile(onlynorm)).parent
-    total = hashlib.sha256()
-    for path in source_files(root, *modules):
-        total.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return total.hexdigest()
-
-
-def source_files(root: Path, *modules: str) -> list[Path]:
-    """The files below `root`, the folder of the package, that `library_digest` reads."""
-    files = {path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in _NOT_COMPUTING}
-    waiting = [path for name in modules if (path := _file_of(root, name)) is not None]
-    for name in modules:
-        if _file_of(root, name) is None and name in sys.modules:  # an artifact of a user's own module
-            waiting += _imported_files(root, inspect.getsource(sys.modules[name]))
-    while waiting:
-        path = waiting.pop()
-        if path not in files:
-            files.add(path)
-            waiting += _imported_files(root, path.read_text(encoding="utf-8"))
-    return sorted(files)
-
-
-def _imported_files(root: Path, source: str) -> list[Path]:
-    """The files of the evidence that a source text imports."""
-    names = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
-    return [path for name in names if (path := _file_of(root, name)) is not None]
-
-
-def _file_of(root: Path, module: str) -> Path | None:
-    """The file of a module of the evidence that measures something, else None."""
-    parts = module.split(".")
-    if parts[:2] != ["onlynorm", "evidence"] or parts[2:3] == ["report"] or parts[-1] in _ORDERING:
-        return None
-    path = root.joinpath(*parts[1:]).with_suffix(".py")
-    return path if path.is_file() else None
-
-
-def versions() -> dict[str, str]:
-    """The versions that a number can depend on."""
-    return {
-        "onlynorm": onlynorm.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "scipy": scipy.__version__,
-    }
+    return {"artifact": one.id, "piece": name, "config": config, "code": code}
 
 
 def _platform() -> dict[str, str]:
@@ -326,6 +229,3 @@ def _platform() -> dict[str, str]:
 def _without_paths(text: str) -> str:
     """A message without folders of this machine: only the last part of a path stays."""
     return re.sub(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/'\":;,]+[\\/])+", "…/", text)
-
-
-__all__ = ["Outcome", "Progress", "Run", "library_digest", "piece_key", "reproduce", "versions"]

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from plotly.offline import get_plotlyjs
-
+from onlynorm.display.page import render, seconds
 from onlynorm.evidence.records import Record, Verdict, read_records
 from onlynorm.evidence.registry import Finding, Statement, papers
+from onlynorm.evidence.registry import Verdict as StatementVerdict
 from onlynorm.evidence.registry import statements as every_statement
-from onlynorm.evidence.report.article import article, record_anchor
-from onlynorm.evidence.report.markup import chip, escape, script_json, seconds, table
-from onlynorm.evidence.report.plots import plot_panels
-from onlynorm.evidence.report.statements import statement_section
 from onlynorm.storage import write_atomically
 from onlynorm.validate import need_instance, need_items, need_path
 
+TONES = {
+    Verdict.REPRODUCED.value: ("good", "✓"),
+    Verdict.CAVEAT.value: ("warn", "~"),
+    Verdict.NOT_REPRODUCED.value: ("bad", "✕"),
+}
+STATEMENT_TONES = {
+    StatementVerdict.HOLDS.value: ("good", "✓"),
+    StatementVerdict.CORRECTED.value: ("warn", "~"),
+    StatementVerdict.FAILS.value: ("bad", "✕"),
+    StatementVerdict.UNCHECKED.value: ("", "·"),
+}
 _T = TypeVar("_T")
 
 
@@ -42,44 +47,22 @@ def render_page(
     """The page as text."""
     records = _need_all("records", records, Record, "Pass those of read_records.")
     statements = _need_all("statements", statements, Statement, "Pass those of theorems.statements().")
-    findings = _need_all("findings", findings, Finding, "Pass those of theorems.run_checks().")
-    plots: list[dict[str, Any]] = []
-    articles = []
-    for record in records:
-        start = len(plots)
-        plots += plot_panels(record)
-        articles.append(article(record, plots=range(start, len(plots))))
-    plotly, own = get_plotlyjs(), _asset("page.js")
-    theorems = statement_section(statements, findings, {paper.key: paper.title for paper in papers()})
-    links = '<a href="#artifacts">Artifacts</a>' + ('<a href="#statements">Statements</a>' if theorems else "")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_policy(plotly, own)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>onlynorm: reproduction report</title>
-<link rel="icon" href="data:,">
-<style>{_asset("page.css")}</style>
-</head>
-<body>
-<header><div class="mark"><span>onlynorm</span><nav>{links}</nav></div>
-<h1>What the papers say, and what we measured</h1>
-{_summary(records)}</header>
-<noscript><p>Plots and filters need JavaScript; every number here is readable without it.</p></noscript>
-<main>
-<section id="artifacts"><h2>Artifacts</h2>
-{"".join(articles) or '<p class="quiet">No records yet. Run <code>onlynorm reproduce</code>.</p>'}
-</section>
-{theorems}
-</main>
-<script type="application/json" id="plots">{script_json(plots)}</script>
-<script>{plotly}</script>
-<script>{own}</script>
-</body>
-</html>
-"""
+    found = {f.key: f for f in _need_all("findings", findings, Finding, "Pass those of theorems.run_checks().")}
+    titles = {paper.key: paper.title for paper in papers()}
+    groups: dict[str, list[tuple[Statement, Finding | None]]] = {}
+    for one in statements:
+        groups.setdefault(one.paper, []).append((one, found.get(one.key)))
+    present = {StatementVerdict.UNCHECKED if f is None else f.verdict for group in groups.values() for _, f in group}
+    return render(
+        "evidence/report/report.html",
+        scripts=[resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")],
+        title="reproduction report", summary=_summary(records), records=records, tones=TONES,
+        figures=[record.figure.inline_svg() if record.curves else "" for record in records],
+        details=[_details(record) for record in records], unchecked=[_unchecked(record) for record in records],
+        groups=[(titles.get(key, key), key, group) for key, group in groups.items()], n_statements=len(statements),
+        verdicts=[verdict.value for verdict in StatementVerdict if verdict in present],
+        statement_tones=STATEMENT_TONES, unchecked_verdict=StatementVerdict.UNCHECKED.value,
+    )  # fmt: skip
 
 
 def _need_all(name: str, values: object, kind: type[_T], cure: str) -> list[_T]:
@@ -88,33 +71,24 @@ def _need_all(name: str, values: object, kind: type[_T], cure: str) -> list[_T]:
 
 def _summary(records: Sequence[Record]) -> str:
     counts = Counter(record.verdict for record in records)
-    words = " · ".join(f"{counts[verdict]} {escape(verdict.value)}" for verdict in Verdict if counts[verdict])
+    words = " · ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
     latest = max((record.created for record in records), default="")[:10]
     line = f"{len(records)} record{'s' * (len(records) != 1)}" + (f": {words}." if words else ".")
-    rows = [
-        [
-            f'<a href="#{record_anchor(record)}">{escape(record.title)}</a>'
-            f'<span class="note key">{escape(record.artifact)} · {escape(record.scale)}</span>',
-            chip(record.verdict.value),
-            f"{sum(item.is_met for item in record.checks)} of {len(record.checks)}",
-            escape(record.scale),
-            seconds(sum(piece.seconds for piece in record.pieces)),
-        ]
-        for record in records
-    ]
-    listed = table(["artifact", "verdict", "expectations met", "scale", "computing"], rows, numeric=(2, 4))
-    dated = f" Measured {escape(latest)}." if latest else ""
-    return f'<p class="quiet">{line}{dated}</p><div class="summary">{listed if rows else ""}</div>'
+    return line + (f" Measured {latest}." if latest else "")
 
 
-def _policy(*scripts: str) -> str:
-    """No request may leave the page, and only the scripts we put there may run, whatever a record says."""
-    hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
-    )
-    allowed = f"script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+def _details(record: Record) -> dict[str, Any]:
+    return {
+        "sizes": ", ".join(f"{name} = {value}" for name, value in record.sizes.items()),
+        "seeds": record.seeds,
+        "date": record.created,
+        "time": seconds(record.seconds),
+        "versions": ", ".join(f"{name} {value}" for name, value in record.versions.items()),
+        "machine": ", ".join(f"{name} {value}" for name, value in record.platform.items()),
+        "code": record.code[:16],
+    }
 
 
-def _asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _unchecked(record: Record) -> dict[str, float]:
+    checked = {item.name for item in record.checks}
+    return {name: value for name, value in record.values.items() if name not in checked}

@@ -1,5 +1,4 @@
 """The diagnosis of a network: where and why it cannot learn.
 
-The files read in the order: signals, probes, gradients, separability, passes, verdict, result,
-diagnose.
+The files read in the order: signals, probes, gradients, separability, passes, verdict, result, diagnose, page.
 """

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
-from onlynorm.evidence.arguments import listener
-from onlynorm.evidence.goals import Goal, Table, number
-from onlynorm.evidence.timing import Timing, one_thread, race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.timing import Timing, one_thread
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
-from onlynorm.validate import need_integer
 
 UNALIGNED, DESCRIBED = "as it came", "greedy as described"
 FACTOR = 50.0
@@ -35,13 +34,23 @@ MARGIN = 1e-6
 """A method misses less than another only if it does by this fraction: orders that are equal differ by rounding."""
 SIDE, QUICK_SIDE = 50, 16
 LOW, MIDDLE, SPARSE, INSIDE = "low rank", "higher rank", "sparse target", "sparse target, sparse features"
-COLUMNS = ("case", "method", "missed share", "search s", "ours is x faster", "with directions s", "ours is x faster")
-Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AlignSizes(Sizes):
+    """Turns; a quick run takes 16 x 16 targets, too small for the goals about speed."""
+
+    repeats: int = setting(5, help="Best of how many turns.")
+
+    @property
+    def side(self) -> int:
+        """Rows and columns of a target."""
+        return QUICK_SIDE if self.quick else SIDE
 
 
 @dataclass(frozen=True)
 class AlignRow:
-    """One method on one case; `missed` is the missed energy as a share of the target's.
+    """One method on one case; `missed` is the missed energy as a fraction of the target's.
 
     `search` counts seconds from given directions on, `whole` with those; ratios are over our greedy's.
     """
@@ -55,78 +64,54 @@ class AlignRow:
     whole_ratio: float = math.nan
 
 
-@dataclass
-class AlignBench:
-    """All rows of one run; the goals follow from them."""
-
-    side: int
-    rows: list[AlignRow] = field(default_factory=list)
-
-    def find(self, case: str, method: str) -> AlignRow | None:
-        """One row, or None if it was not measured."""
-        return next((row for row in self.rows if (row.case, row.method) == (case, method)), None)
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What alignment promises, as far as this run measured it."""
-        goals = []
-        slow, fast = self.find(LOW, DESCRIBED), self.find(LOW, "greedy")
-        if slow and fast and self.side == SIDE:
-            for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
-                aim = f"{SIDE} x {SIDE}: the {what} {FACTOR:g} times faster than as described"
-                goals.append(Goal(aim, f"{ratio:.0f} times", ratio >= FACTOR))
-        pairs = [(self.find(case, DESCRIBED), self.find(case, "greedy")) for case in (LOW, MIDDLE, SPARSE)]
-        both = [(theirs, ours) for theirs, ours in pairs if theirs and ours]
-        if both:
-            worst = max(ours.missed / theirs.missed for theirs, ours in both)
-            goals.append(
-                Goal("our greedy never misses more than the described one", f"{worst:.9f} of it", worst <= 1 + 1e-9)
-            )
-        for case in (LOW, MIDDLE, SPARSE, INSIDE):
-            theirs = self.find(case, "greedy")
-            others = [r for r in self.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
-            best = min(others, key=lambda row: row.missed, default=None)
-            if theirs and best:
-                goals.append(
-                    Goal(
-                        f"{case}: a method that misses less than greedy",
-                        f"{best.method} misses {best.missed:.4g}, greedy {theirs.missed:.4g}",
-                        best.missed < (1 - MARGIN) * theirs.missed,
-                    )
-                )
-        return goals
-
-    def tables(self) -> list[Table]:
-        """The rows as text."""
-        rows = [
-            (row.case, row.method, f"{row.missed:.4g}", number(row.search, ".2g"), number(row.search_ratio, ".3g"),
-             number(row.whole, ".2g"), number(row.whole_ratio, ".3g"))
-            for row in self.rows
-        ]  # fmt: skip
-        return [Table(COLUMNS, rows)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {
-            "side": self.side,
-            "rows": [asdict(row) for row in self.rows],
-            "goals": [asdict(goal) for goal in self.goals],
-        }
+race = Race(
+    "align", "Rows of a target aligned with too few features, beside the described greedy.", AlignSizes,
+    columns={"rows": {
+        "case": lambda row: row.case, "method": lambda row: row.method,
+        "missed fraction": lambda row: f"{row.missed:.4g}",
+        "search s": lambda row: number(row.search, ".2g"), "search x ours": lambda row: number(row.search_ratio, ".3g"),
+        "with directions s": lambda row: number(row.whole, ".2g"),
+        "with directions x ours": lambda row: number(row.whole_ratio, ".3g"),
+    }},
+)  # fmt: skip
 
 
-def bench_align(*, quick: bool = False, repeats: int = 5, progress: Progress | None = None) -> AlignBench:
-    """Races both greedy searches and runs the other methods; `quick` takes 16 x 16 targets, too small for the goal."""
-    repeats = need_integer("repeats", repeats, low=1, cure="Five take a minute.")
-    say = listener("progress", progress)
-    side = QUICK_SIDE if quick else SIDE
-    bench = AlignBench(side)
+@race.measure
+def measure(sizes: AlignSizes, voice: Voice) -> Iterator[tuple[str, AlignRow]]:
+    """Races both greedy searches and runs the other methods."""
     with one_thread():
-        for case in (LOW, MIDDLE, SPARSE):
-            say(f"{case}, {side} x {side}")
-            bench.rows += _measure(case, side, repeats)
-        say(f"{INSIDE}, {side} x {side}")
-        bench.rows += _measure_inside(side, repeats)
-    return bench
+        for case in (LOW, MIDDLE, SPARSE, INSIDE):
+            voice.say(f"{case}, {sizes.side} x {sizes.side}")
+            made = (_measure_inside if case == INSIDE else functools.partial(_measure, case))(sizes.side, sizes.repeats)
+            yield from (("rows", row) for row in made)
+
+
+@race.goals
+def goals(result: RaceResult[AlignSizes]) -> Iterator[Goal]:
+    """Faster than the described greedy, never worse, and another method that is better."""
+    found: dict[tuple[str, str], AlignRow] = {(row.case, row.method): row for row in result.rows}
+    slow = found.get((LOW, DESCRIBED))
+    if slow and (LOW, "greedy") in found and result.sizes.side == SIDE:
+        for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
+            aim = f"{SIDE} x {SIDE}: the {what} {FACTOR:g} times faster than as described"
+            yield Goal(aim, f"{ratio:.0f} times", ratio >= FACTOR)
+    both = [
+        found[case, "greedy"].missed / found[case, DESCRIBED].missed for case in (LOW, MIDDLE, SPARSE)
+        if (case, "greedy") in found and (case, DESCRIBED) in found
+    ]  # fmt: skip
+    if both:
+        worst = max(both)
+        yield Goal("our greedy never misses more than the described one", f"{worst:.9f} of it", worst <= 1 + 1e-9)
+    for case in (LOW, MIDDLE, SPARSE, INSIDE):
+        greedy = found.get((case, "greedy"))
+        others = [r for r in result.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
+        best = min(others, key=lambda row: row.missed, default=None)
+        if greedy and best:
+            yield Goal(
+                f"{case}: a method that misses less than greedy",
+                f"{best.method} misses {best.missed:.4g}, greedy {greedy.missed:.4g}",
+                best.missed < (1 - MARGIN) * greedy.missed,
+            )
 
 
 def make_case(case: str, side: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,7 +183,7 @@ def _other_methods(
 
 
 def _race(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing[Any]]:
-    return race(methods, rounds=repeats, clock=time.process_time)
+    return take_turns(methods, rounds=repeats, clock=time.process_time)
 
 
 def _missed_energy(missed: Tensor, target: Tensor) -> float:

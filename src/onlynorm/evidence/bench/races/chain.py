@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.arguments import listener
-from onlynorm.evidence.goals import Goal, Table
-from onlynorm.evidence.timing import one_thread, race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, setting
+from onlynorm.evidence.timing import one_thread
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.rank import Chain
 from onlynorm.rank.chains.simulate import ChainState
-from onlynorm.validate import need_integer
 
 LOOP = "one chain, SVD of every layer"
 EACH = "onlynorm, every layer observed"
@@ -34,12 +32,10 @@ QUANTITIES = ("r", "soft_rank 0.5")
 FACTOR = 50.0
 HOURS = 2.0
 N_LAYERS = 1_000_000
-COLUMNS = ("width", "chains", "method", "layers/s", "ours is x faster", "hours for a million layers of all gammas")
 WIDTHS = (8, 16, 32, 64, 128, 256)
 GAMMAS = (0.1, 0.5, 1.0, math.inf)
 """What figure 2 of daneshmand2020 takes: a million layers for each width and gamma."""
 Slice = Callable[[], int]
-Progress = Callable[[str], None]
 
 
 def chains_for(width: int) -> int:
@@ -48,8 +44,15 @@ def chains_for(width: int) -> int:
 
 
 @dataclass(frozen=True)
+class ChainSizes(Sizes):
+    """Turns; a quick run leaves out widths 128 and 256."""
+
+    repeats: int = setting(40, help="Best of how many turns.")
+
+
+@dataclass(frozen=True)
 class ChainRow:
-    """One way of simulating; `ratio` is our rate over its rate, at the same width (above one: ours is faster).
+    """One method of simulating; `ratio` is our rate over its rate, at the same width (above one: ours is faster).
 
     `hours` is what a million layers of all gammas would take at that rate, one run after the other.
     """
@@ -62,78 +65,60 @@ class ChainRow:
     hours: float
 
 
-@dataclass
-class ChainBench:
-    """All rows of one run; the goals follow from them."""
-
-    rows: list[ChainRow] = field(default_factory=list)
-
-    def find(self, width: int, n_chains: int, method: str) -> ChainRow | None:
-        """One row, or None if it was not measured."""
-        wanted = (width, n_chains, method)
-        return next((row for row in self.rows if (row.width, row.n_chains, row.method) == wanted), None)
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What the chain promises, as far as this run measured it."""
-        goals = []
-        ours, loop = self.find(32, 64, OURS), self.find(32, 1, LOOP)
-        if ours and loop:
-            times = ours.layers_per_second / loop.layers_per_second
-            goals.append(
-                Goal(
-                    f"width 32, 64 chains: {FACTOR:g} times the layers per second of the loop with SVD",
-                    f"{times:.0f} times, {ours.layers_per_second:,.0f} layers per second",
-                    times >= FACTOR,
-                )
-            )
-        runs = [self.find(width, chains_for(width), OURS) for width in WIDTHS]
-        hours = sum(row.hours for row in runs if row)
-        if all(runs):
-            goals.append(
-                Goal(
-                    f"a million layers for widths 8 to 256 and {len(GAMMAS)} gammas within {HOURS:g} hours in all",
-                    f"{hours:.2f} hours at these rates",
-                    hours <= HOURS,
-                )
-            )
-        return goals
-
-    def tables(self) -> list[Table]:
-        """The rows as text."""
-        rows = [
-            (f"{row.width}", f"{row.n_chains}", row.method, f"{row.layers_per_second:,.0f}", f"{row.ratio:,.1f}",
-             f"{row.hours:.2f}")
-            for row in self.rows
-        ]  # fmt: skip
-        return [Table(COLUMNS, rows)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {"rows": [asdict(row) for row in self.rows], "goals": [asdict(goal) for goal in self.goals]}
+race = Race(
+    "chain", "Random networks as batched chains beside the obvious loop with singular values.", ChainSizes,
+    columns={"rows": {
+        "width": lambda row: f"{row.width}", "chains": lambda row: f"{row.n_chains}", "method": lambda row: row.method,
+        "layers/s": lambda row: f"{row.layers_per_second:,.0f}", "ours is x faster": lambda row: f"{row.ratio:,.1f}",
+        "hours for a million layers of all gammas": lambda row: f"{row.hours:.2f}",
+    }},
+)  # fmt: skip
 
 
-def bench_chain(*, quick: bool = False, repeats: int = 40, progress: Progress | None = None) -> ChainBench:
-    """Races the ways at width 32, then measures the chains of figure 2; `quick` leaves out widths 128 and 256."""
-    repeats = need_integer("repeats", repeats, low=1, cure="Forty take a minute.")
-    say = listener("progress", progress)
-    say("width 32: three ways in turns")
-    ways = {
+@race.measure
+def measure(sizes: ChainSizes, voice: Voice) -> Iterator[tuple[str, ChainRow]]:
+    """Races three methods at width 32, then measures the chains of figure 2."""
+    voice.say("width 32: three methods in turns")
+    methods = {
         (64, OURS): our_slice(Chain(32, 0.5, n_chains=64)),
         (64, EACH): our_slice(Chain(32, 0.5, n_chains=64), every=1),
         (1, LOOP): loop_slice(32, 0.5),
     }
-    bench = ChainBench(_race(32, ways, repeats))
-    for width in WIDTHS[:4] if quick else WIDTHS:
-        say(f"width {width}: the chains of figure 2")
+    rows = _race(32, methods, sizes.repeats)
+    for width in WIDTHS[:4] if sizes.quick else WIDTHS:
+        voice.say(f"width {width}: the chains of figure 2")
         n_chains = chains_for(width)
         alone = {
             (n_chains, OURS): our_slice(Chain(width, 0.5, n_chains=n_chains)),
             (1, LOOP): loop_slice(width, 0.5, n_layers=max(1, 1024 // width)),
         }
-        rows = _race(width, alone, repeats if width < 128 else -(-repeats // 4))
-        bench.rows += [row for row in rows if bench.find(row.width, row.n_chains, row.method) is None]
-    return bench
+        found = _race(width, alone, sizes.repeats if width < 128 else -(-sizes.repeats // 4))
+        rows += [row for row in found if find(rows, row.width, row.n_chains, row.method) is None]
+    return iter([("rows", row) for row in rows])
+
+
+def find(rows: list[ChainRow], width: int, n_chains: int, method: str) -> ChainRow | None:
+    """One row, or None if it was not measured."""
+    return next((row for row in rows if (row.width, row.n_chains, row.method) == (width, n_chains, method)), None)
+
+
+@race.goals
+def goals(result: RaceResult[ChainSizes]) -> Iterator[Goal]:
+    """Fifty times the layers of the loop, and figure 2 within two hours."""
+    ours, loop = find(result.rows, 32, 64, OURS), find(result.rows, 32, 1, LOOP)
+    if ours and loop:
+        times = ours.layers_per_second / loop.layers_per_second
+        yield Goal(
+            f"width 32, 64 chains: {FACTOR:g} times the layers per second of the loop with SVD",
+            f"{times:.0f} times, {ours.layers_per_second:,.0f} layers per second", times >= FACTOR,
+        )  # fmt: skip
+    runs = [find(result.rows, width, chains_for(width), OURS) for width in WIDTHS]
+    if all(runs):
+        hours = sum(row.hours for row in runs if row)
+        yield Goal(
+            f"a million layers for widths 8 to 256 and {len(GAMMAS)} gammas within {HOURS:g} hours in all",
+            f"{hours:.2f} hours at these rates", hours <= HOURS,
+        )  # fmt: skip
 
 
 def our_slice(chain: Chain, *, every: int = EVERY) -> Slice:
@@ -175,11 +160,11 @@ def plain_layers(
     return H, ranks, ratios
 
 
-def _race(width: int, ways: dict[tuple[int, str], Slice], repeats: int) -> list[ChainRow]:
-    """A row for every way, ours first."""
+def _race(width: int, methods: dict[tuple[int, str], Slice], repeats: int) -> list[ChainRow]:
+    """A row for every method, ours first."""
     with one_thread():
-        times = race(ways, rounds=repeats, clock=time.process_time)
-    rates = {way: timing.result / timing.seconds for way, timing in times.items()}
+        times = take_turns(methods, rounds=repeats, clock=time.process_time)
+    rates = {method: timing.result / timing.seconds for method, timing in times.items()}
     ours = next(iter(rates.values()))
     return [
         ChainRow(width, n_chains, method, rate, ours / rate, N_LAYERS * n_chains * len(GAMMAS) / rate / 3600)

@@ -1,7 +1,7 @@
 """What a diagnosis costs, in passes forward and backward through the same network on the same batch, beside delve.
 
-A pass is what a step of training computes before the optimizer: the loss of a batch and all gradients. The ways take
-turns on one thread and keep their best, in seconds of the processor, so that none pays for the time in which others
+A pass is what a step of training computes before the optimizer: the loss of a batch and all gradients. The methods take
+turns on one thread, best of several, in seconds of the processor, so that none pays for the time in which others
 run. Memory is the peak above the level at which the network already lies there. delve measures the saturation of linear
 layers and convolutions, a covariance matrix and its eigenvalues for each, and no gradients; its row includes one pass.
 """
@@ -14,30 +14,27 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.evidence.arguments import listener
-from onlynorm.evidence.goals import Goal, Table, number
-from onlynorm.evidence.timing import one_thread, race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.timing import one_thread
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.memory import readable
 from onlynorm.models import resnet
 from onlynorm.rank import diagnose
 from onlynorm.seeds import seeded
-from onlynorm.validate import need_integer
 
 PASS = "a pass forward and backward"
 OURS = "onlynorm diagnose"
 DELVE = "a pass with delve"
 MOST_PASSES = 3.0
 MOST_MEMORY = 2.0
-COLUMNS = ("network", "images", "method", "seconds", "passes", "extra memory", "of a pass", "signals", "note")
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,15 @@ QUICK = (Network("ResNet-18, narrow", 18, 8, 4, 64), Network("ResNet-50, narrow"
 
 
 @dataclass(frozen=True)
+class DiagnoseSizes(Sizes):
+    """Turns; a quick run takes narrow networks on small images."""
+
+    repeats: int = setting(3, help="Best of how many turns.")
+
+
+@dataclass(frozen=True)
 class DiagnoseRow:
-    """One way of looking at one network; `passes` is its time over that of a pass, `memory_ratio` its memory over it.
+    """One method on one network; `passes` is its time over that of a pass, `memory_ratio` its memory over it.
 
     `n_signals` is how many activations it measures.
     """
@@ -78,63 +82,56 @@ class DiagnoseRow:
     note: str = ""
 
 
-@dataclass
-class DiagnoseBench:
-    """All rows of one run; the goals follow from them."""
-
-    rows: list[DiagnoseRow] = field(default_factory=list)
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What a diagnosis may cost on each network."""
-        goals = []
-        for row in self.rows:
-            if row.method == OURS:
-                goals += [
-                    Goal(f"{row.network}: a diagnosis takes at most {MOST_PASSES:g} passes forward and backward",
-                         f"{row.passes:.2f} passes", row.passes <= MOST_PASSES),
-                    Goal(f"{row.network}: and at most {MOST_MEMORY:g} times the memory of one",
-                         f"{row.memory_ratio:.2f} times", row.memory_ratio <= MOST_MEMORY),
-                ]  # fmt: skip
-        return goals
-
-    def tables(self) -> list[Table]:
-        """One table of all rows."""
-        rows = [
-            (r.network, r.batch, r.method, number(r.seconds, ".3g"), number(r.passes, ".2f"),
-             readable(r.memory) if r.memory else "-", number(r.memory_ratio, ".2f"), str(r.n_signals or "-"), r.note)
-            for r in self.rows
-        ]  # fmt: skip
-        return [Table(COLUMNS, rows)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {"rows": [asdict(row) for row in self.rows], "goals": [asdict(goal) for goal in self.goals]}
+race = Race(
+    "diagnose", "A diagnosis of ResNet-18 and ResNet-50 in passes forward and backward, beside delve.", DiagnoseSizes,
+    columns={"rows": {
+        "network": lambda r: r.network, "images": lambda r: r.batch, "method": lambda r: r.method,
+        "seconds": lambda r: number(r.seconds, ".3g"), "passes": lambda r: number(r.passes, ".2f"),
+        "extra memory": lambda r: readable(r.memory) if r.memory else "-",
+        "of a pass": lambda r: number(r.memory_ratio, ".2f"), "signals": lambda r: str(r.n_signals or "-"),
+        "note": lambda r: r.note,
+    }},
+)  # fmt: skip
 
 
-def bench_diagnose(*, quick: bool = False, repeats: int = 3, progress: Progress | None = None) -> DiagnoseBench:
-    """Diagnoses ResNets of ImageNet's shape; `quick` takes narrow ones on small images."""
-    repeats = need_integer("repeats", repeats, low=1, cure="Three take some minutes.")
-    say = listener("progress", progress)
+@race.measure
+def measure(sizes: DiagnoseSizes, voice: Voice) -> Iterator[tuple[str, DiagnoseRow]]:
+    """Diagnoses ResNets of ImageNet's shape."""
     with one_thread():
-        rows = [row for network in (QUICK if quick else FULL) for row in measure(network, repeats=repeats, say=say)]
-    return DiagnoseBench(rows)
+        for network in QUICK if sizes.quick else FULL:
+            for row in measure_network(network, repeats=sizes.repeats, say=voice.say):
+                yield "rows", row
 
 
-def measure(network: Network, *, repeats: int, say: Progress) -> list[DiagnoseRow]:
+@race.goals
+def goals(result: RaceResult[DiagnoseSizes]) -> Iterator[Goal]:
+    """What a diagnosis may cost on each network."""
+    for row in result.rows:
+        if row.method == OURS:
+            yield Goal(
+                f"{row.network}: a diagnosis takes at most {MOST_PASSES:g} passes forward and backward",
+                f"{row.passes:.2f} passes", row.passes <= MOST_PASSES,
+            )  # fmt: skip
+            yield Goal(
+                f"{row.network}: and at most {MOST_MEMORY:g} times the memory of one",
+                f"{row.memory_ratio:.2f} times", row.memory_ratio <= MOST_MEMORY,
+            )  # fmt: skip
+
+
+def measure_network(network: Network, *, repeats: int, say: Callable[[str], None]) -> list[DiagnoseRow]:
     """The rows of one network; delve gets one that says why if it cannot be run."""
     model, images, classes = network.make()
-    ways: dict[str, Callable[[], int]] = {
+    methods: dict[str, Callable[[], int]] = {
         PASS: lambda: _pass(model, images, classes),
         OURS: lambda: len(diagnose(model, images, classes).layers),
     }
     missing = ""
     try:
-        ways[DELVE] = delve_pass(copy.deepcopy(model), images, classes)
+        methods[DELVE] = delve_pass(copy.deepcopy(model), images, classes)
     except ImportError as error:
         missing = f"not run: {error} (`pip install delve`)"
-    times = race(
-        ways, rounds=repeats, clock=time.process_time, metered=True,
+    times = take_turns(
+        methods, rounds=repeats, clock=time.process_time, metered=True,
         on_turn=lambda name, turn: say(f"{network.name}: {name}, turn {turn} of {repeats}"),
     )  # fmt: skip
     one_pass = times[PASS]

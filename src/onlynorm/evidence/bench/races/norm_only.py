@@ -12,26 +12,25 @@ of several: on a busy machine nobody pays for the time in which others run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onlynorm.evidence.arguments import listener
-from onlynorm.evidence.goals import Goal, Table
-from onlynorm.evidence.timing import one_thread, race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, setting
+from onlynorm.evidence.timing import one_thread
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw_blocks
 from onlynorm.frozen import Choice, wrap
 from onlynorm.optim import follow_weights
 from onlynorm.seeds import own_randomness
 from onlynorm.solvers import KhatriRao
 from onlynorm.solvers.methods.blocks import solve_blocks
-from onlynorm.validate import need_integer
 
 ORDINARY, PLAIN, FOLLOWED, ORTHO = "ordinary", "SGD on gamma", "SGD by follow_weights", "ortho_cond"
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "id_cond": {}, "id_cond, density 0.2": {"density": 0.2}, "id_cond_minimal": {"features": "id_cond_minimal"},
     ORTHO: {"features": "ortho_cond"},
 }  # fmt: skip
@@ -44,12 +43,18 @@ EXCESS = 1.25
 TOLERANCE = 1e-10
 NOISE = 1.1
 """A drop may fall short of the number of blocks by this."""
-Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LayersSizes(Sizes):
+    """Turns; a quick run leaves out the step of 32 channels, whose factor takes minutes."""
+
+    repeats: int = setting(15, help="Best of how many turns.")
 
 
 @dataclass(frozen=True)
 class CostRow:
-    """Seconds of one way on one layer; `ratio` is to the ordinary layer, or to the plain step.
+    """Seconds of one method on one layer; `ratio` is to the ordinary layer, or to the plain step.
 
     `load` counts samples and positions per input and output: what Ortho cond spends on its weight is shared by these.
     """
@@ -74,87 +79,73 @@ class BlockRow:
     residual: float
 
 
-@dataclass
-class LayersBench:
-    """All rows of one run; the goals follow from them."""
-
-    layers: list[CostRow] = field(default_factory=list)
-    few: list[CostRow] = field(default_factory=list)
-    steps: list[CostRow] = field(default_factory=list)
-    blocks: list[BlockRow] = field(default_factory=list)
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What the layers promise, as far as this run measured it."""
-        goals = []
-        for method in WAYS:
-            least = ORTHO_LOAD if method == ORTHO else 0.0
-            rows = [row for row in self.layers if row.method == method and row.load >= least]
-            if rows:
-                worst = max(rows, key=lambda row: row.ratio)
-                aim = f"{method}: forward and backward at most {LAYER_FACTOR:g} times the ordinary layer's"
-                aim += f", from a load of {least:g} on" if least else ""
-                goals.append(Goal(aim, f"{worst.ratio:.2f} times at {worst.layer}", worst.ratio <= LAYER_FACTOR))
-        for row in self.few:
-            if row.method == ORTHO:
-                aim = f"{ORTHO}, few samples: forward and backward at most 7 / 3 of the ordinary layer's"
-                goals.append(Goal(aim, f"{row.ratio:.2f} times at {row.layer}", row.ratio <= NOISE * FEW_FACTOR))
-        for row in self.steps:
-            if row.method == FOLLOWED:
-                aim = f"{row.layer}: a preconditioned step costs at most {STEP_FACTOR:g} times the plain one"
-                goals.append(Goal(aim, f"{row.ratio:.2f} times", row.ratio <= STEP_FACTOR))
-        return goals + [_block_goal(self.blocks[0], row) for row in self.blocks[1:]]
-
-    def tables(self) -> list[Table]:
-        """The rows as text."""
-        costs = [
-            Table(
-                ("layer", "method", "ms", compared, "trained", "frozen"),
-                [
-                    (row.layer, row.method, f"{1e3 * row.seconds:.2f}", f"{row.ratio:.2f}", f"{row.n_trained:,}",
-                     f"{row.n_frozen:,}")
-                    for row in rows
-                ],
-            )
-            for rows, compared in ((self.layers + self.few, "x ordinary"), (self.steps, "x plain step"))
-        ]  # fmt: skip
-        blocks = [
-            (f"{row.n_blocks}", f"{row.solve_seconds:.3f}", f"{1e3 * row.weight_seconds:.2f}", f"{row.n_frozen:,}",
-             f"{row.residual:.0e}")
-            for row in self.blocks
-        ]  # fmt: skip
-        return [*costs, Table(("blocks", "solve s", "weight ms", "frozen", "residual"), blocks)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {**asdict(self), "goals": [asdict(goal) for goal in self.goals]}
+def _costs(compared: str) -> dict[str, Callable[[Any], str]]:
+    return {
+        "layer": lambda row: row.layer, "method": lambda row: row.method, "ms": lambda row: f"{1e3 * row.seconds:.2f}",
+        compared: lambda row: f"{row.ratio:.2f}", "trained": lambda row: f"{row.n_trained:,}",
+        "frozen": lambda row: f"{row.n_frozen:,}",
+    }  # fmt: skip
 
 
-def bench_layers(*, quick: bool = False, repeats: int = 15, progress: Progress | None = None) -> LayersBench:
-    """Measures the three tables; `quick` leaves out the step of 32 channels, whose factor takes minutes."""
-    repeats = need_integer("repeats", repeats, low=1, cure="Fifteen take some minutes.")
-    say = listener("progress", progress)
-    bench = LayersBench()
+race = Race(
+    "layers", "Norm-only layers beside ordinary ones, preconditioned steps, and features in blocks.", LayersSizes,
+    columns={
+        "layers": _costs("x ordinary"), "few": _costs("x ordinary"), "steps": _costs("x plain step"),
+        "blocks": {
+            "blocks": lambda row: f"{row.n_blocks}", "solve s": lambda row: f"{row.solve_seconds:.3f}",
+            "weight ms": lambda row: f"{1e3 * row.weight_seconds:.2f}", "frozen": lambda row: f"{row.n_frozen:,}",
+            "residual": lambda row: f"{row.residual:.0e}",
+        },
+    },
+)  # fmt: skip
+
+
+@race.measure
+def measure(sizes: LayersSizes, voice: Voice) -> Iterator[tuple[str, CostRow | BlockRow]]:
+    """Layers, few samples, steps and blocks."""
     with one_thread():
         for name, plain, x in _subjects():
-            say(f"{name}: forward and backward")
-            bench.layers += measure_layer(name, plain, x, repeats=repeats)
-        say("few samples: forward and backward")
-        bench.few += measure_layer(*_linear(256, n_samples=32), repeats=4 * repeats, ways=(ORTHO,))
-        for n_channels in (16,) if quick else (16, 32):
-            say(f"{n_channels} channels: steps")
-            bench.steps += measure_step(n_channels, repeats=repeats)
-        say("blocks")
-        bench.blocks = measure_blocks(32, repeats=max(1, repeats // 5))
-    return bench
+            voice.say(f"{name}: forward and backward")
+            yield from (("layers", row) for row in measure_layer(name, plain, x, repeats=sizes.repeats))
+        voice.say("few samples: forward and backward")
+        few = measure_layer(*_linear(256, n_samples=32), repeats=4 * sizes.repeats, methods=(ORTHO,))
+        yield from (("few", row) for row in few)
+        for n_channels in (16,) if sizes.quick else (16, 32):
+            voice.say(f"{n_channels} channels: steps")
+            yield from (("steps", row) for row in measure_step(n_channels, repeats=sizes.repeats))
+        voice.say("blocks")
+        yield from (("blocks", row) for row in measure_blocks(32, repeats=max(1, sizes.repeats // 5)))
+
+
+@race.goals
+def goals(result: RaceResult[LayersSizes]) -> Iterator[Goal]:
+    """What the layers promise, as far as this run measured it."""
+    for method in METHODS:
+        least = ORTHO_LOAD if method == ORTHO else 0.0
+        rows = [row for row in result.parts["layers"] if row.method == method and row.load >= least]
+        if rows:
+            worst = max(rows, key=lambda row: row.ratio)
+            aim = f"{method}: forward and backward at most {LAYER_FACTOR:g} times the ordinary layer's"
+            aim += f", from a load of {least:g} on" if least else ""
+            yield Goal(aim, f"{worst.ratio:.2f} times at {worst.layer}", worst.ratio <= LAYER_FACTOR)
+    for row in result.parts["few"]:
+        if row.method == ORTHO:
+            aim = f"{ORTHO}, few samples: forward and backward at most 7 / 3 of the ordinary layer's"
+            yield Goal(aim, f"{row.ratio:.2f} times at {row.layer}", row.ratio <= NOISE * FEW_FACTOR)
+    for row in result.parts["steps"]:
+        if row.method == FOLLOWED:
+            aim = f"{row.layer}: a preconditioned step costs at most {STEP_FACTOR:g} times the plain one"
+            yield Goal(aim, f"{row.ratio:.2f} times", row.ratio <= STEP_FACTOR)
+    for row in result.parts["blocks"][1:]:
+        yield _block_goal(result.parts["blocks"][0], row)
 
 
 def measure_layer(
-    name: str, plain: nn.Linear | nn.Conv2d, x: Tensor, *, repeats: int, ways: Iterable[str] = tuple(WAYS)
+    name: str, plain: nn.Linear | nn.Conv2d, x: Tensor, *, repeats: int, methods: Iterable[str] = tuple(METHODS)
 ) -> list[CostRow]:
     """Forward and backward, to the input too, of an ordinary layer and of structured ones in its place."""
     layers: dict[str, nn.Module] = {ORDINARY: plain}
-    layers |= {method: wrap(plain, Choice(**WAYS[method])) for method in ways}
+    layers |= {method: wrap(plain, Choice(**METHODS[method])) for method in methods}
     x = x.clone().requires_grad_()
     towards = torch.ones_like(plain(x))
 
@@ -187,8 +178,8 @@ def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[
 
         return run
 
-    ways = {method: step(layers[method], optimizers.get(method, followed)) for method in layers}
-    best = _best_seconds(ways, repeats)
+    steps = {method: step(layers[method], optimizers.get(method, followed)) for method in layers}
+    best = _best_seconds(steps, repeats)
     return [_row(name, method, best, PLAIN, layer) for method, layer in layers.items()]
 
 
@@ -218,7 +209,7 @@ def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
 
 def _best_seconds(methods: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
     """The best processor seconds of every method."""
-    times = race(methods, rounds=repeats, clock=time.process_time)
+    times = take_turns(methods, rounds=repeats, clock=time.process_time)
     return {method: timing.seconds for method, timing in times.items()}
 
 

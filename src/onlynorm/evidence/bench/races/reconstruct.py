@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.data import Split, cifar10, find_data
-from onlynorm.evidence.arguments import listener, need_counts, need_names
+from onlynorm.display import Table
 from onlynorm.evidence.bench.competitors import OURS, PAPERS, SOLVERS
 from onlynorm.evidence.bench.races.solve import Row, race_solvers
-from onlynorm.evidence.cache import Rows, fields_of
-from onlynorm.evidence.goals import Goal, Table, number
+from onlynorm.evidence.cache import Cache
+from onlynorm.evidence.harness import Benchmark, Goal, Voice, number, setting
+from onlynorm.evidence.harness import Sizes as BaseSizes
+from onlynorm.evidence.records import parse
 from onlynorm.evidence.timing import one_thread
 from onlynorm.features import draw
 from onlynorm.memory import MemoryMeter, readable, release_free_memory
@@ -36,7 +38,6 @@ from onlynorm.reconstruction import collapse, load, plan, reconstruct, save, ver
 from onlynorm.reconstruction.verify import Comparison, compare
 from onlynorm.seeds import own_randomness
 from onlynorm.storage import digest, tensors_digest
-from onlynorm.validate import need_path
 
 RECIPES: dict[str, dict[str, Any]] = {
     "he_normal": {"excess": 1.25},
@@ -52,7 +53,6 @@ PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
 PAPERS_EXCESSES = (1.0, 1.25)
 ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
 """Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
-KIND = "onlynorm-bench-reconstruct"
 COLUMNS = (
     "features", "solving (s)", "residual", "float64 error", "outside %", "float32 %", "collapsed %", "accuracy %",
     "target %", "file", "seconds", "note",
@@ -73,25 +73,26 @@ WIDTH = 140
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many images calibrate, and how many judge: in float64, in float32 through the blocks, and collapsed."""
+class Sizes(BaseSizes):
+    """Kinds of features; how many images calibrate, and how many test: in float64, in float32, and collapsed.
 
-    calibration: int = 64
-    exact: int = 64
-    images: int = 500
-    collapsed: int = 5000
+    A quick run takes a narrow ResNet-8 with random weights: it shows that all works, in a minute or two.
+    """
 
-    @classmethod
-    def quick(cls) -> Sizes:
-        """Few of each."""
-        return cls(calibration=16, exact=8, images=16, collapsed=100)
+    features: tuple[str, ...] = setting(
+        tuple(RECIPES), choices=RECIPES, help=f"{', '.join(RECIPES)}; may be repeated.", is_key=False
+    )
+    images: int = setting(500, quick=16, help="Test images in float32.")
+    calibration: int = setting(64, quick=16, help="Training images for the ranges.")
+    exact: int = setting(64, quick=8)
+    collapsed: int = setting(5000, quick=100)
 
     def within(self, split: Split) -> Sizes:
         """The sizes, none larger than the data."""
         n_test = len(split.test_inputs)
-        return Sizes(
-            min(self.calibration, len(split.train_inputs)), min(self.exact, n_test), min(self.images, n_test),
-            min(self.collapsed, n_test),
+        return replace(
+            self, calibration=min(self.calibration, len(split.train_inputs)), exact=min(self.exact, n_test),
+            images=min(self.images, n_test), collapsed=min(self.collapsed, n_test),
         )  # fmt: skip
 
 
@@ -188,36 +189,26 @@ def _cells(row: RebuiltRow) -> tuple[str, ...]:
 Say = Callable[[str], None]
 
 
-def bench_reconstruct(
-    *,
-    features: Sequence[str] = tuple(RECIPES),
-    sizes: Sizes | None = None,
-    quick: bool = False,
-    out: Path | str = "onlynorm-out/bench",
-    force: bool = False,
-    progress: Say | None = None,
-    on_row: Callable[[RebuiltRow], None] | None = None,
-) -> ReconstructBench:
-    """Rebuilds the network once per kind of features; rows that a run with the same sizes finished are read again.
+class ReconstructRace(Benchmark[Sizes]):
+    """Rebuilds the network once per kind of features; rows that a run with the same sizes finished are read again."""
 
-    `force` makes them anew. `on_row` is told of every row as it comes, `progress` of every step.
-    `quick` takes a narrow ResNet-8 with random weights and few images: it shows that all works, in a minute or two.
-    """
-    features = need_names("features", features, RECIPES)
-    say, on_row, out = listener("progress", progress), listener("on_row", on_row), need_path("out", out)
-    if sizes is not None:
-        sizes = need_counts(sizes, Sizes)
-    target, split = make_target(quick=quick), cifar10()
-    sizes = (sizes or (Sizes.quick() if quick else Sizes())).within(split)
-    bench = ReconstructBench()
-    for name in features:
-        bench.rows.append(_row(name, target, split, sizes, out, force, say))
-        if on_row is not None:
-            on_row(bench.rows[-1])
-    bench.papers = papers_rows(target, say)
-    with one_thread():
-        bench.scaling = [scaling_row(width, out, say) for width in (QUICK_WIDTHS if quick else SCALING_WIDTHS)]
-    return bench
+    is_stored = True
+
+    def work(self, sizes: Sizes, folder: Path, force: bool, voice: Voice) -> ReconstructBench:
+        """Both tables."""
+        target, split = make_target(quick=sizes.quick), cifar10()
+        bench = ReconstructBench()
+        for name in sizes.features:
+            bench.rows.append(_row(name, target, split, sizes.within(split), folder, force, voice.say))
+            voice.tell(f"{name}: {bench.rows[-1].goal.measured}")
+        bench.papers = papers_rows(target, voice.say)
+        with one_thread():
+            for width in QUICK_WIDTHS if sizes.quick else SCALING_WIDTHS:
+                bench.scaling.append(scaling_row(width, folder, voice.say))
+        return bench
+
+
+showcase = ReconstructRace("reconstruct", "A trained ResNet-20 from six kinds of frozen features.", Sizes)
 
 
 def make_target(*, quick: bool) -> nn.Module:
@@ -231,16 +222,21 @@ def make_target(*, quick: bool) -> nn.Module:
 def _row(name: str, target: nn.Module, split: Split, sizes: Sizes, out: Path, force: bool, say: Say) -> RebuiltRow:
     """The row of an earlier run with the same network, data, recipe and sizes, or a new one."""
     made_of = {
-        "features": name, "recipe": RECIPES[name], "sizes": asdict(sizes), "row": list(RebuiltRow.__annotations__),
+        "features": name, "recipe": RECIPES[name], "sizes": sizes.key(), "row": list(RebuiltRow.__annotations__),
         "target": tensors_digest(target.state_dict()),
         "data": tensors_digest({"train": split.train_inputs[: sizes.calibration], "test": split.test_inputs}),
     }  # fmt: skip
     stem = out / f"{name}-{digest(made_of)[:16]}"
-    rows = Rows(out, kind=KIND, module=__name__, force=force, say=say)
-    row = rows.find(
-        name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say)), fields=fields_of(RebuiltRow)
+    cache = Cache(out, modules=[__name__], force=force, say=say)
+
+    def read(stored: object) -> RebuiltRow:
+        return parse(RebuiltRow, stored, what="a row", cure="It is made again.")
+
+    piece = cache.get_or_compute(
+        name, made_of, lambda: asdict(measure_row(name, target, split, sizes, stem, say)), check=read
     )
-    return RebuiltRow(**row)
+    row = read(piece.result)
+    return replace(row, note=piece.note or row.note)
 
 
 def measure_row(name: str, target: nn.Module, split: Split, sizes: Sizes, stem: Path, say: Say) -> RebuiltRow:

@@ -20,13 +20,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.arguments import listener, need_names
+from onlynorm.display import Table
 from onlynorm.evidence.bench.competitors import (
     ANY,
     GRID,
@@ -43,10 +44,9 @@ from onlynorm.evidence.bench.competitors import (
     product_rate,
     without_failure,
 )
-from onlynorm.evidence.goals import Goal, Table, number
+from onlynorm.evidence.harness import Benchmark, Goal, Sizes, Voice, number, setting
 from onlynorm.evidence.timing import one_thread, race
 from onlynorm.memory import readable
-from onlynorm.validate import need_integer
 
 TOLERANCE, FIT_TOLERANCE = 1e-10, 1e-6
 SLOWER, LATER = 1.2, 1e-3
@@ -225,8 +225,8 @@ def bench_solve(
     quick: bool = False,
     families: Sequence[str] = FAMILIES,
     repeats: int = 20,
-    progress: Progress | None = None,
-    on_duel: Callable[[Duel], None] | None = None,
+    say: Progress = lambda _: None,
+    on_duel: Callable[[Duel], object] = lambda _: None,
 ) -> Bench:
     """Solves every system with every solver on one thread and judges the goals.
 
@@ -234,9 +234,6 @@ def bench_solve(
     only, and of the larger ones the goal against LU. A solver has at most `repeats` turns, fewer where they take long.
     `on_duel` is told of every system as it is done.
     """
-    repeats = need_integer("repeats", repeats, low=1, cure="Twenty take about 25 minutes.")
-    families = need_names("families", families, FAMILIES)
-    say, on_duel = listener("progress", progress), listener("on_duel", on_duel)
     bench = Bench()
     systems = [s for s in GRID if s.family in families and (not quick or _is_quick(s))]
     with one_thread():
@@ -413,3 +410,25 @@ def _exponent(bench: Bench, method: str) -> float | None:
         return None
     x, y = np.array(points).T
     return float(np.polyfit(x, y, 1)[0])
+
+
+@dataclass(frozen=True)
+class SolveSizes(Sizes):
+    """Families of systems and turns."""
+
+    families: tuple[str, ...] = setting(FAMILIES, choices=FAMILIES, help=f"{', '.join(FAMILIES)}.")
+    repeats: int = setting(20, help="Best of how many turns; slow methods have fewer.")
+
+
+class SolveRace(Benchmark[SolveSizes]):
+    """The race of solvers."""
+
+    def work(self, sizes: SolveSizes, folder: Path, force: bool, voice: Voice) -> Bench:
+        """Solves every system of the families."""
+        return bench_solve(
+            quick=sizes.quick, families=sizes.families, repeats=sizes.repeats, say=voice.say,
+            on_duel=lambda duel: voice.tell(str(duel)),
+        )  # fmt: skip
+
+
+race_of_solvers = SolveRace("solve", "The solver beside LU, Cholesky, QR, lstsq and LSMR, on one thread.", SolveSizes)

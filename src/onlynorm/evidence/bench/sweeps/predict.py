@@ -1,12 +1,8 @@
-"""Does the verdict at the start foretell whether a network learns? Over many networks, on real images.
+"""Does the verdict at the start predict whether a network learns? Over many networks, on real images.
 
-Every network is diagnosed once, untrained, and then trained by plain SGD at each of several rates. It *learns* if at
-one of them the loss of its last steps is clearly below that of guessing the frequencies of the classes. What training
-came to is kept, because it takes long and does not depend on the verdict; diagnoses are made anew by every run.
-
-What foretelling came to: a row for each network, the receiver operating characteristic and the area under it.
-
-The networks whose learning the verdict shall foretell: those it was calibrated on, and others to test it.
+Every network is diagnosed once, untrained, and then trained by plain SGD at each of several learning rates. It *learns*
+if at one of them the loss of its last steps is clearly below that of guessing the frequencies of the classes. Results
+of training are cached, because it takes long and does not depend on the verdict; diagnoses are made by every run.
 """
 
 from __future__ import annotations
@@ -15,42 +11,60 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
+import pandas as pd
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from sklearn.metrics import auc, roc_curve
 from torch import Tensor, nn
 
 from onlynorm.data import Split, cifar10, fashion_mnist
+from onlynorm.display import Curve, Figure, Panel, Table
 from onlynorm.errors import TrainingError, UnknownNameError
-from onlynorm.evidence.arguments import listener, need_counts
-from onlynorm.evidence.cache import Rows, Say, fields_of
-from onlynorm.evidence.goals import Goal, Table
-from onlynorm.evidence.report.figure import COLOURS, STYLE, write_pictures
+from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, first, setting
 from onlynorm.models import ACTIVATIONS, cifar_resnet, mlp, resnet, vgg
 from onlynorm.rank import Diagnosis, diagnose
 from onlynorm.seeds import seeded
 from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, fit
-from onlynorm.validate import need_instance, need_items, need_path
 
 N_CLASSES = 10
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10"
 FIRST_SEEDS = {"test": 5000, "calibration": 2000}
 """Sets of networks by name, and the seed of the first network of each; the next has the next one."""
+LEARNED = 0.95
+"""Of the loss of guessing: a network that ends below has learned something."""
+LIMITS = (0.98, LEARNED, 0.9, 0.8, 0.6)
+"""Other definitions of learned, for the table."""
+MIN_AREA = 0.95
+"""Of the area under the receiver operating characteristic."""
+MIN_NETWORKS = 60
+LRS = (0.003, 0.03, 0.3)
 _INITS = ("standard", "asymmetric")
 _IMAGENET_DEPTHS = (18, 34)
 """ResNets of these depths are built in ImageNet's shape, which takes images with one channel too."""
+_DATA: dict[str, Callable[[], Split]] = {FASHION: fashion_mnist, CIFAR: cifar10}
+
+
+@dataclass(frozen=True)
+class PredictSizes(Sizes):
+    """Which networks, images of the diagnosis, and steps of each training."""
+
+    networks: str = setting(
+        "test", choices=FIRST_SEEDS, is_key=False,
+        help="test, or calibration: the networks on which thresholds were set.",
+    )  # fmt: skip
+    steps: int = setting(250, quick=20, low=5, help="Steps of each training.")
+    n_diagnosed: int = setting(128, quick=32, is_key=False)
+    batch_size: int = setting(32, quick=16)
+    lrs: tuple[float, ...] = setting(LRS, quick=(0.03,))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network to foretell, by what it is made of, and the images it learns."""
+    """A network, by what it is made of, and the images it learns."""
 
     kind: str
     depth: int
@@ -117,206 +131,80 @@ def _calibration() -> list[Subject]:
     return made
 
 
-LEARNED = 0.95
-"""Of the loss of guessing: a network that ends below has learned something."""
-LIMITS = (0.98, LEARNED, 0.9, 0.8, 0.6)
-"""Other readings of learned, for the table."""
-AIM = 0.95
-"""Of the area under the curve."""
-LEAST = 60
-"""Networks that a claim needs."""
+class Case(NamedTuple):
+    """A network of a set, by its description, and the seed that draws it."""
 
-
-@dataclass(frozen=True)
-class PredictRow:
-    """A network: the verdict at its start and what it rests on, and the best loss that training brought it to."""
-
-    name: str
+    network: str
     data: str
-    score: float
-    verdict: str
-    sign: str
-    loss: float
-    rate: float
-    note: str = ""
-
-    @property
-    def learned(self) -> bool:
-        """Whether it did better than guessing."""
-        return self.loss < LEARNED * math.log(N_CLASSES)
-
-
-@dataclass
-class PredictBench:
-    """All networks, the name of their set, and where the picture of the curve lies."""
-
-    rows: list[PredictRow] = field(default_factory=list)
-    networks: str = "test"
-    figure: str = ""
-
-    @property
-    def curve(self) -> tuple[list[float], list[float]]:
-        """(share of the hopeless that pass, share of the able that pass) as the least score falls from 1 to 0."""
-        return receiver_curve([row.score for row in self.rows], [row.learned for row in self.rows])
-
-    @property
-    def area(self) -> float:
-        """How often a network that learns has the higher score than one that does not; a tie counts half."""
-        return area_below(*self.curve)
-
-    def area_at(self, limit: float) -> float:
-        """The area if a network has learned whose loss is below this share of that of guessing."""
-        learned = [row.loss < limit * math.log(N_CLASSES) for row in self.rows]
-        return area_below(*receiver_curve([row.score for row in self.rows], learned))
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What was promised, as far as this run measured it."""
-        return list(_goals(self))
-
-    def tables(self) -> list[Table]:
-        """Every network, those with the least score first."""
-        rows = [
-            (row.name, row.data, f"{row.score:.3g}", row.verdict, row.sign, f"{row.loss:.3f}", f"{row.rate:g}",
-             "yes" if row.learned else "no", row.note)
-            for row in sorted(self.rows, key=lambda row: row.score)
-        ]  # fmt: skip
-        limits = [(f"{limit:g}", f"{self.area_at(limit):.3f}") for limit in LIMITS]
-        columns = ("network", "data", "score", "verdict", "least sign", "best loss", "rate", "learned", "note")
-        return [
-            Table(columns, rows, 140),
-            Table(("loss over that of guessing that counts as learned", "area under the curve"), limits),
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {
-            "networks": self.networks,
-            "rows": [{**asdict(row), "learned": row.learned} for row in self.rows],
-            "area": self.area,
-            "areas": {f"{limit:g}": self.area_at(limit) for limit in LIMITS},
-            "figure": self.figure,
-            "goals": [asdict(goal) for goal in self.goals],
-        }
-
-
-def receiver_curve(scores: Sequence[float], passed: Sequence[bool]) -> tuple[list[float], list[float]]:
-    """Shares of those that failed and that passed with at least each score, from none to all; ties go at once."""
-    values, truth = np.asarray(scores), np.asarray(passed)
-    false, true = [0.0], [0.0]
-    for least in sorted(set(scores), reverse=True):
-        above = values >= least
-        false.append(float(above[~truth].mean()) if (~truth).any() else math.nan)
-        true.append(float(above[truth].mean()) if truth.any() else math.nan)
-    return false, true
-
-
-def area_below(false: Sequence[float], true: Sequence[float]) -> float:
-    """The area below the curve, by trapezia."""
-    steps = zip(itertools.pairwise(false), itertools.pairwise(true), strict=True)
-    return sum((right - left) * (high + low) / 2.0 for (left, right), (low, high) in steps)
-
-
-def write_curve(bench: PredictBench, folder: Path) -> Path:
-    """The path of the picture of the curve and of loss over score, as PNG; the same as SVG lies beside it."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        curve, cloud = figure.subplots(1, 2)
-        curve.plot(*bench.curve, color=COLOURS[0])
-        curve.plot([0, 1], [0, 1], color=COLOURS[-1], linestyle=":")
-        curve.set(
-            title=f"area {bench.area:.3f}, {len(bench.rows)} networks of the {bench.networks} set",
-            xlabel="of those that do not learn, passed", ylabel="of those that learn, passed",
-        )  # fmt: skip
-        for number, data in enumerate((FASHION, CIFAR)):
-            rows = [row for row in bench.rows if row.data == data]
-            top = [min(row.loss, 1.1 * math.log(N_CLASSES)) for row in rows]
-            cloud.scatter([max(row.score, 1e-12) for row in rows], top, s=12, color=COLOURS[number], label=data)
-        cloud.axhline(LEARNED * math.log(N_CLASSES), color=COLOURS[-1], linestyle=":")
-        cloud.set(xscale="log", xlabel="score at the start", ylabel="best loss after training")
-        cloud.legend(frameon=False)
-        return write_pictures(figure, folder, f"receiver_{bench.networks}")[0]
-
-
-def _goals(bench: PredictBench) -> Iterator[Goal]:
-    n_learned = sum(row.learned for row in bench.rows)
-    counts = f"{len(bench.rows)} networks, of which {n_learned} learn"
-    yield Goal(
-        f"{LEAST} networks or more, a quarter or more of either kind", counts,
-        len(bench.rows) >= LEAST and 4 * min(n_learned, len(bench.rows) - n_learned) >= len(bench.rows),
-    )  # fmt: skip
-    yield Goal(
-        f"the area under the curve is above {AIM:g}: the verdict at the start foretells learning",
-        f"{bench.area:.3f}", bench.area > AIM,
-    )  # fmt: skip
-
-
-RATES = (0.003, 0.03, 0.3)
-KIND = "onlynorm-bench-predict"
-_DATA: dict[str, Callable[[], Split]] = {FASHION: fashion_mnist, CIFAR: cifar10}
+    network_seed: int
 
 
 @dataclass(frozen=True)
-class PredictSizes:
-    """Images of the diagnosis, and steps of each training."""
+class Trained:
+    """The best loss over all learning rates, and its learning rate."""
 
-    n_diagnosed: int = 128
-    n_steps: int = 250
-    batch_size: int = 32
-    rates: tuple[float, ...] = RATES
-
-    @classmethod
-    def quick(cls) -> PredictSizes:
-        """Few of each."""
-        return cls(n_diagnosed=32, n_steps=20, batch_size=16, rates=(0.03,))
+    loss: float
+    best_lr: float
 
 
-def bench_predict(
-    networks: str | Sequence[Subject] = "test",
-    *,
-    sizes: PredictSizes | None = None,
-    quick: bool = False,
-    out: Path | str = "onlynorm-out/bench",
-    force: bool = False,
-    progress: Say | None = None,
-    on_row: Callable[[PredictRow], None] | None = None,
-) -> PredictBench:
-    """Diagnoses and trains every network of the set, or those given; earlier trainings are read again unless `force`.
-
-    A training is another one if its network, seed, steps, images or rates are.
-    """
-    say, on_row = listener("progress", progress), listener("on_row", on_row)
-    sizes = need_counts(sizes or (PredictSizes.quick() if quick else PredictSizes()), PredictSizes)
-    name = networks if isinstance(networks, str) else "own"
-    cure = "Pass 'test', 'calibration', or a list of Subject."
-    own = [] if isinstance(networks, str) else need_items("networks", networks, cure=cure)
-    chosen = [need_instance("networks", one, Subject, cure=cure) for one in own] or subjects(name)
-    numbered = list(enumerate(chosen, FIRST_SEEDS.get(name, FIRST_SEEDS["test"])))[:: 6 if quick else 1]
-    folder = need_path("out", out) / "predict"
-    rows, bench = Rows(folder, kind=KIND, module=__name__, force=force, say=say), PredictBench(networks=name)
-    for place, (seed, subject) in enumerate(numbered, 1):
-        say(f"network {place} of {len(numbered)}: {subject}")
-        found = diagnose_network(subject, n_images=sizes.n_diagnosed, seed=seed)
-        train = functools.partial(train_network, subject, sizes=sizes, seed=seed)
-        fields = fields_of(PredictRow, "name", "data", "score", "verdict", "sign")
-        came_to = rows.find(str(subject), made_of(subject, sizes, seed), train, fields=fields)
-        parts = found.verdict.parts
-        row = PredictRow(
-            name=str(subject), data=subject.data, score=found.score, verdict=found.verdict.word,
-            sign=min(parts, key=lambda sign: parts[sign]), **came_to,
-        )  # fmt: skip
-        bench.rows.append(row)
-        if on_row is not None:
-            on_row(row)
-    bench.figure = str(write_curve(bench, folder))
-    return bench
+def cases(sizes: PredictSizes) -> list[Case]:
+    """The networks of the set; a quick run takes every sixth, with the seed it has in a full one."""
+    numbered = enumerate(subjects(sizes.networks), FIRST_SEEDS[sizes.networks])
+    return [Case(str(one), one.data, seed) for seed, one in numbered][:: 6 if sizes.quick else 1]
 
 
-def made_of(subject: Subject, sizes: PredictSizes, seed: int) -> dict[str, Any]:
-    """Everything that a training depends on."""
-    training = {name: value for name, value in asdict(sizes).items() if name != "n_diagnosed"}
-    return {"subject": asdict(subject), "sizes": training, "seed": seed, "images": _images_digest(subject.data)}
+def subject_of(case: Case, sizes: PredictSizes) -> Subject:
+    """The network of a case."""
+    return subjects(sizes.networks)[case.network_seed - FIRST_SEEDS[sizes.networks]]
+
+
+@functools.lru_cache(maxsize=2)
+def images_digest(data: str) -> str:
+    """What identifies the images."""
+    return tensors_digest(vars(_split(data)))
+
+
+@functools.lru_cache(maxsize=2)
+def _split(data: str) -> Split:
+    return _DATA[data]()
+
+
+sweep = Sweep(
+    "predict", "The verdict at the start of many networks against what training made of them.", PredictSizes,
+    cases=cases, seeds=lambda _case, _sizes: 1, width=140,
+    made_of=lambda case, sizes: {
+        "subject": asdict(subject_of(case, sizes)), "images": images_digest(subject_of(case, sizes).data)
+    },
+    columns={
+        "score": first("score", ".3g"), "verdict": first("verdict"), "lowest part": first("part"),
+        "best loss": first("loss", ".3f"), "best lr": first("best_lr", "g"),
+        "learned": lambda _, __, runs: "yes" if has_learned(float(runs["loss"].iloc[0])) else "no",
+    },
+)  # fmt: skip
+
+
+@sweep.measure
+def train_network(case: Case, run: Run, sizes: PredictSizes) -> Trained:
+    """Trains the network at every learning rate."""
+    subject, seed = subject_of(case, sizes), case.network_seed
+    inputs, labels = _images(subject.data, sizes.steps * sizes.batch_size, seed)
+    losses = {
+        lr: last_loss(subject.build(inputs, seed=seed), inputs, labels, batch_size=sizes.batch_size, lr=lr, seed=seed)
+        for lr in sizes.lrs
+    }
+    lr = min(losses, key=lambda lr: losses[lr])
+    return Trained(losses[lr], lr)
+
+
+def last_loss(network: nn.Module, inputs: Tensor, labels: Tensor, *, batch_size: int, lr: float, seed: int) -> float:
+    """The mean loss of the last fifth of one pass over the images; infinite if training broke off."""
+    losses: list[float] = []
+    schedule = Schedule(epochs=1, batch_size=batch_size, lr=lr, momentum=0.0, warmup=0.0, drops=(), seed=seed)
+    try:
+        fit(network, (inputs, labels), schedule=schedule, accelerator="cpu", step=lambda *now: losses.append(now[2]))
+    except TrainingError:
+        return math.inf
+    return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
 def diagnose_network(subject: Subject, *, n_images: int, seed: int) -> Diagnosis:
@@ -325,41 +213,92 @@ def diagnose_network(subject: Subject, *, n_images: int, seed: int) -> Diagnosis
     return diagnose(subject.build(inputs, seed=seed), inputs, labels, seed=seed)
 
 
-def train_network(subject: Subject, *, sizes: PredictSizes, seed: int) -> dict[str, float]:
-    """The best loss over all rates, and its rate."""
-    inputs, labels = _images(subject.data, sizes.n_steps * sizes.batch_size, seed)
-    losses = {
-        rate: last_loss(subject.build(inputs, seed=seed), inputs, labels, sizes=sizes, rate=rate, seed=seed)
-        for rate in sizes.rates
-    }
-    rate = min(losses, key=lambda rate: losses[rate])
-    return {"loss": losses[rate], "rate": rate}
+@sweep.facts
+def diagnoses(results: Results[PredictSizes, Case], say: Callable[[str], None]) -> dict[str, Any]:
+    """The score, verdict and lowest part of every network beside its run, and the areas that the scores reach."""
+    found = []
+    for case in results.cases:
+        say(f"{case.network}: diagnosis")
+        subject = subject_of(case, results.sizes)
+        made = diagnose_network(subject, n_images=results.sizes.n_diagnosed, seed=case.network_seed)
+        part = min(made.verdict.parts, key=lambda name: made.verdict.parts[name])
+        found.append({"score": made.score, "verdict": made.verdict.word, "part": part})
+    results.runs = results.runs.join(pd.DataFrame(found))
+    return areas_of(results)
 
 
-def last_loss(
-    network: nn.Module, inputs: Tensor, labels: Tensor, *, sizes: PredictSizes, rate: float, seed: int
-) -> float:
-    """The mean loss of the last fifth of one pass over the images; infinite if training broke off."""
-    losses: list[float] = []
-    schedule = Schedule(epochs=1, batch_size=sizes.batch_size, lr=rate, momentum=0.0, warmup=0.0, drops=(), seed=seed)
-    try:
-        fit(network, (inputs, labels), schedule=schedule, accelerator="cpu", step=lambda *now: losses.append(now[2]))
-    except TrainingError:
-        return math.inf
-    return float(np.mean(losses[-max(1, len(losses) // 5) :]))
+def areas_of(results: Results[PredictSizes, Case]) -> dict[str, Any]:
+    """The area under the curve, for every definition of learned."""
+    areas = {f"{limit:g}": area(*characteristic(results, limit)) for limit in LIMITS}
+    return {"area": areas[f"{LEARNED:g}"], "areas": areas}
+
+
+def has_learned(loss: float, limit: float = LEARNED) -> bool:
+    """Whether this is better than guessing."""
+    return loss < limit * math.log(N_CLASSES)
+
+
+def characteristic(
+    results: Results[PredictSizes, Case], limit: float = LEARNED
+) -> tuple[Sequence[float], Sequence[float]]:
+    """False and true positive rates, as the lowest score that counts as a prediction of learning falls."""
+    learned = [has_learned(loss, limit) for loss in results.runs["loss"]]
+    if len(set(learned)) < 2:
+        return (0.0, 1.0), (math.nan, math.nan)
+    false, true, _ = roc_curve(learned, results.runs["score"], drop_intermediate=False)
+    return false.tolist(), true.tolist()
+
+
+def area(false: Sequence[float], true: Sequence[float]) -> float:
+    """How often a network that learns has the higher score than one that does not; a tie counts half."""
+    return math.nan if any(map(math.isnan, true)) else float(auc(false, true))
+
+
+@sweep.tables
+def area_tables(results: Results[PredictSizes, Case]) -> list[Table]:
+    """The area under the curve for other definitions of learned."""
+    heads = ("fraction of the loss of guessing that counts as learned", "area under the curve")
+    return [Table(heads, [(limit, f"{found:.3f}") for limit, found in results.facts["areas"].items()])]
+
+
+@sweep.goals
+def goals(results: Results[PredictSizes, Case]) -> Iterator[Goal]:
+    """Enough networks of both kinds, and a score that ranks them."""
+    learned = [has_learned(loss) for loss in results.runs["loss"]]
+    n, n_learned = len(learned), sum(learned)
+    yield Goal(
+        f"{MIN_NETWORKS} networks or more, a quarter or more of either kind",
+        f"{n} networks, of which {n_learned} learn",
+        n >= MIN_NETWORKS and 4 * min(n_learned, n - n_learned) >= n,
+    )  # fmt: skip
+    found = results.facts["area"]
+    yield Goal(
+        f"the area under the curve is above {MIN_AREA:g}: the verdict at the start predicts learning", f"{found:.3f}",
+        found > MIN_AREA,
+    )  # fmt: skip
+
+
+@sweep.figures
+def draw(results: Results[PredictSizes, Case]) -> dict[str, Figure]:
+    """The receiver operating characteristic, and the loss over the score."""
+    guess = math.log(N_CLASSES)
+    curves = [
+        Curve("diagnosis", *characteristic(results), panel="roc"),
+        Curve("chance", (0, 1), (0, 1), panel="roc", style="law"),
+    ]
+    for data in (FASHION, CIFAR):
+        runs = results.runs[results.runs["data"] == data]
+        scores = [max(score, 1e-12) for score in runs["score"]]
+        curves.append(Curve(data, scores, [min(loss, 1.1 * guess) for loss in runs["loss"]], "points", "cloud"))
+    curves.append(Curve("learned", (1e-12, 1), (LEARNED * guess,) * 2, panel="cloud", style="law"))
+    name = results.sizes.networks
+    title = f"area {results.facts['area']:.3f}, {len(results.runs)} networks of the {name} set"
+    roc = Panel("roc", title, "false positive rate", "true positive rate")
+    cloud = Panel("cloud", "", "score at the start", "best loss after training", x_log=True)
+    return {f"roc_{name}": Figure(curves, [roc, cloud])}
 
 
 def _images(data: str, n_images: int, seed: int) -> tuple[Tensor, Tensor]:
     split = _split(data)
     chosen = torch.randperm(len(split.train_inputs), generator=seeded(seed))[:n_images]
     return split.train_inputs[chosen], split.train_labels[chosen]
-
-
-@functools.lru_cache(maxsize=2)
-def _images_digest(data: str) -> str:
-    return tensors_digest(vars(_split(data)))
-
-
-@functools.lru_cache(maxsize=2)
-def _split(data: str) -> Split:
-    return _DATA[data]()

@@ -117,10 +117,10 @@ Pairs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Parts:
-    """Tokens and labels: a pool from which every seed draws its own training texts, and two parts to judge by."""
+    """Tokens and labels: a pool from which every seed draws its training texts, a validation set and a test set."""
 
     pool: Pairs
-    held_out: Pairs
+    validation: Pairs
     test: Pairs
 
     def draw(self, n_texts: int, *, seed: int) -> Pairs:
@@ -130,19 +130,19 @@ class Parts:
         return tokens[chosen], labels[chosen]
 
 
-def divide(texts: Texts, reader: Reader, *, n_held_out: int, n_test: int, n_tokens: int) -> Parts:
+def divide(texts: Texts, reader: Reader, *, n_validation: int, n_test: int, n_tokens: int) -> Parts:
     """The texts as tokens in three parts that share none; the division is always the same."""
-    if len(texts) <= n_held_out + n_test:
+    if len(texts) <= n_validation + n_test:
         raise ValueRangeError(
-            f"a pool to train on needs more than the {n_held_out} + {n_test} texts that judge; got {len(texts)} in "
-            "all. Judge by fewer."
+            f"a pool to train on needs more than the {n_validation} + {n_test} texts for validation and test; got "
+            f"{len(texts)} in all. Take fewer of these."
         )
     tokens, labels = reader.tokenise(texts.texts, n_tokens), torch.tensor(texts.labels)
     order = torch.randperm(len(tokens), generator=seeded(0))
 
     def part(chosen: Tensor) -> Pairs:
-        by_length = chosen[(tokens[chosen] != PAD).sum(1).argsort()]  # batches of one length are judged faster
+        by_length = chosen[(tokens[chosen] != PAD).sum(1).argsort()]  # batches of one length run faster
         return tokens[by_length], labels[by_length]
 
-    pool = order[n_test + n_held_out :]
-    return Parts((tokens[pool], labels[pool]), part(order[n_test : n_test + n_held_out]), part(order[:n_test]))
+    pool = order[n_test + n_validation :]
+    return Parts((tokens[pool], labels[pool]), part(order[n_test : n_test + n_validation]), part(order[:n_test]))

@@ -1,371 +1,230 @@
 """Accuracy against the condition number of the features: what conditioning alone costs a network.
 
 A ResNet-8 on CIFAR-10 and a fully connected network on Fashion-MNIST are trained from scratch with ID cond features
-whose singular values have mean square one and follow a law at a chosen condition number (`papers/scaled_training.py`):
-the semi-circle of random features, which hardly changes between large condition numbers, as only the smallest of its
-values know them; and, to see conditioning without that limit, a geometric one. Each spectrum has its own rate, the one
-of a common grid with the best accuracy on images put aside, and is also judged at the ordinary network's rate. Each run
-and each try of a rate is kept as a record.
+whose singular values have mean square one and follow a law at a chosen condition number (`scaled_training` of
+random_features, which table 1 of the paper uses at other sizes): the semi-circle of random features, which hardly
+changes between large condition numbers, as only the smallest of its values depend on them; and, to see conditioning
+without that limit, a geometric one. Each spectrum has its own learning rate and is also tested at the ordinary one.
 
 Theory: random_features:thm-3.1
-
-What training at every condition number measured: every run, the rates tried, tables and goals.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
-from onlynorm.evidence.arguments import listener, need_counts, need_names
-from onlynorm.evidence.cache import Rows, Say, fields_of, note_of
-from onlynorm.evidence.goals import Goal, Table, number
-from onlynorm.evidence.papers.random_features.scaled_training import (
-    GEOMETRIC,
-    LAWS,
-    SEMICIRCLE,
-    SUBJECTS,
-    images_of,
-    spectrum_change,
-    squared_spectrum,
-    step_gap,
-    train,
-)
-from onlynorm.evidence.report.figure import COLOURS, STYLE, write_pictures
-from onlynorm.evidence.spread import Spread
+from onlynorm.display import Curve, Figure, Panel, Table
+from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, number, percent, setting
+from onlynorm.evidence.papers.random_features import scaled_training
+from onlynorm.evidence.papers.random_features.scaled_training import GEOMETRIC, LAWS, SEMICIRCLE, images_of
 from onlynorm.evidence.validation import TRIAL_SEED
 from onlynorm.storage import tensors_digest
-from onlynorm.validate import need_integer, need_path
 
 ROUNDING = 1e-10
 """How far a move may be from s^2 times the ordinary one, in float64, after both went through a whole network."""
-COLUMNS = (
-    "data", "spectrum", "condition", "test accuracy %", "training accuracy %", "test below ordinary, points", "rate",
-    "test accuracy % at the ordinary rate", "seeds", "note",
-)  # fmt: skip
-LAW_COLUMNS = (
-    "data", "spectrum", "condition", "largest s²", "weights with s² < 0.1, %", "weights with s² < 0.01, %",
-    "mean change of s² from the condition before", "test accuracy below it, points",
-)  # fmt: skip
-
-
-class Scale(NamedTuple):
-    """The law of the singular values and their condition number."""
-
-    law: str
-    condition: float
-
-    def __str__(self) -> str:
-        return self.law if self == ORDINARY else f"{self.law} {self.condition:g}"
-
-
-ORDINARY = Scale("ordinary network", 1.0)
+ORDINARY = "ordinary network"
+CONDITIONS: Mapping[str, Sequence[float]] = {
+    SEMICIRCLE: (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 1e6),
+    GEOMETRIC: (10.0, 1000.0, 1e6),
+}
+"""Condition numbers of each law, ascending; the geometric law of condition 1 is the ordinary network too."""
+QUICK_CONDITIONS: Mapping[str, Sequence[float]] = {SEMICIRCLE: (1.0, 1e6), GEOMETRIC: (1e6,)}
+N_SEEDS: Mapping[str, int] = {"cifar10": 3, "fashion_mnist": 10}
+"""Networks of each kind by default; the fully connected ones are ten times cheaper."""
 
 
 @dataclass(frozen=True)
-class ScaledSizes:
-    """How many images are learned from and how long; `is_quick` leaves out the goals that need a whole training."""
+class ScaledSizes(Sizes):
+    """Data, laws, and how long a network is trained; goals about accuracy need more than a quick run."""
 
-    n_train: int = 10_000
-    n_epochs: int = 6
-    n_trial_epochs: int = 3
+    data: tuple[str, ...] = setting(
+        tuple(N_SEEDS), choices=scaled_training.SUBJECTS, is_key=False, help="cifar10 or fashion_mnist."
+    )
+    law: tuple[str, ...] = setting(LAWS, choices=LAWS, help="semi-circle or geometric.", is_key=False)
+    seeds: int | None = setting(
+        None, quick=2, high=TRIAL_SEED, is_key=False, help="Networks of each kind; 3 and 10 by data."
+    )
+    epochs: int = setting(6, quick=2, help="Epochs of training.")
+    images: int = setting(10_000, quick=1000, help="Training images.")
+    trial_epochs: int = setting(3, quick=1)
     batch_size: int = 64
-    is_quick: bool = False
-
-    @classmethod
-    def quick(cls) -> ScaledSizes:
-        """A short training."""
-        return cls(n_train=1000, n_epochs=2, n_trial_epochs=1, is_quick=True)
 
 
-@dataclass(frozen=True)
-class ScaledRun:
-    """One network trained and judged by the test images."""
+class Case(NamedTuple):
+    """A data set, the law of the singular values and their condition number."""
 
     data: str
-    scale: Scale
-    seed: int
-    rate: float
+    spectrum: str
+    condition: float
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One network after training."""
+
     train_accuracy: float
     accuracy: float
     loss: float
-    note: str = ""
 
 
 @dataclass(frozen=True)
-class ScaledTrial:
-    """One rate tried with a seed that is not judged: the accuracy on images put aside."""
-
-    data: str
-    scale: Scale
-    rate: float
-    accuracy: float
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class ScaledLaw:
-    """A spectrum over all weights of a network: the largest s^2, and the shares of those below 0.1 and 0.01.
+class LawFacts:
+    """A spectrum over all weights of a network: the largest s^2, and the fractions of those below 0.1 and 0.01.
 
     `change` is the mean by which s^2 differs from the next smaller condition number, `gap` how far the moves of one
     step are from what the spectrum says.
     """
 
     data: str
-    scale: Scale
+    spectrum: str
+    condition: float
     largest: float
-    slow: float
-    stuck: float
+    below_tenth: float
+    below_hundredth: float
     change: float
     gap: float
 
 
-@dataclass
-class ScaledBench:
-    """All runs, the trials that chose their rates, the spectra, and where the picture lies."""
-
-    runs: list[ScaledRun] = field(default_factory=list)
-    trials: list[ScaledTrial] = field(default_factory=list)
-    laws: list[ScaledLaw] = field(default_factory=list)
-    sizes: ScaledSizes = field(default_factory=ScaledSizes)
-    figure: str = ""
-
-    @property
-    def data(self) -> list[str]:
-        """The data sets that were learned."""
-        return list(dict.fromkeys(run.data for run in self.runs))
-
-    def scales(self, data: str) -> list[Scale]:
-        """The spectra measured on this data, in the order in which they were."""
-        return list(dict.fromkeys(run.scale for run in self.runs if run.data == data))
-
-    def rate(self, data: str, scale: Scale) -> float:
-        """The rate that did best on the images put aside; the lower one of two that did equally well."""
-        tried = [trial for trial in self.trials if (trial.data, trial.scale) == (data, scale)]
-        return max(tried, key=lambda trial: (trial.accuracy, -trial.rate)).rate if tried else math.nan
-
-    def find(self, data: str, scale: Scale, *, at: float | None = None) -> list[ScaledRun]:
-        """The runs at a rate, by default the best of this spectrum, in the order of their seeds."""
-        rate = self.rate(data, scale) if at is None else at
-        found = [run for run in self.runs if (run.data, run.scale, run.rate) == (data, scale, rate)]
-        return sorted(found, key=lambda run: run.seed)
-
-    def test(self, data: str, scale: Scale, *, at: float | None = None) -> Spread:
-        """The test accuracy of a spectrum."""
-        return Spread.of([run.accuracy for run in self.find(data, scale, at=at)])
-
-    def fall(self, data: str, first: Scale, second: Scale) -> Spread:
-        """By how much the test accuracy of the second is below that of the first, seed by seed."""
-        pairs = zip(self.find(data, first), self.find(data, second), strict=True)
-        return Spread.of([one.accuracy - other.accuracy for one, other in pairs])
-
-    @property
-    def goals(self) -> list[Goal]:
-        """What is expected of scaled features, as far as this run measured it."""
-        return [goal for data in self.data for goal in _goals(self, data)]
-
-    def tables(self) -> list[Table]:
-        """Accuracies, spectra, and the rates that were tried."""
-        rows = [self._cells(data, scale) for data in self.data for scale in self.scales(data)]
-        rates = sorted({trial.rate for trial in self.trials})
-        tried = {(trial.data, trial.scale, trial.rate): f"{100 * trial.accuracy:.1f}" for trial in self.trials}
-        tries = [
-            (data, str(scale), *(tried.get((data, scale, rate), "-") for rate in rates))
-            for data, scale in dict.fromkeys((trial.data, trial.scale) for trial in self.trials)
-        ]
-        heads = ("data", "accuracy % on images put aside, at a rate of", *(f"{rate:g}" for rate in rates))
-        return [Table(COLUMNS, rows, 160), Table(LAW_COLUMNS, list(self._law_rows()), 140), Table(heads, tries)]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        parts: dict[str, Sequence[ScaledRun | ScaledTrial | ScaledLaw]] = {
-            "runs": self.runs, "trials": self.trials, "laws": self.laws,
-        }  # fmt: skip
-        return {
-            "sizes": asdict(self.sizes),
-            **{name: [{**asdict(row), "scale": row.scale._asdict()} for row in rows] for name, rows in parts.items()},
-            "goals": [asdict(goal) for goal in self.goals],
-            "figure": self.figure,
-        }
-
-    def _cells(self, data: str, scale: Scale) -> tuple[str, ...]:
-        runs = self.find(data, scale)
-        return (
-            data, scale.law, f"{scale.condition:g}", self.test(data, scale).percent(),
-            Spread.of([run.train_accuracy for run in runs]).percent(),
-            "-" if scale == ORDINARY else self.fall(data, ORDINARY, scale).percent(),
-            number(self.rate(data, scale), "g"), self.test(data, scale, at=self.rate(data, ORDINARY)).percent(),
-            str(len(runs)), note_of([run.note for run in runs]),
-        )  # fmt: skip
-
-    def _law_rows(self) -> Iterator[tuple[str, ...]]:
-        last: dict[tuple[str, str], Scale] = {}
-        for law in self.laws:
-            above = last.get((law.data, law.scale.law), ORDINARY)
-            yield (
-                law.data, law.scale.law, f"{law.scale.condition:g}", f"{law.largest:.3g}", f"{100 * law.slow:.1f}",
-                f"{100 * law.stuck:.2f}", number(law.change, ".2g"), self.fall(law.data, above, law.scale).percent(),
-            )  # fmt: skip
-            last[law.data, law.scale.law] = law.scale
+def ordinary(case: Case) -> Case:
+    """The ordinary network for the same data."""
+    return Case(case.data, ORDINARY, 1.0)
 
 
-def _goals(bench: ScaledBench, data: str) -> Iterator[Goal]:
-    """Condition 1 is the ordinary network to the last bit; the largest one of a law is worse by more than chance."""
-    usual = bench.rate(data, ORDINARY)
-    ordinary, first = bench.find(data, ORDINARY), bench.find(data, Scale(SEMICIRCLE, 1.0), at=usual)
-    if ordinary and first:
-        pairs = zip(ordinary, first, strict=True)
-        n_equal = sum(_numbers(one) == _numbers(other) for one, other in pairs)
-        yield Goal(
-            f"{data}: condition 1 trains exactly as the ordinary network",
-            f"{n_equal} of {len(ordinary)} seeds agree to the last bit",
-            n_equal == len(ordinary),
-        )
-    gaps = [law.gap for law in bench.laws if law.data == data]
-    if gaps:
-        aim = f"{data}: a step moves each weight by s² times the ordinary step, to {ROUNDING:g} in float64"
-        yield Goal(aim, f"{max(gaps):.1e}", max(gaps) <= ROUNDING)
-    if bench.sizes.is_quick or len(ordinary) < 2:
-        return
-    for scale in {scale.law: scale for scale in bench.scales(data) if scale.condition > 1.0}.values():
-        best, last = bench.test(data, ORDINARY), bench.test(data, scale)
-        yield Goal(
-            f"{data}, {scale.law}: the interval of accuracy at condition {scale.condition:g} lies below that at 1",
-            f"{last.percent()} % beside {best.percent()} %; {bench.fall(data, ORDINARY, scale).percent()} points lower "
-            "seed by seed",
-            last.mean + last.half < best.mean - best.half,
-        )
+def cases(sizes: ScaledSizes) -> list[Case]:
+    """The ordinary network and every spectrum, for each data set."""
+    conditions = QUICK_CONDITIONS if sizes.quick else CONDITIONS
+    spectra = [(law, condition) for law in sizes.law for condition in conditions[law]]
+    return [Case(data, *spectrum) for data in sizes.data for spectrum in [(ORDINARY, 1.0), *spectra]]
 
 
-def _numbers(run: ScaledRun) -> tuple[float, ...]:
-    return run.seed, run.accuracy, run.train_accuracy, run.loss
+@functools.lru_cache(maxsize=2)
+def images_digest(data: str) -> str:
+    """What identifies the images."""
+    return tensors_digest(vars(images_of(data)))
 
 
-CONDITIONS: Mapping[str, Sequence[float]] = {
-    SEMICIRCLE: (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 1e6),
-    GEOMETRIC: (10.0, 1000.0, 1e6),
-}
-"""Condition numbers of each law, ascending; the geometric law of condition 1 is the ordinary network too."""
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-"""Peak rates that are tried, the same for every spectrum."""
-N_SEEDS: Mapping[str, int] = {"cifar10": 3, "fashion_mnist": 10}
-"""Networks of each kind unless told otherwise; the fully connected ones are ten times cheaper."""
-KIND = "onlynorm-bench-scaled"
-_QUICK_CONDITIONS: Mapping[str, Sequence[float]] = {SEMICIRCLE: (1.0, 1e6), GEOMETRIC: (1e6,)}
+sweep = Sweep(
+    "scaled", "Networks with features of growing condition number, trained from scratch.", ScaledSizes, cases=cases,
+    lrs=(0.01, 0.03, 0.1, 0.3, 1.0), also_at=ordinary,
+    seeds=lambda case, sizes: sizes.seeds or N_SEEDS[case.data],
+    made_of=lambda case, _: {"images": images_digest(case.data)}, width=160,
+    columns={
+        "test accuracy %": percent("accuracy"), "training accuracy %": percent("train_accuracy"),
+        "test below ordinary, points": lambda results, case, _: (
+            "-" if case.spectrum == ORDINARY else results.gap(ordinary(case), case).percent()
+        ),
+        "test accuracy % at the ordinary lr": lambda results, case, _: (
+            results.spread(case, lr=results.lr(ordinary(case))).percent()
+        ),
+    },
+)  # fmt: skip
 
 
-def bench_scaled(
-    *,
-    data: Sequence[str] | None = None,
-    laws: Sequence[str] | None = None,
-    n_seeds: int | None = None,
-    sizes: ScaledSizes | None = None,
-    quick: bool = False,
-    out: Path | str = "onlynorm-out/bench",
-    force: bool = False,
-    progress: Say | None = None,
-    on_row: Callable[[ScaledRun], None] | None = None,
-) -> ScaledBench:
-    """Trains every network with every spectrum; what an earlier run with the same sizes did is read again.
-
-    `force` makes it anew. `quick` takes few spectra and two seeds, and trains too shortly for accuracies to mean much.
-    """
-    data = need_names("data", tuple(SUBJECTS) if data is None else data, SUBJECTS)
-    laws = need_names("law of a spectrum", LAWS if laws is None else laws, LAWS)
-    if n_seeds is not None:
-        n_seeds = need_integer("n_seeds", n_seeds, low=1, high=TRIAL_SEED, cure="Rates are tried with seeds beyond.")
-    say, on_row = listener("progress", progress), listener("on_row", on_row)
-    folder = need_path("out", out) / "scaled"
-    sizes = need_counts(sizes or (ScaledSizes.quick() if quick else ScaledSizes()), ScaledSizes)
-    bench = ScaledBench(sizes=sizes)
-    lab = _Lab(bench.sizes, Rows(folder, kind=KIND, module=__name__, force=force, say=say), say)
-    conditions = {law: (_QUICK_CONDITIONS if quick else CONDITIONS)[law] for law in laws}
-    for name in data:
-        scales = [ORDINARY, *(Scale(law, condition) for law in laws for condition in conditions[law])]
-        bench.laws += [law for one in laws for law in lab.laws(name, one, conditions[one])]
-        bench.trials += [lab.trial(name, scale, rate) for scale in scales for rate in RATES]
-        for scale, seed in itertools.product(scales, range(n_seeds or (2 if quick else N_SEEDS[name]))):
-            for rate in dict.fromkeys((bench.rate(name, scale), bench.rate(name, ORDINARY))):
-                bench.runs.append(lab.run(name, scale, seed, rate))
-                if on_row is not None:
-                    on_row(bench.runs[-1])
-    bench.figure = str(draw_scaled(bench, folder))
-    return bench
+def _train(case: Case, run: Run, sizes: ScaledSizes, *, epochs: int, is_trial: bool) -> dict[str, float]:
+    spectrum = {} if case.spectrum == ORDINARY else {"law": case.spectrum}
+    return scaled_training.train(
+        data=case.data, condition=None if case.spectrum == ORDINARY else case.condition, **spectrum, lr=run.lr,
+        seed=run.seed, n_train=sizes.images, n_epochs=epochs, batch_size=sizes.batch_size, is_trial=is_trial,
+    )  # fmt: skip
 
 
-def draw_scaled(bench: ScaledBench, folder: Path) -> Path:
-    """The path of the picture of accuracy over condition number, as PNG; the same as SVG lies beside it."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.6 * len(bench.data), 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axes, data in zip(figure.subplots(1, len(bench.data), squeeze=False).flat, bench.data, strict=True):
-            usual = bench.rate(data, ORDINARY)
-            ways = [(law, at) for law in LAWS for at in (None, usual)]
-            for place, (law, at) in enumerate(ways):
-                scales = [ORDINARY, *(s for s in bench.scales(data) if s.law == law and s.condition > 1.0)]
-                found = [bench.test(data, scale, at=at) for scale in scales]
-                if len(scales) > 1:
-                    axes.errorbar(
-                        # Side by side, or one interval would hide another.
-                        [scale.condition * 1.07**place for scale in scales], [100 * one.mean for one in found],
-                        [0.0 if math.isnan(one.half) else 100 * one.half for one in found],
-                        label=f"{law}, " + ("rates of its own" if at is None else f"rate {usual:g}"),
-                        color=COLOURS[place], marker="o", markersize=3.5, capsize=2.5, linewidth=1.1,
-                    )  # fmt: skip
-            axes.set(title=data, xlabel="condition number", ylabel="test accuracy, %", xscale="log")
-            axes.legend()
-        return write_pictures(figure, folder, "accuracy")[0]
+@sweep.trial
+def validation_accuracy(case: Case, run: Run, sizes: ScaledSizes) -> float:
+    """The accuracy on validation images after a short training."""
+    return _train(case, run, sizes, epochs=sizes.trial_epochs, is_trial=True)["accuracy"]
 
 
-class _Lab:
-    """The sizes and the records that all runs share."""
+@sweep.measure
+def train(case: Case, run: Run, sizes: ScaledSizes) -> Trained:
+    """One network, trained and tested."""
+    return Trained(**_train(case, run, sizes, epochs=sizes.epochs, is_trial=False))
 
-    def __init__(self, sizes: ScaledSizes, rows: Rows, say: Say) -> None:
-        self.sizes, self.rows, self.say = sizes, rows, say
-        self.digests: dict[str, str] = {}
 
-    def laws(self, data: str, law: str, conditions: Sequence[float]) -> list[ScaledLaw]:
-        """What the spectra of a law do to the weights of the network."""
-        made = []
+@sweep.facts
+def spectra(results: Results[ScaledSizes, Case], say: Callable[[str], None]) -> dict[str, Any]:
+    """What the spectra do to the weights of the networks."""
+    made = []
+    for data, law in itertools.product(results.sizes.data, results.sizes.law):
+        conditions = [case.condition for case in results.cases if (case.data, case.spectrum) == (data, law)]
         for before, condition in itertools.pairwise((1.0, *conditions)):
-            self.say(f"{data}, {law} {condition:g}: one step beside the ordinary one")
-            squares = squared_spectrum(data, condition=condition, law=law)
-            made.append(ScaledLaw(
-                data, Scale(law, condition), largest=float(squares.max()),
-                slow=float((squares < 0.1).double().mean()), stuck=float((squares < 0.01).double().mean()),
-                change=spectrum_change(data, before, second=condition, law=law),
-                gap=step_gap(data, condition=condition, law=law, seed=TRIAL_SEED, n_images=self.sizes.batch_size),
-            ))  # fmt: skip
-        return made
+            say(f"{data}, {law} {condition:g}: one step beside the ordinary one")
+            squares = scaled_training.squared_spectrum(data, condition=condition, law=law)
+            below, far_below = (float((squares < limit).double().mean()) for limit in (0.1, 0.01))
+            change = scaled_training.spectrum_change(data, before, second=condition, law=law)
+            gap = scaled_training.step_gap(
+                data, condition=condition, law=law, seed=TRIAL_SEED, n_images=results.sizes.batch_size
+            )
+            made.append(asdict(LawFacts(data, law, condition, float(squares.max()), below, far_below, change, gap)))
+    return {"laws": made}
 
-    def trial(self, data: str, scale: Scale, rate: float) -> ScaledTrial:
-        """One rate, judged by the images put aside."""
-        found = self._find(data, scale, TRIAL_SEED, rate, n_epochs=self.sizes.n_trial_epochs, is_trial=True)
-        return ScaledTrial(data, scale, rate, found["accuracy"], found["note"])
 
-    def run(self, data: str, scale: Scale, seed: int, rate: float) -> ScaledRun:
-        """One network, trained and judged by the test images."""
-        found = self._find(data, scale, seed, rate, n_epochs=self.sizes.n_epochs, is_trial=False)
-        return ScaledRun(data, scale, seed, rate, **found)
+@sweep.tables
+def law_tables(results: Results[ScaledSizes, Case]) -> list[Table]:
+    """The spectra, with the fall of the accuracy from one condition number to the next."""
+    heads = (
+        "data", "spectrum", "condition", "largest s²", "weights with s² < 0.1, %", "weights with s² < 0.01, %",
+        "mean change of s² from the condition before", "test accuracy below it, points",
+    )  # fmt: skip
+    rows, last = [], dict[tuple[str, str], Case]()
+    for law in (LawFacts(**one) for one in results.facts.get("laws", ())):
+        case = Case(law.data, law.spectrum, law.condition)
+        above = last.get(case[:2], ordinary(case))
+        rows.append((
+            law.data, law.spectrum, f"{law.condition:g}", f"{law.largest:.3g}", f"{100 * law.below_tenth:.1f}",
+            f"{100 * law.below_hundredth:.2f}", number(law.change, ".2g"), results.gap(above, case).percent(),
+        ))  # fmt: skip
+        last[case[:2]] = case
+    return [Table(heads, rows, 140)]
 
-    def _find(self, data: str, scale: Scale, seed: int, rate: float, **how: Any) -> dict[str, Any]:
-        spectrum = {"condition": None} if scale == ORDINARY else scale._asdict()
-        settings = {"data": data, **spectrum, "rate": rate, "seed": seed, **how,
-                    "n_train": self.sizes.n_train, "batch_size": self.sizes.batch_size}  # fmt: skip
-        name = f"{data}, {scale}, rate {rate:g}, seed {seed}"
-        self.say(name + (", a trial" if how["is_trial"] else ""))
-        if data not in self.digests:
-            self.digests[data] = tensors_digest(vars(images_of(data)))
-        made_of, fields = (
-            {**settings, "images": self.digests[data]},
-            fields_of(ScaledRun, "data", "scale", "seed", "rate"),
-        )
-        return self.rows.find(name, made_of, lambda: train(**settings), fields=fields)
+
+@sweep.goals
+def goals(results: Results[ScaledSizes, Case]) -> Iterator[Goal]:
+    """Condition 1 is the ordinary network to the last bit; the largest one of a law is worse by more than chance."""
+    for plain in dict.fromkeys(ordinary(case) for case in results.cases):
+        usual, first = results.of(plain), results.of(Case(plain.data, SEMICIRCLE, 1.0), lr=results.lr(plain))
+        if len(usual) and len(first):
+            names = ["seed", "accuracy", "train_accuracy", "loss"]
+            n_equal = int((usual[names].to_numpy() == first[names].to_numpy()).all(axis=1).sum())
+            yield Goal(
+                f"{plain.data}: condition 1 trains exactly as the ordinary network",
+                f"{n_equal} of {len(usual)} seeds agree to the last bit", n_equal == len(usual),
+            )  # fmt: skip
+        gaps = [one["gap"] for one in results.facts.get("laws", ()) if one["data"] == plain.data]
+        if gaps:
+            aim = f"{plain.data}: a step moves each weight by s² times the ordinary step, to {ROUNDING:g} in float64"
+            yield Goal(aim, f"{max(gaps):.1e}", max(gaps) <= ROUNDING)
+        if results.sizes.quick or len(usual) < 2:
+            continue
+        worse = [case for case in results.cases if case.data == plain.data and case.condition > 1.0]
+        for case in {case.spectrum: case for case in worse}.values():
+            best, last = results.spread(plain), results.spread(case)
+            yield Goal(
+                f"{case.data}, {case.spectrum}: the interval of accuracy at condition {case.condition:g} lies below "
+                "that at 1",
+                f"{last.percent()} % beside {best.percent()} %; {results.gap(plain, case).percent()} points lower seed "
+                "by seed",
+                last.mean + last.half < best.mean - best.half,
+            )
+
+
+@sweep.figures
+def draw(results: Results[ScaledSizes, Case]) -> dict[str, Figure]:
+    """Accuracy over the condition number, at the learning rate of each spectrum and at the ordinary one."""
+    curves = []
+    for plain in dict.fromkeys(ordinary(case) for case in results.cases):
+        for place, (law, is_own) in enumerate(itertools.product(LAWS, (True, False))):
+            found = [c for c in results.cases if c.data == plain.data and c.spectrum == law and c.condition > 1.0]
+            if found:
+                lr = None if is_own else results.lr(plain)
+                spreads = [results.spread(case, lr=lr) for case in (plain, *found)]
+                # Side by side, or one interval would hide another.
+                x = [case.condition * 1.07**place for case in (plain, *found)]
+                label = f"{law}, " + ("its own lr" if is_own else "the ordinary lr")
+                y, halves = [100 * one.mean for one in spreads], [100 * one.half for one in spreads]
+                curves.append(Curve(label, x, y, "line+points", plain.data, y_error=halves))
+    panels = [Panel(data, data, "condition number", "test accuracy, %", x_log=True) for data in results.sizes.data]
+    return {"accuracy": Figure(curves, panels)}

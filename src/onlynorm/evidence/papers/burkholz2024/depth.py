@@ -19,9 +19,9 @@ from torch import nn
 
 import onlynorm as on
 from onlynorm.data import digits
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.features import draw
 from onlynorm.features.draw import check_shape
 from onlynorm.features.streams import Stream

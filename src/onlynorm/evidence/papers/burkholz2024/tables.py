@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import onlynorm as on
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.bench.papers_method import solve_as_papers
 from onlynorm.evidence.papers.burkholz2024.vgg_targets import ACTIVATIONS, DEPTHS, rebuild
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.timing import race
 from onlynorm.models import vgg
 

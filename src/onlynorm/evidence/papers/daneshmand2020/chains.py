@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.rank import Chain, ChainAverages, simulate, top_eigenvalues, unit_rows, walk
 
 

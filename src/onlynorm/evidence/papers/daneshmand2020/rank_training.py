@@ -24,10 +24,10 @@ from torch.nn import functional
 
 import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 from onlynorm.models import mlp, resnet, vgg
 from onlynorm.rank import as_matrix, cosines, rank_ratio, repair

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import onlynorm as on
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import AccuracyWarning
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.features import draw
 from onlynorm.features.draw import check_shape
 from onlynorm.models import mlp

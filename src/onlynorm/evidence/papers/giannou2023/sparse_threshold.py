@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.giannou2023 import sparse
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 
 _N_PLACES = 120
 

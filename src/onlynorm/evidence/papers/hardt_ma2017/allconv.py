@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.data import Split, cifar10
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 from onlynorm.identity import AllConvolutional, all_convolutional, branch_bounds
 from onlynorm.tuning import accuracy

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.hardt_ma2017.landscape import positive
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.identity import factorize, paper_bound, random_matrix, spiral_bound
 
 METHODS = ("svd", "polar", "spiral")

@@ -16,9 +16,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
 from onlynorm.identity import Landscape, factorize, random_matrix
 

@@ -21,11 +21,11 @@ from torch import Tensor
 import onlynorm as on
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
 from onlynorm.alignment.align import align
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.random_features import match_bounds
 from onlynorm.evidence.papers.random_features.match_bounds import Mask, fits_inside
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.registry import Evidence, check, normal, verdict
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao

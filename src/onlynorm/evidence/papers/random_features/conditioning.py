@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import onlynorm as on
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 
 PLAIN = "LBFGS"
 SCALED = "preconditioned LBFGS"

@@ -1,7 +1,7 @@
 """Table 1 of random_features: accuracy of a network against the condition number of its features, scaled down.
 
 The paper trains a ResNet-50 on ImageNet; we train what `scaled_training` has, at the same condition numbers. The paper
-mentions no tuning, so one rate serves all conditions: the one that suits the ordinary network best.
+mentions no tuning, so one learning rate serves all conditions: the one that suits the ordinary network best.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
+from onlynorm.evidence.harness import best_lr
 from onlynorm.evidence.papers.random_features.scaled_training import spectrum_change, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.validation import TRIAL_SEED
 
@@ -27,15 +28,20 @@ _PANEL = Panel(title="ID cond with a spectrum", x_label="condition number", y_la
 
 @artifact("random_features:table-1")
 def table_1(run: Run) -> Outcome:
-    """Accuracies at the paper's condition numbers, all at the rate that suits the ordinary network best."""
-    rates, lesson = run.sizes["rates"], run.sizes["lesson"]
-    run.announce(len(rates) + (1 + len(PAPER)) * len(run.seeds))
-    trial = {**lesson, "n_epochs": run.sizes["n_trial_epochs"], "condition": None, "seed": TRIAL_SEED, "is_trial": True}
-    tried = {rate: run.piece(f"rate {rate:g}", train, rate=rate, **trial)["accuracy"] for rate in rates}
-    rate = max(rates, key=lambda one: (tried[one], -one))
+    """Accuracies at the paper's condition numbers, all at the learning rate that suits the ordinary network best."""
+    lrs, training = run.sizes["lrs"], run.sizes["training"]
+    run.announce(len(lrs) + (1 + len(PAPER)) * len(run.seeds))
+    trial = {
+        **training,
+        "n_epochs": run.sizes["n_trial_epochs"],
+        "condition": None,
+        "seed": TRIAL_SEED,
+        "is_trial": True,
+    }
+    lr = best_lr({lr: run.piece(f"lr {lr:g}", train, lr=lr, **trial)["accuracy"] for lr in lrs})
     made = {
         condition: [
-            run.piece(f"condition {condition} seed {seed}", train, condition=condition, rate=rate, seed=seed, **lesson)
+            run.piece(f"condition {condition} seed {seed}", train, condition=condition, lr=lr, seed=seed, **training)
             for seed in run.seeds
         ]
         for condition in (None, *PAPER)
@@ -43,7 +49,7 @@ def table_1(run: Run) -> Outcome:
     test, seen = (
         {c: [100.0 * one[part] for one in runs] for c, runs in made.items()} for part in ("accuracy", "train_accuracy")
     )
-    return Outcome(compare(test, seen, lesson["data"]), _curves(test, seen), [_PANEL], _table(test, seen))
+    return Outcome(compare(test, seen, training["data"]), _curves(test, seen), [_PANEL], _table(test, seen))
 
 
 def compare(test: Accuracies, seen: Accuracies, data: str) -> dict[str, float]:

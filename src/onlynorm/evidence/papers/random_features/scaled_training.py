@@ -7,8 +7,8 @@ numbers, or are geometric, evenly spaced in their logarithms, so that every one 
 with the weights of the ordinary one, so that nothing but conditioning differs. There is no weight decay: on gamma it
 would shrink every weight at the same pace, while a small s slows its learning down, and so prune it.
 
-Images are averaged over 2 x 2 pixels. SGD has momentum 0.9, and a rate that rises for a twentieth of the steps and
-falls to zero on a cosine. Rates are chosen by images put aside, with a seed that is not judged.
+Images are averaged over 2 x 2 pixels. SGD has momentum 0.9, and a learning rate that rises for a twentieth of the steps
+and falls to zero on a cosine. Learning rates are chosen on validation images, with a seed that is not judged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn import functional
 import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.errors import TrainingError, UnknownNameError
-from onlynorm.evidence import validation
+from onlynorm.evidence.validation import training_subset, validation_subset
 from onlynorm.frozen import Choice, NormOnlyLayer, wrap
 from onlynorm.models import cifar_resnet, mlp
 from onlynorm.tuning import accuracy
@@ -34,8 +34,8 @@ from onlynorm.tuning import accuracy
 SEMICIRCLE, GEOMETRIC = "semi-circle", "geometric"
 LAWS = (SEMICIRCLE, GEOMETRIC)
 """Laws of the singular values."""
-N_PUT_ASIDE = 2000
-"""Training images that only choose rates."""
+N_VALIDATION = 2000
+"""Training images that only choose learning rates."""
 _N_CLASSES = 10
 
 
@@ -89,25 +89,24 @@ def spectrum(n: int, *, condition: float, law: str, seed: int = 0, layer: str = 
 
 
 def train(
-    *, data: str, condition: float | None, law: str = SEMICIRCLE, rate: float, seed: int, n_train: int, n_epochs: int,
+    *, data: str, condition: float | None, law: str = SEMICIRCLE, lr: float, seed: int, n_train: int, n_epochs: int,
     batch_size: int, is_trial: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Accuracy on training images and on others, and the mean loss of the last epoch.
 
-    The others are the test images, in a trial those put aside. A training whose loss is no longer a number counts as
-    guessing.
+    The others are the test images, in a trial the validation images. A training that diverges counts as guessing.
     """
     network = build(data, condition=condition, law=law, seed=seed)
-    lesson = pick_lesson(data, n_train=n_train, seed=seed)
-    schedule = on.Schedule(epochs=n_epochs, batch_size=batch_size, lr=rate, seed=seed)
+    chosen = training_images(data, n_train=n_train, seed=seed)
+    schedule = on.Schedule(epochs=n_epochs, batch_size=batch_size, lr=lr, seed=seed)
     try:
-        trained = on.fit(network, lesson, schedule=schedule, accelerator="cpu")
+        trained = on.fit(network, chosen, schedule=schedule, accelerator="cpu")
     except TrainingError:
         guess = 1.0 / _N_CLASSES
         return {"train_accuracy": guess, "accuracy": guess, "loss": math.log(_N_CLASSES)}
-    seen = lesson[0][:N_PUT_ASIDE], lesson[1][:N_PUT_ASIDE]
+    seen = chosen[0][:N_VALIDATION], chosen[1][:N_VALIDATION]
     split = images_of(data)
-    others = put_aside(data) if is_trial else (split.test_inputs, split.test_labels)
+    others = validation_images(data) if is_trial else (split.test_inputs, split.test_labels)
     return {
         "train_accuracy": accuracy(network, seen),
         "accuracy": accuracy(network, others),
@@ -115,14 +114,14 @@ def train(
     }
 
 
-def pick_lesson(data: str, *, n_train: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Training images chosen by the seed among those not put aside, and their labels."""
-    return validation.lesson(images_of(data), n_train, n_put_aside=N_PUT_ASIDE, seed=seed)
+def training_images(data: str, *, n_train: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Training images chosen by the seed outside the validation images, and their labels."""
+    return training_subset(images_of(data), n_train, n_validation=N_VALIDATION, seed=seed)
 
 
-def put_aside(data: str) -> tuple[Tensor, Tensor]:
-    """The training images that choose rates, and their labels."""
-    return validation.put_aside(images_of(data), N_PUT_ASIDE)
+def validation_images(data: str) -> tuple[Tensor, Tensor]:
+    """The images that choose learning rates, and their labels."""
+    return validation_subset(images_of(data), N_VALIDATION)
 
 
 @functools.lru_cache(maxsize=2)
@@ -143,7 +142,7 @@ def _subject(data: str) -> Subject:
 
 def step_gap(data: str, *, condition: float, law: str = SEMICIRCLE, seed: int, n_images: int = 64) -> float:
     """How far weights move in one step of SGD beside s^2 times the ordinary step, as a share of the longest move."""
-    images, labels = pick_lesson(data, n_train=n_images, seed=seed)
+    images, labels = training_images(data, n_train=n_images, seed=seed)
     ordinary, scaled = (
         _moves(build(data, condition=c, law=law, seed=seed, dtype=torch.float64), images.double(), labels)
         for c in (None, condition)

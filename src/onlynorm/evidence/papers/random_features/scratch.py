@@ -1,7 +1,7 @@
 """The CIFAR-10 numbers of random_features, section 5: he_normal features trained from scratch, beside ordinary layers.
 
 The paper trains a VGG of width 100 with a hundred features more than weights per layer. Its relative excess, 1/900, is
-what fixes the condition number of the features, so that is what we keep where the network shrinks. A fourth way is
+what fixes the condition number of the features, so that is what we keep where the network shrinks. A fourth method is
 ours: the same features, with gammas that follow the weights.
 """
 
@@ -12,10 +12,10 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
-from onlynorm.evidence.papers.random_features.scratch_training import Training, Way, choose_rate, train
+from onlynorm.evidence.papers.random_features.scratch_training import Method, Training, choose_lr, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 from onlynorm.evidence.spread import Spread
 
 EXCESS = 1.0 + 100 / 90_000
@@ -29,9 +29,9 @@ ORDINARY, PLAIN, WARMED, FOLLOWED = (
     "he_normal, longer with warmup",
     "he_normal, follow_weights",
 )
-WAYS = {
-    ORDINARY: Way(), PLAIN: Way("he_normal", EXCESS), WARMED: Way("he_normal", EXCESS),
-    FOLLOWED: Way("he_normal", EXCESS, follow_weights=True),
+METHODS = {
+    ORDINARY: Method(), PLAIN: Method("he_normal", EXCESS), WARMED: Method("he_normal", EXCESS),
+    FOLLOWED: Method("he_normal", EXCESS, follow_weights=True),
 }  # fmt: skip
 STATED = {ORDINARY: "in the order of 94", PLAIN: "86.64 ± 0.08", WARMED: "90.08 ± 0.03", FOLLOWED: "-"}
 """What the paper has for them, in per cent."""
@@ -39,18 +39,18 @@ STATED = {ORDINARY: "in the order of 94", PLAIN: "86.64 ± 0.08", WARMED: "90.08
 
 @artifact("random_features:section-5")
 def section_5(run: Run) -> Outcome:
-    """Test accuracies after training from scratch, each way at the rate that was best for it.
+    """Test accuracies after training from scratch, each method at the learning rate that was best for it.
 
     Theory: random_features:thm-2.2, random_features:thm-3.1
     """
-    run.announce(len(WAYS) * (1 + len(run.seeds)))
-    rates: dict[str, float] = {}
+    run.announce(len(METHODS) * (1 + len(run.seeds)))
+    lrs: dict[str, float] = {}
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, way in WAYS.items():
-        config = {"way": asdict(way), "training": training_of(name, run)}
-        rates[name] = run.piece(f"{name}, rate", choose_rate, **config)["rate"]
+    for name, method in METHODS.items():
+        config = {"method": asdict(method), "training": training_of(name, run)}
+        lrs[name] = run.piece(f"{name}, lr", choose_lr, **config)["lr"]
         found[name] = [
-            run.piece(f"{name}, seed {seed}", train, **config, rate=rates[name], seed=seed) for seed in run.seeds
+            run.piece(f"{name}, seed {seed}", train, **config, lr=lrs[name], seed=seed) for seed in run.seeds
         ]
     accuracies = {name: [100.0 * one["accuracy"] for one in runs] for name, runs in found.items()}
     means = {name: statistics.fmean(values) for name, values in accuracies.items()}
@@ -59,8 +59,8 @@ def section_5(run: Run) -> Outcome:
         plan = training_of(name, run)
         half = Spread.of(values).half
         interval = "-" if math.isnan(half) else half
-        rows.append([name, plan["epochs"], plan["warmup"], rates[name], means[name], interval, STATED[name]])
-    columns = ["way", "epochs", "warmup", "rate", "accuracy %", "± (95 %)", "paper %"]
+        rows.append([name, plan["epochs"], plan["warmup"], lrs[name], means[name], interval, STATED[name]])
+    columns = ["method", "epochs", "warmup", "lr", "accuracy %", "± (95 %)", "paper %"]
     return Outcome(
         values={
             **{f"accuracy, {name}": mean for name, mean in means.items()},
@@ -76,7 +76,7 @@ def section_5(run: Run) -> Outcome:
 
 
 def training_of(name: str, run: Run) -> dict[str, Any]:
-    """The training of this way at the sizes of the run."""
+    """The training of this method at the sizes of the run."""
     is_longer = name == WARMED
     sizes = {key: value for key, value in run.sizes.items() if key not in ("epochs", "n_seeds")}
     epochs = round(run.sizes["epochs"] * (LONGER if is_longer else 1.0))

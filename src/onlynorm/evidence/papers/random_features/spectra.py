@@ -10,9 +10,9 @@ from jaxtyping import Float
 from scipy import integrate
 
 import onlynorm as on
+from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.records import Curve, Panel, Table
 
 _N_BINS = 48
 
