@@ -194,6 +194,8 @@ def test_every_numerical_test_is_run_with_the_rounding_of_another_processor_too(
     # Commands, benchmarks and papers are long, and show numbers that others compute.
     others = re.compile(r"test_(bench|cli|papers|train|demo|screen|.*_refused|only_norms|package)")
     compares = re.compile(r"allclose|assert_close|is_same\(|\bEPS\b|\bTOLERANCE\b|\bROUNDING\b")
-    found = [path for path in sorted(tests.glob("test_*.py")) if not others.match(path.name)]
-    numerical = [f"tests/{path.name}" for path in found if len(compares.findall(path.read_text())) >= 3]
+    found = [path for path in sorted(tests.rglob("test_*.py")) if not others.match(path.name)]
+    numerical = [
+        path.relative_to(tests.parent).as_posix() for path in found if len(compares.findall(path.read_text())) >= 3
+    ]
     assert [name for name in numerical if name not in listed] == []

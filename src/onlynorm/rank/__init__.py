@@ -1,4 +1,4 @@
-"""Does the signal survive depth? Measures of its rank, chains that predict them, and the diagnosis of a network.
+"""The rank of signals in deep networks: measures, random chains that predict them, diagnosis and repair.
 
 Read `measures`, then `chains`, `diagnosis`, `trained` and `coverage`, and `repairs`.
 """

@@ -1,7 +1,7 @@
-"""Which layers of a network a repair sees, and which it does not, with the reason and their part of the parameters.
+"""Which layers of a network a repair can change, and which it cannot, with the reason and their parameters.
 
-A repair sees linear layers and convolutions that the model calls as modules, whose weights are parameters of their own
-and not frozen. A weight that two modules share, such as that of a token embedding, is measured and not changed.
+A repair can change linear layers and convolutions that the model calls as modules, whose weights are their own
+parameters and not frozen. A weight that two modules share, such as that of a token embedding, is not changed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from onlynorm.rank.trained import find_training
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-"""Modules that use the weights of their children, or several weights, by themselves."""
-MOST_UNSEEN = 0.1
-"""`diagnose` does not recommend a repair that sees less than the rest of the layers that the model calls."""
+"""Modules that use several weights, or those of their children, without calling these."""
+MAX_UNSEEN = 0.1
+"""`diagnose` recommends a repair only if at most this fraction of the called layers' parameters cannot be changed."""
 
 
 @dataclass(frozen=True)
 class Unseen:
-    """A module with weights that a repair leaves as it is, and why."""
+    """A module with weights that a repair does not change, and why."""
 
     name: str
     kind: str
@@ -71,7 +71,7 @@ def find_unseen(model: nn.Module, called: Collection[nn.Module], *, force: bool 
 
 
 def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
-    """Whether a repair sees nearly all of the layers that the model calls, and the network does not look trained."""
+    """Whether a repair can change nearly all called layers, and the network does not look trained."""
     tied = find_tied(model)
     seen, unseen = 0, 0
     layers: list[tuple[str, nn.Module]] = []
@@ -84,10 +84,10 @@ def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
             layers.append((name, module))
         elif not any(_memory(p) in tied for p in parameters):  # a tied head is fine as it is
             unseen += size
-    if not layers or unseen > MOST_UNSEEN * (seen + unseen):
+    if not layers or unseen > MAX_UNSEEN * (seen + unseen):
         return False
-    judged = ((name, layer, weight_of(layer), layer is layers[-1][1]) for name, layer in layers)
-    return not find_training(model, judged)
+    weights = ((name, layer, weight_of(layer), layer is layers[-1][1]) for name, layer in layers)
+    return not find_training(model, weights)
 
 
 def find_tied(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -100,7 +100,7 @@ def find_tied(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def tie_like(model: nn.Module, source: nn.Module) -> None:
-    """Lets parameters of a copy share their memory where those of its source do: copies of tensors do not."""
+    """Makes parameters of a copy share memory where those of its source do."""
     first: dict[tuple[int, int], nn.Parameter] = {}
     for own, old in zip(model.parameters(), source.parameters(), strict=True):
         shared = first.setdefault((_memory(old), old.numel()), own)
@@ -109,7 +109,7 @@ def tie_like(model: nn.Module, source: nn.Module) -> None:
 
 
 def _memory(parameter: Tensor) -> int:
-    """Where the entries are: `head.weight.data = tokens.weight.data` ties two parameters too."""
+    """The address of the entries: `head.weight.data = tokens.weight.data` ties two parameters too."""
     return parameter.data_ptr() or id(parameter)
 
 
@@ -117,7 +117,7 @@ def _reason(module: nn.Module, called: Collection[nn.Module], *, tied: dict[int,
     """Why a repair does not change the module; "" if it does."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "embeddings stay as they are"
+        return "embeddings are not changed"
     if isinstance(module, TRANSPOSED) and module.groups > 1:
         return "transposed and with groups"
     if not is_layer(module):

@@ -1,7 +1,7 @@
 """How many directions a signal has: the ratio r, soft, exact and effective rank, eigenvalues, regularity, cosines.
 
 H is features x samples, M(H) = H H^T / N. All measures take leading batch axes, follow the device of their input, work
-at least in float32, and refuse what has no rank to speak of: one sample, numbers that are none. Everything but the
+in float32 or float64, and raise an error for a single sample and for NaN or infinity. Everything but the
 counts (`soft_rank`, `exact_rank`) can be differentiated. Eigenvalues of M other than zero are those of H^T H / N, so
 the smaller of the two matrices serves.
 """
@@ -25,7 +25,7 @@ BETWEEN = ("samples", "features")
 def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1) -> Tensor:
     """H, features x columns, from the activations of a layer, samples first and channels on the axis `channels`.
 
-    (samples, features) is turned over. With further axes, positions in an image or a sequence, "pool" makes every
+    (samples, features) is transposed. With further axes, positions in an image or a sequence, "pool" makes every
     position of every sample a column of its own: channels x (samples * positions), what a batch norm sees. "samples"
     keeps one column per sample: (channels * positions) x samples. Transformers have their channels last: channels=-1.
     """
@@ -36,7 +36,7 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
     axis = channels % max(activations.ndim, 1)
     if activations.ndim < 2 or axis == 0 or not -activations.ndim <= channels < activations.ndim:
         raise ShapeError(
-            f"as_matrix needs activations (samples, channels, positions...) and an axis of channels behind the first; "
+            f"as_matrix needs activations (samples, channels, positions...) and an axis of channels after the first; "
             f"got {shape} and channels={channels}. Pass a whole batch, and channels=-1 where they come last."
         )
     if not activations.numel():
@@ -66,7 +66,7 @@ def unit_rows(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
 
 
 def unit_scale(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
-    """H times one number, so that Tr M = d: soft ranks then compare with those of `unit_rows`."""
+    """H rescaled so that Tr M = d: soft ranks are then comparable with those of `unit_rows`."""
     H = _ready(H, "unit_scale")
     _refuse_zero(H, "unit_scale")
     norms = torch.linalg.matrix_norm(H, keepdim=True)
@@ -121,12 +121,12 @@ def exact_rank(H: Float[Tensor, "*batch d n"], *, tolerance: float | None = None
 
 
 def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
-    """exp of the entropy of the shares sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank."""
+    """exp of the entropy of sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank."""
     H = _ready(H, "effective_rank")
     _refuse_zero(H, "effective_rank")
     sigma = torch.linalg.svdvals(H)
-    shares = sigma / sigma.sum(-1, keepdim=True)
-    return torch.special.entr(shares.clamp(min=torch.finfo(shares.dtype).tiny)).sum(-1).exp()
+    weights = sigma / sigma.sum(-1, keepdim=True)
+    return torch.special.entr(weights.clamp(min=torch.finfo(weights.dtype).tiny)).sum(-1).exp()
 
 
 def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor, "*batch k"]:
@@ -149,7 +149,7 @@ def regularity(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, ""]:
 
 @dataclass(frozen=True)
 class Cosines:
-    """Pairwise cosines of the samples or of the features: their mean, mean size, and the largest size.
+    """Pairwise cosines of the samples or of the features: mean, mean absolute value, and largest absolute value.
 
     Zero vectors have no direction: they are left out and counted. Without two others the statistics are NaN.
     """
@@ -189,24 +189,24 @@ def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosi
 
 
 def _ready(H: Tensor, name: str) -> Tensor:
-    """H in at least float32, once it is known to be features x samples with finite numbers and two samples."""
+    """H in at least float32, once it is known to be features x samples with finite entries and two samples."""
     H = as_tensor(name, H)
     if H.ndim < 2 or H.shape[-2] < 1:
         raise ShapeError(
-            f"{name} needs H (features, samples), perhaps behind batch axes; got {tuple(H.shape)}. "
+            f"{name} needs H (features, samples), perhaps after batch axes; got {tuple(H.shape)}. "
             "Turn activations into it by as_matrix."
         )
     if H.shape[-1] < 2:
         raise ShapeError(
-            f"{name} needs two samples or more, since one has rank one whatever the network does; got "
+            f"{name} needs two samples or more, since one sample always has rank one; got "
             f"{tuple(H.shape)}. Pass a larger batch."
         )
     if not H.is_floating_point():
-        raise ValueRangeError(f"{name} needs real floating-point numbers; got {H.dtype}. Convert by H.float().")
-    n_odd = H.numel() - int(torch.isfinite(H.detach()).sum())
-    if n_odd:
+        raise ValueRangeError(f"{name} needs real floating-point entries; got {H.dtype}. Convert by H.float().")
+    n_nonfinite = H.numel() - int(torch.isfinite(H.detach()).sum())
+    if n_nonfinite:
         raise ValueRangeError(
-            f"{name} needs finite numbers; got {n_odd} NaN or infinite ones of {H.numel()}. "
+            f"{name} needs finite entries; got {n_nonfinite} NaN or infinite ones of {H.numel()}. "
             "Find the first layer in which they appear."
         )
     return H.float() if torch.finfo(H.dtype).bits < 32 else H

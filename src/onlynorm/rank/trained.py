@@ -1,9 +1,9 @@
-"""`find_training`: does a network look as if it had been trained? What repairs ask before they draw weights anew.
+"""`find_training`: signs that a network was trained. Repairs look for them before they draw new weights.
 
-Initialisations leave marks that training removes, in weights, biases and norms:
+Training removes properties of an initialisation, in weights, biases and norms:
 
-- Entries of a weight are drawn independently from one law, so that shuffling them changes nothing. Training makes rows
-  and columns differ in size and lets rows resemble each other. Both are compared with shuffled entries, in every weight
+- Entries of a weight are independent and identically distributed, so that shuffling them changes nothing. Training
+  makes norms of rows and columns differ and correlates rows. Both are compared with shuffled entries, in every weight
   and over all of them: short training leaves a little in each.
 - Orthogonal weights are orthogonal to rounding. Training leaves them nearly so.
 - Biases are constant, or uniform as torch draws them, or drawn like the weights of their layer.
@@ -25,14 +25,14 @@ from onlynorm.modules.norms import norm_modules
 from onlynorm.seeds import seeded
 
 MIN_Z = 8.0
-"""Standard deviations of shuffled weights beyond which a weight is no draw of independent entries."""
+"""Standard deviations from shuffled weights beyond which the entries of a weight are not independent."""
 N_SHUFFLES = 32
 MAX_ROWS, MAX_COLUMNS = 128, 512
-"""Of a larger weight, as many rows and columns, drawn at random, are looked at."""
+"""Of a larger weight, a random subset of rows and columns is used."""
 MIN_SIDE = 8
-"""Smaller weights have too few entries to say anything."""
+"""Smaller weights have too few entries for a test."""
 MIN_P = 1e-6
-"""Biases for which a test of Kolmogorov and Smirnov gives less than this are no draw from a law."""
+"""Significance level of the Kolmogorov-Smirnov tests of biases."""
 NEGLIGIBLE = 1e-5
 """Biases below it count as zero: some initialisations add such noise."""
 NEARLY = 0.5
@@ -60,9 +60,9 @@ def find_training(model: nn.Module, layers: Iterable[tuple[str, nn.Module, Tenso
     if scores:
         together = torch.stack(scores).sum(0) / math.sqrt(len(scores))  # independent, of mean zero and variance one
         if float(together.max()) >= MIN_Z:
-            return f"{_words(together)} are in all weights together"
+            return f"{_text(together)} are in all weights together"
     if biased and not _are_uniform(biased) and not _are_like_weights(biased):
-        return "biases are neither constant nor drawn from a usual law"
+        return "biases are neither constant nor of a usual distribution"
     return ""
 
 
@@ -70,7 +70,7 @@ def _is_norm_trained(norm: nn.Module) -> bool:
     scale, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if not isinstance(scale, Tensor) or not isinstance(shift, Tensor) or _is_constant(scale) or _is_constant(shift):
         return False
-    # where all parameters of a network are drawn from one law, scales are around zero
+    # where all parameters of a network have one distribution, scales are around zero
     values = scale.detach().double()
     return float(values.mean().abs()) * math.sqrt(values.numel()) > MIN_Z * float(values.std())
 
@@ -88,11 +88,13 @@ def _are_uniform(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
 
 
 def _are_like_weights(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether biases may come from the laws of their layers' weights: their ranks among these are then uniform."""
+    """Whether biases may be distributed like their layers' weights: their ranks among these are then uniform."""
     ranks = []
     for bias, weight in biased:
         values, entries = _plain(bias), _plain(weight).sort().values
-        is_flat = float(entries.pow(4).mean()) < 2.1 * float(entries.square().mean()) ** 2  # 1.8 for a uniform law
+        is_flat = (
+            float(entries.pow(4).mean()) < 2.1 * float(entries.square().mean()) ** 2
+        )  # 1.8 for a uniform distribution
         if is_flat and float(values.abs().max()) > (1.0 + 10.0 / len(entries)) * float(entries.abs().max()):
             return False
         ranks.append(torch.searchsorted(entries, values).double() / len(entries))
@@ -110,7 +112,7 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def _weight_sign(weight: Tensor) -> tuple[str, Tensor | None]:
-    """(sign of training, or "", and how far the weight is from shuffled ones, if that can be said)."""
+    """(sign of training, or "", and the z-scores relative to shuffled weights, if there are enough entries)."""
     generator = seeded(0)
     A = _without_copies(weight.cpu().flatten(1))
     if min(A.shape) < MIN_SIDE or not bool(torch.isfinite(A).all()):
@@ -129,13 +131,13 @@ def _weight_sign(weight: Tensor) -> tuple[str, Tensor | None]:
     shuffled = [flat[torch.randperm(len(flat), generator=generator)].view_as(A) for _ in range(N_SHUFFLES)]
     null = torch.stack([_unevenness(B) for B in shuffled])
     z = (_unevenness(A) - null.mean(0)) / null.std(0).clamp(min=1e-9)
-    return (f"{_words(z)} are in the weight" if float(z.max()) >= MIN_Z else ""), z
+    return (f"{_text(z)} are in the weight" if float(z.max()) >= MIN_Z else ""), z
 
 
-def _words(z: Tensor) -> str:
-    words = ("rows of different size", "columns of different size", "correlated rows")
+def _text(z: Tensor) -> str:
+    names = ("rows of different size", "columns of different size", "correlated rows")
     worst = int(z.argmax())
-    return f"{words[worst]} ({float(z[worst]):.0f} standard deviations from independent entries)"
+    return f"{names[worst]} ({float(z[worst]):.0f} standard deviations from independent entries)"
 
 
 def _unevenness(A: Tensor) -> Tensor:
@@ -152,7 +154,7 @@ def _is_nearly_orthogonal(A: Tensor, *, eps: float) -> bool:
     A = A[:MAX_ROWS]
     squares = A.square()
     if float(squares.square().mean()) > 10.0 * float(squares.mean()) ** 2:
-        return False  # few entries hold all: the identity with noise is an initialisation
+        return False  # few entries dominate: the identity with noise is an initialisation
     A = A / torch.linalg.vector_norm(A, dim=1, keepdim=True)
     products = (A @ A.mT).fill_diagonal_(0.0)
     size = math.sqrt(float(products.square().sum()) / (len(A) * (len(A) - 1)))

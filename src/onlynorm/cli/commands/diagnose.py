@@ -23,7 +23,7 @@ from onlynorm.rank.diagnosis.result import COLUMNS, Diagnosis
 
 TONES = {"healthy": "green", "suspect": "yellow", "unhealthy": "red"}
 SPARED = ("of signal", "units", "soft rank", "dead")
-"""Columns that a narrow screen does without, in this order."""
+"""Columns that are left out first on a narrow screen."""
 
 
 @app.command(
@@ -37,7 +37,7 @@ def diagnose_command(
     ],
     data: AnyData = None,
     weights: Weights = None,
-    batch: Annotated[int, typer.Option(min=2, help="Samples to look at, drawn by seed.")] = 128,
+    batch: Annotated[int, typer.Option(min=2, help="Number of samples, drawn by seed.")] = 128,
     mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: which statistics batch norms use.")] = "train",
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Side to which images of a folder are scaled (the model's own, or 32).")
@@ -49,7 +49,7 @@ def diagnose_command(
 ) -> None:
     """Show the signal and its gradients in every layer, and whether plain SGD is likely to train the network.
 
-    One batch goes forward and backward; the network stays as it is. Exits with 1 if its score is below one half: plain
+    One batch goes forward and backward; the network is not changed. Exits with 1 if its score is below one half: plain
     SGD is then unlikely to train it, Adam may.
     """
     _need_files(html, plot)
@@ -124,7 +124,7 @@ def _print(found: Diagnosis) -> None:
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Places of the columns that fit side by side; those that say the least go first."""
+    """Indices of the columns that fit; those of `SPARED` are left out first."""
     wide = [2 + max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
     kept = list(range(len(COLUMNS)))
     for name in SPARED:

@@ -1,4 +1,4 @@
-"""`onlynorm repair`: make a deep network that has not been trained yet pass signals and gradients on."""
+"""`onlynorm repair`: new initial weights for a deep network that cannot be trained."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def repair_command(
     data: AnyData = None,
     weights: Weights = None,
     method: Annotated[str, typer.Option(help=f"auto (mirrored or rank, if needed), {', '.join(METHODS)}.")] = "auto",
-    batch: Annotated[int, typer.Option(min=2, help="Training samples to look at, drawn by seed.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Number of training samples, drawn by seed.")] = 256,
     steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer, its own if left out.")
+        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer; by default that of the method.")
     ] = None,
     target_rank: Annotated[
-        float | None, typer.Option(help="Rank that rank and whole aim at; the root of the width if left out.")
+        float | None, typer.Option(help="Target of rank and whole; by default the square root of the width.")
     ] = None,
-    max_ratio: Annotated[float, typer.Option(help="How much gradients may grow on their way back.")] = MAX_RATIO,
+    max_ratio: Annotated[
+        float, typer.Option(help="Largest growth of gradients from the last hidden layer to the first.")
+    ] = MAX_RATIO,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of weights that are drawn.")] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Also change tied weights, and a network that looks trained.")
@@ -54,8 +56,8 @@ def repair_command(
     """Repair the initial weights of a deep network, and show rank, scale and gradient of every layer before and after.
 
     Run this before training: a network that looks trained is not changed without --force. Layers that no repair can
-    change are listed with their part of the parameters. The file holds the tensors of the network
-    under their names; after batch_norm and residual those of the network with what was put in.
+    change are listed with their fraction of the parameters. The file holds the tensors of the network
+    under their names; after batch_norm and residual those of the network with the inserted modules.
     """
     if out is not None:
         if out.is_dir():
@@ -69,7 +71,7 @@ def repair_command(
     with spinner("repair", hidden=as_json) as say:
         say(f"{model} on {len(inputs)} samples")
         result = repair(
-            network, inputs, method=method, targets=targets, n_steps=steps, target_rank=target_rank,
+            network, inputs, targets, method=method, n_steps=steps, target_rank=target_rank,
             max_ratio=max_ratio, seed=seed, force=force,
         )  # fmt: skip
     if out is not None:
@@ -83,21 +85,21 @@ def repair_command(
     screen.print(grid)
     screen.print(escape(str(result)), highlight=False)
     for one in result.unseen:
-        part = one.n_parameters / max(result.n_parameters, 1)
-        screen.print(f"not seen: {escape(str(one))}, {part:.1%} of the parameters", highlight=False)
+        fraction = one.n_parameters / max(result.n_parameters, 1)
+        screen.print(f"not seen: {escape(str(one))}, {fraction:.1%} of the parameters", highlight=False)
     if out is not None:
         screen.print(f"{escape(str(out))} is written: pass it as --weights.", highlight=False)
 
 
 @torch.no_grad()
 def _need_run(network: nn.Module, inputs: Tensor, model: str) -> None:
-    """Raises unless the model takes the samples."""
+    """Raises unless the model accepts the samples."""
     try:
         network(inputs[:2])
-    except Exception as error:  # whatever the model says belongs beside the shape it was given
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # whatever the model raises is shown with the shape of the samples
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ShapeError(
-            f"{model} needs samples it can take; got {tuple(inputs.shape[1:])} ({told}). Pass other --data."
+            f"{model} needs samples it can take; got {tuple(inputs.shape[1:])} ({reason}). Pass other --data."
         ) from error
 
 

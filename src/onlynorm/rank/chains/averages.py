@@ -97,5 +97,5 @@ def _add_in_order(start: Tensor, values: Tensor) -> Tensor:
 
 
 def _standard_error(means: Tensor, n: float) -> float:
-    """Of the mean of n independent numbers that spread like these; infinite where there is only one."""
+    """Standard error of the mean of n independent values; infinite for a single one."""
     return float(means.std() / math.sqrt(n)) if len(means) > 1 else math.inf

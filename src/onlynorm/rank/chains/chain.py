@@ -3,10 +3,10 @@
     H+ = norm(H + gamma W F(H))        gamma = inf: H+ = norm(W F(H)), a network without skips
 
 H is (chains, width, samples), W has independent entries of variance one, F works elementwise. The norm scales every
-row to norm sqrt(N) ("batch", the paper's), after taking off its mean ("centred"), or there is none ("none").
+row to norm sqrt(N) ("batch", the paper's), after subtracting its mean ("centred"), or there is none ("none").
 
-Without a norm the numbers grow or vanish exponentially. Where F is homogeneous the whole matrix is rescaled in every
-step, which changes no rank; with other F the true numbers are kept.
+Without a norm the entries grow or vanish exponentially. Where F is homogeneous the whole matrix is rescaled in every
+step, which changes no rank; with other F it is not rescaled.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ ACTIVATIONS: dict[str, Activation] = {
 HOMOGENEOUS = ("linear", "relu", "leaky_relu")
 NORMS = ("batch", "centred", "none")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-_LOOK = 256  # steps between two looks at whether all numbers are finite
+_CHECK_EVERY = 256  # steps between two checks that all entries are finite
 CHAIN_ENTRIES, MOST_CHAINS = 2**15, 128
 """Entries of H over all chains, and chains, where `n_chains` is not given; docs/rank.md has the measured rates."""
-MOST_STEPS = 10**10
+MAX_STEPS = 10**10
 """Layers that a chain can have: with more the run would take days."""
 _TINY = 1e-30  # a row below it is zero: a dead unit, which stays zero
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The law of a chain; equal chains give equal numbers. Theory: daneshmand2020:thm-3, daneshmand2020:lemma-4
+    """The settings of a chain; equal chains give equal values. Theory: daneshmand2020:thm-3, daneshmand2020:lemma-4
 
     `activation` is a name or an elementwise function. Without `n_chains` there are as many chains as fill a processor
     (see `chains`). float32 is the default: averages over a chain have errors of 1e-3 at best, and it is two to three
@@ -117,10 +117,10 @@ class Chain:
         return self.norm == "none" and self.activation in HOMOGENEOUS
 
     def settings(self) -> dict[str, Any]:
-        """Everything that the numbers depend on, as plain data; a function goes by its name."""
+        """Everything that the values depend on, as plain data; a function is given by its name."""
         named = self.activation if isinstance(self.activation, str) else _name(self.activation)
-        kept = ("width", "gamma", "samples", "norm", "weights", "seed", "dtype")
-        return {**{name: getattr(self, name) for name in kept}, "n_chains": self.chains, "activation": named}
+        names = ("width", "gamma", "samples", "norm", "weights", "seed", "dtype")
+        return {**{name: getattr(self, name) for name in names}, "n_chains": self.chains, "activation": named}
 
     def draw_inputs(self) -> Float[Tensor, "chains width samples"]:
         """A Gaussian input matrix for every chain, of full rank with probability one."""
@@ -206,12 +206,12 @@ def walk(
 def steps(
     chain: Chain, H: Tensor, *, weights: ChainWeights, start: int, stop: int
 ) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
-    """(depth, H) after each of the steps start, ..., stop - 1 from H; numbers that leave their range are an error."""
+    """(depth, H) after each of the steps start, ..., stop - 1 from H; raises at NaN or infinity."""
     for depth, numbers in enumerate(weights.steps(start, stop), start=start + 1):
         H = chain._step(H, numbers, weights.scale)
-        if (depth % _LOOK == 0 or depth == stop) and not bool(torch.isfinite(H).all()):
+        if (depth % _CHECK_EVERY == 0 or depth == stop) and not bool(torch.isfinite(H).all()):
             raise ValueRangeError(
-                f"a chain needs numbers within the range of {chain.dtype}; got NaN or infinity before step {depth}. "
+                f"a chain needs entries within the range of {chain.dtype}; got NaN or infinity before step {depth}. "
                 "Without norms a signal grows or vanishes: use dtype='float64', a smaller gamma or fewer steps."
             )
         yield depth, H
@@ -222,6 +222,6 @@ def _function(activation: str | Activation) -> Activation:
 
 
 def _name(function: Activation) -> str:
-    """The name under which a kept state knows a function: a module such as nn.ELU() by what it shows of itself."""
+    """The name of a function in a saved state; of a module such as nn.ELU() its repr."""
     name = getattr(function, "__qualname__", None)
     return str(function) if name is None else f"{function.__module__}.{name}"

@@ -62,7 +62,7 @@ def observe(H: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _quantities(named: Mapping[str, str], M: Tensor) -> dict[str, Tensor]:
-    """Quantities of M by the names under which they are kept."""
+    """Quantities of M by name."""
     squares = M.square().sum(-1)
     return {key: _quantity(name, M, squares).to("cpu", torch.float64) for key, name in named.items()}
 

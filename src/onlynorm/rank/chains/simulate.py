@@ -1,7 +1,7 @@
-"""Long runs of chains: a state that can be kept in a file, and averages with error bars at the end.
+"""Long runs of chains: a state that can be saved to a file, and averages with error bars at the end.
 
-A killed run goes on where its last state was written, with the same numbers as if it had never stopped: weights
-depend on the step alone, and sums are taken in the same order.
+A killed run resumes from the last saved state with bit-identical results: weights depend on the step alone, and sums
+are taken in the same order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from onlynorm.errors import ConversionError, FormatError, ValueRangeError
 from onlynorm.rank.chains.averages import ROOM, BatchMeans, Estimate
-from onlynorm.rank.chains.chain import MOST_STEPS, Chain, steps
+from onlynorm.rank.chains.chain import MAX_STEPS, Chain, steps
 from onlynorm.rank.chains.quantities import ROWWISE, USUAL, check_quantities, observe
 from onlynorm.storage import claiming, digest, make_checked, read_tensors, write_tensors
 from onlynorm.validate import need_callable, need_choice, need_instance, need_integer, need_path
 
 KIND, FORMAT = "chain state", 1
 SAVE_SECONDS = 30.0
-_PAUSE = 1024  # steps between two looks at the clock
+_PAUSE = 1024  # steps between two checks of the time
 _AT_ONCE, _MOST_SLOTS = 2**17, 256  # entries of H, and layers of all chains, that are observed together
 Progress = Callable[[int, int], None]
 
@@ -139,16 +139,16 @@ class ChainState:
         write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
     def load(self, path: Path) -> None:
-        """Go on from a file; one of another chain is refused."""
-        cure = "Delete it to begin anew."
+        """Resumes from a file; one of another chain is refused."""
+        cure = "Delete it to start again."
         document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
-        kept = document.get("settings")
-        if not isinstance(kept, dict):
+        saved = document.get("settings")
+        if not isinstance(saved, dict):
             raise FormatError(f"a {KIND} needs its settings; {path.name} has none. {cure}")
-        changed = [name for name, value in self._settings.items() if kept.get(name) != value]
+        changed = [name for name, value in self._settings.items() if saved.get(name) != value]
         if changed:
-            told = ", ".join(f"{name}: {kept.get(name)!r} there, {self._settings[name]!r} now" for name in changed[:4])
-            raise ConversionError(f"resuming needs the chain of {path.name}; got another ({told}). {cure}")
+            text = ", ".join(f"{name}: {saved.get(name)!r} there, {self._settings[name]!r} now" for name in changed[:4])
+            raise ConversionError(f"resuming needs the chain of {path.name}; got another ({text}). {cure}")
         means = self.averages
         try:
             counts = make_checked(_Counts, document.get("counts"))
@@ -202,7 +202,7 @@ def simulate(
     all). Theory: daneshmand2020:thm-3
     """
     need_instance("simulate", chain, Chain, cure="Pass Chain(width=32).")
-    n_steps = need_integer("n_steps", n_steps, low=1, high=MOST_STEPS, cure="Pass the number of layers, such as 1000.")
+    n_steps = need_integer("n_steps", n_steps, low=1, high=MAX_STEPS, cure="Pass the number of layers, such as 1000.")
     if progress is not None:
         need_callable("progress", progress, cure="Pass a function of (steps done, steps in all), or None.")
     state = ChainState(chain, inputs=inputs, quantities=quantities, every=every, burn_in=burn_in)

@@ -1,8 +1,8 @@
-"""The random weights of a chain: step t of every chain is a fixed stretch of one row of random words.
+"""The random weights of a chain: those of step t are a fixed slice of one stream of random words.
 
-Whoever asks for steps [start, stop) gets the same numbers, however a run was cut: the generator, PCG64 DXSM, is set to
-any place of its row at once. Random bits are what a fast chain spends a third of its time on. This generator takes half
-the time of the one for frozen features, and uniform weights take 16 bits each: odd whole numbers between -32767 and
+Steps [start, stop) have the same weights however a run is split: the generator, PCG64 DXSM, can jump to any position of
+its stream. A fast chain spends a third of its time on random bits. This generator takes half the time of the one for
+frozen features, and uniform weights take 16 bits each: odd integers between -32767 and
 32767, a symmetric grid of 2^15 points with mean zero and, after scaling, variance exactly one.
 
 The steps of small chains are drawn many at a time, so that a call costs little per step. A step always has the same
@@ -31,10 +31,10 @@ _AT_ONCE = 2**16
 
 
 class ChainWeights:
-    """W = scale * numbers, numbers (chains, width, width) for every step. All laws have variance one.
+    """W = scale * entries, entries (chains, width, width) for every step. All distributions have variance one.
 
-    "uniform" is U(-sqrt 3, sqrt 3), the paper's; "normal" is N(0, 1); "asymmetric" is U(0, 2 sqrt 3), the uniform law
-    moved to the positive numbers: mean sqrt 3.
+    "uniform" is U(-sqrt 3, sqrt 3), the paper's; "normal" is N(0, 1); "asymmetric" is U(0, 2 sqrt 3), the uniform
+    distribution shifted to positive values: mean sqrt 3.
     """
 
     def __init__(self, law: str, *, seed: int, n_chains: int, width: int, dtype: torch.dtype, device: str) -> None:
@@ -47,7 +47,7 @@ class ChainWeights:
         self._n_words = -(-math.prod(self.shape) // (2 if law == "normal" else 4))
 
     def steps(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The numbers of steps start, ..., stop - 1, in a buffer: use each before asking for the next."""
+        """The entries of steps start, ..., stop - 1, in a buffer that the next step overwrites."""
         n_entries = math.prod(self.shape)
         n_slots = max(1, _AT_ONCE // n_entries)
         buffer = torch.empty((n_slots, *self.shape), dtype=self.dtype, device=self.device)
@@ -64,7 +64,7 @@ class ChainWeights:
             start += last - first
 
     def _from_words(self, words: npt.NDArray[np.uint64]) -> Tensor:
-        """Odd whole numbers, or the inverse error function of a uniform grid of 2^32 points."""
+        """Odd integers, or the inverse error function of a uniform grid of 2^32 points."""
         if self.law != "normal":
             words |= _ODD
             return torch.from_numpy(words.astype("<u8", copy=False).view("<i2"))

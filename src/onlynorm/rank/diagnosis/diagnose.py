@@ -1,9 +1,8 @@
-"""`diagnose`: one batch forward and backward through a model, every signal measured, and a verdict in plain words.
+"""`diagnose`: one batch forward and backward through a model, every signal measured, and a verdict.
 
-A second backward pass through the same graph, with what the loss asks of all samples alike, shows how much of the
-gradient tells samples apart. A second forward pass on random inputs, backward no further than the last linear layer,
-shows whether the gradient depends on the inputs at all. All together cost about two passes of training; reading is
-extra.
+A second backward pass through the same graph, with the mean output gradient, measures how fast differences between
+samples are learned. A second forward pass on noise, backward no further than the last linear layer, measures whether
+the gradient depends on the inputs at all. The passes cost about as much as two training steps; the measures are extra.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from onlynorm.modules import Loss, Output
 from onlynorm.modules.untouched import full_precision, need_layers, untouched
 from onlynorm.modules.walk import outputs_of
 from onlynorm.rank.coverage import can_repair
-from onlynorm.rank.diagnosis.gradients import meaningless, neuron_alignment, sample_cosine
+from onlynorm.rank.diagnosis.gradients import neuron_alignment, noise_like, sample_cosine
 from onlynorm.rank.diagnosis.passes import Passes
 from onlynorm.rank.diagnosis.result import Diagnosis
-from onlynorm.rank.diagnosis.separability import read_last
+from onlynorm.rank.diagnosis.separability import measure_last_layer
 from onlynorm.rank.diagnosis.signals import MAX_COLUMNS
 from onlynorm.rank.diagnosis.verdict import Thresholds, judge
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_integer, need_seed
@@ -73,7 +72,7 @@ def diagnose(
         with untouched(network, is_training=is_training, tensors=given):
             passes.measure(with_contrast=True)
             if random_inputs and passes.last is not None:
-                passes.compare(meaningless(arguments, seed=seed))
+                passes.compare(noise_like(arguments, seed=seed))
         return _result(passes, limits, mode=mode, n_samples=len(given[0]), started=started)
 
 
@@ -85,18 +84,18 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
             f"diagnose needs a model that calls layers with weights as modules, on floating-point signals; got "
             f"{type(passes.model).__name__}, which calls none. Make layers of what it computes by functions."
         )
-    last_signal = None if passes.last is None else read_last(passes.last, passes.targets)
+    last_signal = None if passes.last is None else measure_last_layer(passes.last, passes.targets)
     skipped = passes.skipped
     if passes.last is not None and last_signal is None:
         skipped = [*skipped, "what the targets explain in the last layer, because there are too few samples"]
-    directions, told = last_signal or (None, None)
+    directions, explained_variance = last_signal or (None, None)
     facts: dict[str, float | None] = {
         "alignment": None if passes.last is None else neuron_alignment(passes.last),
         "input_cosine": passes.input_cosine,
         "contrast": passes.contrast,
         "directions": directions,
-        "told": told,
-        "start": passes.start,
+        "explained_variance": explained_variance,
+        "initial_loss_ratio": passes.initial_loss_ratio,
     }
     called = {reading.module for reading in passes.readings if reading.module is not None}
     verdict = judge(
@@ -123,7 +122,7 @@ def _checked(inputs: Any, arguments: Any) -> list[Tensor]:
     if not given or not given[0].ndim or len(given[0]) < 2:
         got = f"a batch of shape {tuple(given[0].shape)}" if given else f"{type(inputs).__name__} without a tensor"
         raise ShapeError(
-            "diagnose needs a batch of two samples or more, since one has rank one whatever the network does; got "
+            "diagnose needs a batch of two samples or more, since one sample always has rank one; got "
             f"{got}. Pass 64 samples or so, samples first."
         )
     return given

@@ -1,4 +1,4 @@
-"""Per-sample gradients of the last linear layer without forming them, and inputs that mean nothing to compare with.
+"""Cosines of per-sample gradients of the last linear layer, without forming the gradients; noise to compare with.
 
 The gradient of sample i is G_i = delta_i h_i^T, h_i its input and delta_i the gradient of its output, so that inner
 products of gradients are products of inner products: <G_i, G_j> = (delta_i . delta_j)(h_i . h_j). With several
@@ -49,15 +49,15 @@ def contrast(
 
 
 MAX_SAMPLES = 1024
-"""More samples than these are thinned out before pairs are compared."""
+"""Of more samples, an evenly spaced subset is used."""
 _OTHER = 0x2D5F91C3
-"""Turns a seed into another one; torch's generator on CPUs knows the low 32 bits only."""
+"""Turns a seed into another one; torch's generator on CPUs uses the low 32 bits only."""
 
 
 def neuron_alignment(last: LastLayer) -> float:
-    """Mean size of the cosine between the gradients of two samples of one neuron, which are along their inputs h.
+    """Mean absolute cosine between the gradients of two samples for one neuron, which are parallel to their inputs h.
 
-    With positions, the mean input of a sample stands for it. One if all samples pull a neuron along one line.
+    With several positions, h is the mean over them. One if the gradients of all samples are parallel.
     Theory: daneshmand2020:prop-8
     """
     h = _thinned(last.inputs).mean(1)
@@ -93,11 +93,11 @@ def cosine_between(a: Tensor, b: Tensor) -> float:
     return float(a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)))
 
 
-def meaningless(inputs: Any, *, seed: int) -> Any:
-    """Inputs of the same make without meaning: normal numbers of equal mean and deviation, tokens drawn from the same.
+def noise_like(inputs: Any, *, seed: int) -> Any:
+    """Noise of the same shapes and dtypes: normal with equal mean and standard deviation; integers are resampled.
 
-    Every tensor of nested lists, tuples and dicts is replaced; booleans and all else stay as they are. The numbers are
-    not those of torch.randn with this seed: a batch that was drawn that way would be compared with itself.
+    Every tensor of nested lists, tuples and dicts is replaced; booleans and all else stay as they are. The noise is not
+    that of torch.randn with this seed: a batch that was drawn that way would be compared with itself.
     """
     return _replaced(inputs, seeded(seed ^ _OTHER))
 
@@ -122,7 +122,7 @@ def _thinned(values: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor) -> Tensor:
-    """The values over the largest of them, in float32 at least: directions survive where squares would overflow."""
+    """The values divided by the largest, in float32 at least, so that squares do not overflow."""
     values = values.float() if torch.finfo(values.dtype).bits < 32 else values
     return values / values.abs().amax().clamp(min=torch.finfo(values.dtype).tiny)
 
@@ -131,6 +131,6 @@ def _cosines(products: Tensor) -> Tensor:
     """Cosines of all pairs of different vectors with these inner products; zero vectors have none."""
     lengths = products.diagonal().clamp(min=0.0).sqrt()
     alive = lengths > 0
-    kept = products[alive][:, alive] / (lengths[alive][:, None] * lengths[alive])
-    off = ~torch.eye(len(kept), dtype=torch.bool, device=kept.device)
-    return kept[off]
+    found = products[alive][:, alive] / (lengths[alive][:, None] * lengths[alive])
+    off = ~torch.eye(len(found), dtype=torch.bool, device=found.device)
+    return found[off]

@@ -23,7 +23,7 @@ from onlynorm.rank.diagnosis.signals import MAX_COLUMNS, Layer
 from onlynorm.seeds import seeded
 from onlynorm.validate import need_callable
 
-WORTH_A_NOTE = 0.01
+MIN_UNOBSERVED_NOTE = 0.01
 """Fraction of the parameters in layers that were not observed from which on it is reported."""
 
 
@@ -47,7 +47,7 @@ class Passes:
         self.loss: float | None = None
         self.input_cosine: float | None = None
         self.contrast: float | None = None
-        self.start: float | None = None
+        self.initial_loss_ratio: float | None = None
         self.unobserved = 0.0
         self.skipped: list[str] = []
 
@@ -63,7 +63,7 @@ class Passes:
             value, output = self._forward(self.inputs, probes)
             self.readings = probes.readings
             self.unobserved = probes.unobserved()
-            if self.unobserved >= WORTH_A_NOTE:
+            if self.unobserved >= MIN_UNOBSERVED_NOTE:
                 self.skipped.append(
                     f"{self.unobserved:.0%} of the parameters, which belong to no layer that was called"
                 )
@@ -72,7 +72,7 @@ class Passes:
             if obstacle or value is None:
                 self.skipped.append(f"everything about gradients, because {obstacle}")
                 return
-            self.start = self._over_zeros(output, float(value.detach()))
+            self.initial_loss_ratio = self._over_zeros(output, float(value.detach()))
             is_by_sample = with_contrast and isinstance(output, Tensor) and output.requires_grad and output.ndim > 0
             wanted = [*trained, output] if is_by_sample else trained
             found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=is_by_sample)

@@ -1,9 +1,9 @@
-"""`Probes`: hooks that read every signal of a forward pass once, and the gradient that comes back to it.
+"""`Probes`: hooks that measure every signal of a forward pass once, and the gradient of each in the backward pass.
 
-Read are the outputs of all layers that compute, the inputs of layers with weights, and the outputs of blocks: where a
-network adds skips or takes activations by functions, no layer's output shows the result. A tensor that was read is not
-read again unless it was changed in place since. Everything is measured at the moment it exists, so in-place layers
-change nothing, and no activation is kept.
+Signals are the outputs of all layers that compute, the inputs of layers with weights, and the outputs of blocks: where
+a network adds skips or calls activations as functions, no layer's output shows the result. A tensor is measured again
+only if it was changed in place since. Everything is measured when it is computed, so in-place layers change nothing,
+and no activation is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onlynorm.modules.untouched import full_precision
 from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
 
 SHAPES_ONLY = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
-"""Layers that compute nothing worth reading."""
+"""Layers whose output is not measured."""
 CHANNELS_FIRST = (
     nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
@@ -36,7 +36,7 @@ INPUT, BLOCK = "input", "block"
 
 @dataclass
 class Reading:
-    """A `Layer` in the making, with the module whose output it is."""
+    """A `Layer` to be completed by the backward pass, with the module whose output it is."""
 
     name: str
     kind: str
@@ -45,16 +45,16 @@ class Reading:
     signal: Signal
     shape: tuple[int, ...]
     module: nn.Module | None = None
-    is_taken_in: bool = False
+    is_layer_input: bool = False
     gradient: float | None = None
     signal_gradient: float | None = None
 
     def layer(self) -> Layer:
-        """The same without the module, once both passes are over."""
+        """The `Layer`, without the module."""
         has_weights = self.module is not None and is_weighty(self.module)
         return Layer(
             **vars(self.signal), name=self.name, kind=self.kind, call=self.call, depth=self.depth,
-            has_weights=has_weights, is_taken_in=self.is_taken_in, shape=self.shape, gradient=self.gradient,
+            has_weights=has_weights, is_layer_input=self.is_layer_input, shape=self.shape, gradient=self.gradient,
             signal_gradient=self.signal_gradient,
         )  # fmt: skip
 
@@ -70,9 +70,9 @@ class LastLayer:
 
 @dataclass
 class Probes:
-    """The hooks on a model, and what they have read so far. Use it as a context: the hooks go when it ends.
+    """The hooks on a model, and their measures so far; a context manager that removes the hooks.
 
-    Without `is_reading` nothing is measured, and only the last linear layer is watched.
+    Without `is_reading` nothing is measured, and only the gradient of the last linear layer is recorded.
     """
 
     model: nn.Module
@@ -89,12 +89,12 @@ class Probes:
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Reading]] = {}
         self._channels, self._n_units = 1, 0
         self._depth = 0
-        self._is_forward = self._is_noting = True
+        self._is_forward = self._is_recording = True
 
     def __enter__(self) -> Probes:
         for name, module in self.model.named_modules():
             if "parametrizations" in name.split("."):
-                continue  # what makes a weight is no layer
+                continue  # computes a weight, not a signal
             if isinstance(module, nn.Linear) or (self.is_reading and not isinstance(module, SHAPES_ONLY)):
                 self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
         return self
@@ -104,22 +104,22 @@ class Probes:
             handle.remove()
 
     def end_forward(self) -> None:
-        """From now on nothing is read: checkpointed layers run once more in the backward pass."""
+        """Stops measuring: checkpointed layers run again in the backward pass."""
         self._is_forward = False
 
     def end_backward(self) -> None:
-        """From now on no gradient of a signal is noted: another backward pass has another meaning."""
-        self._is_noting = False
+        """Stops recording gradients of signals: later backward passes are of something else."""
+        self._is_recording = False
 
     def add_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Give every reading of a layer the norm of the gradients of the layer's parameters."""
+        """Adds to every reading of a layer the norm of the gradients of the layer's parameters."""
         for reading in self.readings:
             if reading.module is not None and reading.kind != BLOCK:
                 found = [gradients[p] for p in reading.module.parameters() if p in gradients]
                 reading.gradient = math.hypot(*map(norm_of, found)) if found else None
 
     def unobserved(self) -> float:
-        """The fraction of the model's parameters that belong to no layer that was read."""
+        """The fraction of the model's parameters that belong to no layer that was called."""
         seen = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
                 for p in reading.module.parameters()}  # fmt: skip
         sizes = {p: p.numel() for p in self.model.parameters()}
@@ -131,7 +131,7 @@ class Probes:
             if not self._is_forward:
                 return
             if isinstance(module, nn.Linear):
-                self._watch(name, next(tensors_in((args, kwargs)), None), output)
+                self._record_last(name, next(tensors_in((args, kwargs)), None), output)
             if self.is_reading:
                 with full_precision():
                     self._layer(name, module, (args, kwargs), output)
@@ -142,19 +142,21 @@ class Probes:
         is_weighted = is_weighty(module)
         self._channels = _channels(module, self._channels)
         if is_weighted:
-            taken = next(tensors_in(given), None)  # what else comes in may be a mask
-            is_first = any(taken is tensor for tensor in self.inputs)
-            reading = None if taken is None else self._read("input" if is_first else f"input of {name}", INPUT, taken)
+            received = next(tensors_in(given), None)  # further inputs may be masks
+            is_first = any(received is tensor for tensor in self.inputs)
+            reading = (
+                None if received is None else self._read("input" if is_first else f"input of {name}", INPUT, received)
+            )
             if reading is not None:
-                reading.is_taken_in = True
+                reading.is_layer_input = True
             self._depth += 1
         kind = _kind(module) if is_weighted or next(module.children(), None) is None else BLOCK
-        made = next(tensors_in(output), None)  # what else comes out repeats it, as an LSTM's states do
+        made = next(tensors_in(output), None)  # further outputs, such as an LSTM's states, repeat it
         if made is not None:
             self._read(name or type(module).__name__, kind, made, module)
 
     def _read(self, name: str, kind: str, tensor: Tensor, module: nn.Module | None = None) -> Reading | None:
-        """The reading of the tensor, made now unless it was read before in its present state."""
+        """The reading of the tensor; measured unless it was before and has not been changed since."""
         if tensor.ndim < 2 or tensor.numel() == 0:
             return None
         known = self._seen.get(id(tensor))
@@ -162,40 +164,40 @@ class Probes:
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
         call = self._calls[name] = self._calls.get(name, 0) + 1
-        # a block may have turned over what its layers gave
-        is_turned = kind == BLOCK and tensor.shape[self._channels] != self._n_units == tensor.shape[-self._channels]
-        channels = -self._channels if is_turned else self._channels
+        # a block may have transposed the output of its layers
+        is_transposed = kind == BLOCK and tensor.shape[self._channels] != self._n_units == tensor.shape[-self._channels]
+        channels = -self._channels if is_transposed else self._channels
         signal = read_signal(tensor, channels=channels, max_columns=self.max_columns, generator=self.generator)
         self._n_units = signal.n_units
         reading = Reading(name, kind, call, self._depth, signal, tuple(tensor.shape), module)
         self.readings.append(reading)
         self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, reading)
         if tensor.requires_grad:
-            tensor.register_hook(self._note_gradient(reading))
+            tensor.register_hook(self._record_gradient(reading))
         return reading
 
-    def _note_gradient(self, reading: Reading) -> Callable[[Tensor], None]:
-        def note(gradient: Tensor) -> None:
-            if self._is_noting:
+    def _record_gradient(self, reading: Reading) -> Callable[[Tensor], None]:
+        def record(gradient: Tensor) -> None:
+            if self._is_recording:
                 reading.signal_gradient = norm_of(gradient)
 
-        return note
+        return record
 
-    def _watch(self, name: str, inputs: Tensor | None, output: Any) -> None:
-        """Keep inputs and output gradients of the linear layer whose gradient comes first: the last one that counts."""
+    def _record_last(self, name: str, inputs: Tensor | None, output: Any) -> None:
+        """Records inputs and output gradients of the linear layer whose gradient comes first: the last one."""
         if inputs is None or inputs.ndim < 2 or not isinstance(output, Tensor) or not output.requires_grad:
             return
 
-        def note(delta: Tensor) -> None:
+        def record(delta: Tensor) -> None:
             if self.last is None:
                 shaped = (t.detach().flatten(1, -2) if t.ndim > 2 else t.detach()[:, None] for t in (inputs, delta))
                 self.last = LastLayer(name, *shaped)
 
-        output.register_hook(note)
+        output.register_hook(record)
 
 
 def is_weighty(module: nn.Module) -> bool:
-    """Whether the module is a layer with weights that mix its inputs: torch's own, or any that holds a matrix."""
+    """Whether the module is a layer with weights: one of torch, or any module with a parameter of two axes or more."""
     if isinstance(module, WEIGHTY):
         return True
     if next(module.children(), None) is not None or isinstance(module, nn.Embedding) or norm_kind(module) is not None:
@@ -204,13 +206,13 @@ def is_weighty(module: nn.Module) -> bool:
 
 
 def norm_of(values: Tensor) -> float:
-    """The norm; in float64, which takes a copy, only where squares of float32 may have left its range."""
+    """The norm; in float64, which needs a copy, only where squares may overflow or underflow in float32."""
     found = float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
     return found if 1e-15 < found < math.inf else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _channels(module: nn.Module, before: int) -> int:
-    """The axis of the channels of what the module gives: its own convention, or that of the layers before it."""
+    """The axis of the channels of the module's output: its own convention, or that of the layers before it."""
     if isinstance(module, CHANNELS_FIRST):
         return 1
     return -1 if isinstance(module, CHANNELS_LAST) else channel_axis(module) or before

@@ -11,20 +11,21 @@ from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
 from onlynorm.rank.diagnosis.verdict import Verdict
 
 COLUMNS = ("depth", "signal", "kind", "units", "r", "soft rank", "spread", "scale", "dead", "gradient", "of signal")
-MOST_ROWS = 40
-"""Longer tables show evenly chosen rows; `layers` has all."""
+MAX_ROWS_SHOWN = 40
+"""Longer tables show evenly spaced rows; `layers` has all."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `diagnose` found. `layers` are all signals in the order in which they came to be.
+    """The result of `diagnose`. `layers` are all signals in the order in which they were computed.
 
-    `alignment` is the mean size of the cosine between the gradients of two samples of one neuron of the last linear
-    layer, `sample_cosine` the mean cosine of their gradients of the whole layer, `input_cosine` the cosine between the
-    layer's gradients on the inputs and on random ones. `contrast` is how fast outputs follow what the loss asks of each
-    sample, over how fast they follow what it asks of all alike. `directions` counts those of the last layer's inputs
-    that differ between samples, and `told` is the share of them that goes with the targets. `start` is the loss over
-    that of outputs of zero. What could not be measured is None, and `skipped` says why.
+    `alignment` is the mean absolute cosine between the gradients of two samples, for one neuron of the last linear
+    layer, `sample_cosine` the mean cosine between their gradients of the whole layer, `input_cosine` the cosine between
+    the layer's gradients on the inputs and on noise. `contrast` is the speed at which differences between samples are
+    learned, relative to their mean. `directions` is the number of directions in which the inputs of the last layer
+    differ between samples, `explained_variance` the fraction of this variance that the targets explain.
+    `initial_loss_ratio` is the loss over that of zero outputs. What could not be measured is None, and `skipped` says
+    why.
     """
 
     layers: tuple[Layer, ...]
@@ -35,8 +36,8 @@ class Diagnosis:
     input_cosine: float | None
     contrast: float | None
     directions: float | None
-    told: float | None
-    start: float | None
+    explained_variance: float | None
+    initial_loss_ratio: float | None
     last_layer: str | None
     skipped: tuple[str, ...]
     n_samples: int
@@ -75,8 +76,8 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         facts = {name: getattr(self, name) for name in (
-            "n_samples", "mode", "loss", "alignment", "sample_cosine", "input_cosine", "contrast", "directions", "told",
-            "start", "gradient_ratio", "last_layer", "seconds",
+            "n_samples", "mode", "loss", "initial_loss_ratio", "gradient_ratio", "alignment", "sample_cosine",
+            "input_cosine", "contrast", "directions", "explained_variance", "last_layer", "seconds",
         )}  # fmt: skip
         return {
             **self.verdict.as_dict(),
@@ -94,16 +95,16 @@ class Diagnosis:
         return "\n".join(lines)
 
     def notes(self) -> list[str]:
-        """Measures of the gradients of the last layer, and what was left out."""
+        """Measures of the gradients of the last layer, and what was not measured."""
         measured = [
             ("loss", self.loss, ".4g"),
-            ("loss relative to that of zero outputs", self.start, ".3g"),
+            ("loss relative to that of zero outputs", self.initial_loss_ratio, ".3g"),
             (f"mean |cosine| of two samples' gradients, one neuron of {self.last_layer}", self.alignment, ".6f"),
             (f"mean cosine of two samples' gradients, all of {self.last_layer}", self.sample_cosine, ".4f"),
             (f"gradient of {self.last_layer} on these and on random inputs: cosine", self.input_cosine, ".6f"),
             ("how fast differences between samples are learned, relative to their mean", self.contrast, ".2e"),
             (f"directions in which samples differ before {self.last_layer}", self.directions, ".3f"),
-            ("variance in them that the targets explain, beyond chance", self.told, ".1%"),
+            ("variance in them that the targets explain, beyond chance", self.explained_variance, ".1%"),
         ]
         lines = [f"{name} {value:{pattern}}" for name, value, pattern in measured if value is not None]
         return [*lines, *(f"not measured: {reason}" for reason in self.skipped)]
@@ -111,7 +112,7 @@ class Diagnosis:
 
 def _cells(layer: Layer) -> tuple[str, ...]:
     return (
-        str(layer.depth), layer.place, layer.kind, str(layer.n_units), _number(layer.r, ".4g"),
+        str(layer.depth), layer.label, layer.kind, str(layer.n_units), _number(layer.r, ".4g"),
         str(layer.soft_rank) if layer.is_finite else "-", _number(layer.spread, ".2g"), _number(layer.scale, ".2g"),
         _number(layer.dead, ".0%"), _number(layer.gradient, ".2g"), _number(layer.signal_gradient, ".2g"),
     )  # fmt: skip
@@ -122,16 +123,16 @@ def _number(value: float | None, pattern: str) -> str:
 
 
 def _thin(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    if len(rows) <= MOST_ROWS:
+    if len(rows) <= MAX_ROWS_SHOWN:
         return rows
-    return [rows[round(place * (len(rows) - 1) / (MOST_ROWS - 1))] for place in range(MOST_ROWS)]
+    return [rows[round(place * (len(rows) - 1) / (MAX_ROWS_SHOWN - 1))] for place in range(MAX_ROWS_SHOWN)]
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The rows in columns: words to the left, numbers to the right."""
+    """The rows in columns: text to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    words = (1, 2)
+    text = (1, 2)
     return [
-        "  ".join(c.ljust(w) if i in words else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]

@@ -1,8 +1,8 @@
-"""`read_last`: how many directions of what the last layer takes in differ between samples, and what they tell.
+"""`measure_last_layer`: in how many directions the inputs of the last layer vary, and what the targets explain of it.
 
-A signal may vary widely and still be of no use: with weights that are all positive it shrinks to one number for each
-sample. Such a network learns what this number says about the targets, and no more. What all samples share is taken off
-first: whether the rest is large enough beside it is another question, see `contrast`.
+A signal may vary widely and still be useless: with positive weights only, each sample is reduced to a single value, and
+the network cannot learn more than this value says about the targets. The mean over samples is removed first; whether
+the rest is large enough relative to the mean is measured by `contrast`.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from torch.nn import functional
 from onlynorm.rank.diagnosis.gradients import MAX_SAMPLES
 from onlynorm.rank.diagnosis.probes import LastLayer
 
-MOST_CHANCE = 0.5
-"""Where the targets would explain a larger share of noise than this, the samples are too few to say anything."""
+MAX_CHANCE = 0.5
+"""If the targets would explain a larger fraction of noise than this, there are too few samples."""
 
 
-def read_last(last: LastLayer, targets: Any) -> tuple[float, float] | None:
-    """(directions, told) of the inputs of the last linear layer, or None where the targets do not allow it.
+def measure_last_layer(last: LastLayer, targets: Any) -> tuple[float, float] | None:
+    """(directions, explained variance) of the inputs of the last linear layer; None if the targets do not allow it.
 
-    With H the inputs less their mean over samples, directions is tr(HH^T)^2 / |HH^T|_F^2, freed of what m samples
-    take off: 1 / directions = 1 / ratio - 1 / (m - 1). Told is the share of the squares of H that a linear function of
-    the targets explains, on a scale on which noise has none and a function of the targets has all: 0 to 1.
+    With H the centred inputs, directions is tr(HH^T)^2 / |HH^T|_F^2, corrected for the number m of samples:
+    1 / directions = 1 / ratio - 1 / (m - 1). The explained variance is the fraction of the squares of H that a linear
+    function of the targets explains, on a scale where noise has 0 and a function of the targets 1.
     """
-    asked = _asked(targets, last)
-    if asked is None:
+    wanted = _target_rows(targets, last)
+    if wanted is None:
         return None
-    rows = last.inputs.flatten(0, 1) if len(asked) == last.inputs[..., 0].numel() else last.inputs.float().mean(1)
-    kept = asked.isfinite().all(1)
-    kept &= torch.arange(len(kept), device=kept.device) % -(-len(kept) // MAX_SAMPLES) == 0
-    H, Y = _centred(rows[kept.to(rows.device)]), _centred(asked[kept])
+    rows = last.inputs.flatten(0, 1) if len(wanted) == last.inputs[..., 0].numel() else last.inputs.float().mean(1)
+    is_used = wanted.isfinite().all(1)
+    is_used &= torch.arange(len(is_used), device=is_used.device) % -(-len(is_used) // MAX_SAMPLES) == 0
+    H, Y = _centred(rows[is_used.to(rows.device)]), _centred(wanted[is_used])
     n_rows = len(H)
     if n_rows < 3 or Y.shape[1] > n_rows:
         return None
     left, sizes, _ = torch.linalg.svd(Y, full_matrices=False)
     basis = left[:, sizes > n_rows * torch.finfo(Y.dtype).eps * sizes.max()]
     chance = basis.shape[1] / (n_rows - 1)
-    if not 0.0 < chance <= MOST_CHANCE:
+    if not 0.0 < chance <= MAX_CHANCE:
         return None
     trace = float(H.square().sum())
     if trace == 0.0:
         return 1.0, 0.0
     G = H @ H.mT if n_rows <= H.shape[1] else H.mT @ H
     inverse = float(G.square().sum()) / trace**2 - 1.0 / (n_rows - 1)
-    share = float((basis.mT @ H).square().sum()) / trace
-    return 1.0 / max(inverse, 1.0 / H.shape[1]), max(0.0, (share - chance) / (1.0 - chance))
+    fraction = float((basis.mT @ H).square().sum()) / trace
+    return 1.0 / max(inverse, 1.0 / H.shape[1]), max(0.0, (fraction - chance) / (1.0 - chance))
 
 
-def _asked(targets: Any, last: LastLayer) -> Float[Tensor, "rows asked"] | None:
-    """What the targets ask for, a row for each sample or for each position: numbers as they are, classes one by one.
+def _target_rows(targets: Any, last: LastLayer) -> Float[Tensor, "rows targets"] | None:
+    """The targets as a matrix with a row for each sample or position: real values, or one-hot classes.
 
-    Classes below zero, by which losses leave positions out, give rows that are not finite.
+    Classes below zero, which losses ignore, give rows of NaN.
     """
     n_samples, n_positions, _ = last.inputs.shape
     if not isinstance(targets, Tensor) or not targets.ndim or len(targets) != n_samples:
@@ -71,7 +71,7 @@ def _asked(targets: Any, last: LastLayer) -> Float[Tensor, "rows asked"] | None:
 
 
 def _centred(rows: Tensor) -> Float[Tensor, "rows units"]:
-    """The rows less their mean, in float64 on the CPU, where squares stay in range."""
+    """The rows minus their mean, in float64 on the CPU, scaled so that squares do not overflow."""
     rows = rows.detach().cpu().double()
     return _unit(_unit(rows) - _unit(rows).mean(0))
 

@@ -1,8 +1,8 @@
 """`read_signal`: rank, scale and dead units of one activation, at a cost that does not grow with the images.
 
-The activation is seen as channels x (samples * positions). Of the positions at most so many are taken that there are
-`max_columns` columns, the same positions of every sample; of the two Gram matrices the smaller is formed, once. So an
-activation of n samples takes memory for channels * max(n, max_columns) numbers, whatever the size of the images.
+The activation is a matrix of channels x (samples * positions). Positions are sampled, the same ones for every sample,
+so that there are at most `max_columns` columns, and the smaller of the two Gram matrices is formed once. The memory for
+n samples is channels * max(n, max_columns) entries, whatever the size of the images.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ MAX_COLUMNS = 1024
 TAU = 0.5
 """The soft rank counts eigenvalues of M of at least half the mean of its diagonal."""
 DEAD = 1e-6
-"""A unit is dead if it stays below this share of the layer's largest output, for every sample and position."""
+"""A unit is dead if it stays below this fraction of the layer's largest output, for every sample and position."""
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What one activation is like; ranks and the spread are NaN where there is none, because it is zero or not finite.
+    """Measures of one activation; ranks and spread are NaN where it is zero or not finite.
 
-    `spread` is the share of its squares that is not common to all samples: zero if the inputs make no difference.
+    `r` is its rank ratio, `scale` its root mean square, `dead` the fraction of units that are zero for every sample.
+    `spread` is the fraction of its squares that is not common to all samples: zero if the inputs make no difference.
     """
 
     r: float
@@ -45,10 +46,10 @@ class Signal:
 
 @dataclass(frozen=True)
 class Layer(Signal):
-    """A signal with its place: the output of a layer or of a block, or an input that no layer gave as its output.
+    """A signal with its name: the output of a layer or of a block, or an input that is no layer's output.
 
-    `depth` counts the layers with weights up to here, `call` the calls of the same module. `is_taken_in` says that a
-    layer with weights takes the signal in as it is. `gradient` is the norm of the gradient of the layer's own
+    `depth` counts the layers with weights up to here, `call` the calls of the same module. `is_layer_input` says that
+    the signal is the input of a layer with weights. `gradient` is the norm of the gradient of the layer's own
     parameters, over all its calls, `signal_gradient` that of the signal; None if there is none.
     """
 
@@ -57,14 +58,14 @@ class Layer(Signal):
     call: int
     depth: int
     has_weights: bool
-    is_taken_in: bool
+    is_layer_input: bool
     shape: tuple[int, ...]
     gradient: float | None = None
     signal_gradient: float | None = None
 
     @property
-    def place(self) -> str:
-        """The name, with the number of the call behind it if it is not the first."""
+    def label(self) -> str:
+        """The name, followed by the number of the call if it is not the first."""
         return self.name if self.call == 1 else f"{self.name} (call {self.call})"
 
 
@@ -85,9 +86,9 @@ def gradient_ratio(layers: Sequence[Layer]) -> float:
 def read_signal(
     activation: Tensor, *, channels: int = 1, max_columns: int | None = MAX_COLUMNS, generator: torch.Generator | None
 ) -> Signal:
-    """What the activation (samples, ...) with its channels on the axis `channels` is like; nothing of it is kept.
+    """The measures of an activation (samples, ...) with its channels on the axis `channels`; it is not stored.
 
-    Which positions are looked at is drawn from the generator, the first ones without. `max_columns=None` takes all.
+    The positions are drawn from the generator, or are the first ones without. `max_columns=None` uses all.
     """
     if max_columns is not None:
         max_columns = need_integer("max_columns", max_columns, low=2, cure="None takes all columns.")
@@ -95,7 +96,7 @@ def read_signal(
     channels = need_integer("channels", channels, low=-activation.ndim, high=activation.ndim - 1, cure="Pass an axis.")
     if activation.ndim < 2 or channels % activation.ndim == 0 or not activation.numel():
         raise ShapeError(
-            f"a signal needs activations (samples, channels, ...) and an axis of channels behind the first; got "
+            f"a signal needs activations (samples, channels, ...) and an axis of channels after the first; got "
             f"{tuple(activation.shape)} and channels={channels}. Pass a whole batch."
         )
     seen = activation.movedim(channels, 1)[..., None].flatten(2)  # (samples, units, positions)

@@ -1,13 +1,13 @@
-"""`judge`: what the numbers of a diagnosis mean, in plain words, by thresholds that are written down.
+"""`judge`: the verdict on the measures of a diagnosis, by fixed thresholds.
 
-Every sign of illness is one number v that is good when large, with a threshold t: its part of the score is v / (v + t),
-one half at the threshold and 0.9 at nine times it. The score is the smallest part: one illness is enough. Below a half
-the network is called unhealthy, below 0.9 suspect. The thresholds come from training by plain SGD for some hundred
-steps: an unhealthy network is unlikely to learn that way, and says nothing about Adam, which trained half of them.
+Every criterion is a value v that is good when large, with a threshold t: its part of the score is v / (v + t), one half
+at the threshold and 0.9 at nine times it. The score is the smallest part. Below one half the network is called
+unhealthy, below 0.9 suspect. The thresholds come from training with plain SGD for some hundred steps: an unhealthy
+network is unlikely to learn that way. They say nothing about Adam, which trained half of the unhealthy networks.
 
-Where it was measured what becomes of the samples' differences (`contrast`, and `directions` with what they tell), that
-is judged; rank, alignment and vanishing gradients, which are signs of the same, then only explain it. Alone they would
-be too strict: a signal of rank one may tell classes apart, and the last layers may learn while the first do not.
+Where `contrast` and `directions` were both measured, rank, alignment and vanishing gradients explain a low score and do
+not cause one. They would be too strict: a signal of rank one may separate classes, and the last layers may learn while
+the first do not.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from onlynorm.errors import ShapeError
 from onlynorm.rank.diagnosis.signals import Layer
 from onlynorm.validate import need_instance, need_items, need_number
 
-HALF = 0.5
-"""Scores below it are unhealthy."""
-CLEAR = 0.9
-"""Scores from it on are healthy."""
+MIN_TRAINABLE = 0.5
+"""Lower scores are unhealthy."""
+MIN_HEALTHY = 0.9
+"""Scores of at least this are healthy."""
 DIFFERENCES = frozenset({"contrast", "directions"})
-"""Signs of what becomes of the samples' differences."""
-EXPLAINED = frozenset({"rank", "alignment", "vanishing"})
-"""Signs that stand in for them where they were not measured, and explain them where they were."""
+"""Criteria for the differences between samples."""
+EXPLANATIONS = frozenset({"rank", "alignment", "vanishing"})
+"""Criteria that replace them where they were not measured, and explain them where they were."""
 UNLIKELY = "Plain SGD is unlikely to train this network; Adam may."
 """What a score below one half means."""
 ADVICE_ON_LOSS = "Check the targets (NaN, or too large for the precision), and the loss for labels that it ignores."
-MOST_UNOBSERVED = 0.1
-"""Fraction of the parameters that may go unobserved before a healthy verdict says so."""
-HOPE = 0.1
-"""The share that the targets are granted of differences in which they do not show: earlier layers may learn to."""
+MAX_UNOBSERVED = 0.1
+"""Fraction of unobserved parameters from which on a healthy verdict mentions them."""
+MIN_EXPLAINED = 0.1
+"""Added to the explained variance: earlier layers may learn what the targets do not explain at first."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Where a sign of illness is worth one half; the defaults come from networks that were trained (docs/diagnose.md).
+    """The value of each criterion at which its part of the score is one half; see docs/diagnose.md for the defaults.
 
-    `contrast` is for contrast * (told + 0.1), `directions` for the square of directions - 1 + told, `start` for how far
-    the loss is above that of outputs of zero, in units of the latter. Hidden signals are those that layers with weights
-    take in, behind the first. `rank` is for r - 1 of the worst of them; `alignment` and `input` for one minus the
+    `contrast` is for contrast * (explained_variance + 0.1), `directions` for (directions - 1 + explained_variance)^2,
+    `initial_loss` for (loss - loss of zero outputs) / loss of zero outputs. Hidden signals are the inputs of layers
+    with weights after the first. `rank` is for the smallest r - 1 of them; `alignment` and `input` for one minus the
     cosines of the last layer's gradients; `vanishing` and `exploding` for the gradient of the first layer over that of
     the last, the latter without norms and with; `shrinking` and `growing` for the scale of hidden signals over that of
-    the first; `alive` for the share of units of the worst that are not dead.
+    the first; `alive` for the smallest fraction of units that are not dead.
     """
 
     contrast: float = 4e-5
     directions: float = 0.04
-    start: float = 3.0
+    initial_loss: float = 3.0
     rank: float = 1e-3
     alignment: float = 3e-4
     input: float = 1e-4
@@ -66,7 +66,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How likely plain SGD can train a network: a word, a score from 0 to 1, its parts by name, and what to do."""
+    """Whether plain SGD is likely to train a network: a word, a score from 0 to 1, its parts by name, and advice."""
 
     score: float
     parts: Mapping[str, float]
@@ -77,12 +77,12 @@ class Verdict:
     @property
     def is_trainable(self) -> bool:
         """Whether the score is one half or more: nothing was found that makes it unlikely that plain SGD trains it."""
-        return self.score >= HALF
+        return self.score >= MIN_TRAINABLE
 
     @property
     def word(self) -> str:
         """healthy, suspect or unhealthy."""
-        return "healthy" if self.score >= CLEAR else ("suspect" if self.is_trainable else "unhealthy")
+        return "healthy" if self.score >= MIN_HEALTHY else ("suspect" if self.is_trainable else "unhealthy")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -92,8 +92,7 @@ class Verdict:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        said = "; ".join(self.findings)
-        return f"{self.word} (score {self.score:.2f}): {said}. {self.advice}".strip()
+        return f"{self.word} (score {self.score:.2f}): {'; '.join(self.findings)}. {self.advice}".strip()
 
 
 def judge(
@@ -103,16 +102,16 @@ def judge(
     input_cosine: float | None,
     contrast: float | None = None,
     directions: float | None = None,
-    told: float | None = None,
-    start: float | None = None,
+    explained_variance: float | None = None,
+    initial_loss_ratio: float | None = None,
     loss: float | None = None,
     unobserved: float = 0.0,
     thresholds: Thresholds,
     can_repair: Callable[[], bool] | None = None,
 ) -> Verdict:
-    """The verdict on these signals and cosines; what was not measured is not judged.
+    """The verdict on these measures; None means not measured.
 
-    `unobserved` is the fraction of the parameters in layers that were not observed. `can_repair` is asked before a
+    `unobserved` is the fraction of the parameters in layers that were not observed. `can_repair` is called before a
     repair is recommended. Theory: daneshmand2020:prop-8
     """
     layers = need_items("layers", layers, cure="Pass those of a Diagnosis.")
@@ -122,48 +121,56 @@ def judge(
         raise ShapeError("judge needs a layer or more; got none. Pass those of a Diagnosis.")
     need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
     values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
-              "told": told, "start": start, "loss": loss}  # fmt: skip
-    alignment, input_cosine, contrast, directions, told, start, loss = (
+              "explained_variance": explained_variance, "initial_loss_ratio": initial_loss_ratio,
+              "loss": loss}  # fmt: skip
+    alignment, input_cosine, contrast, directions, explained_variance, initial_loss_ratio, loss = (
         value if value is None or (isinstance(value, float) and not math.isfinite(value))
         else need_number(name, value, cure="Pass None where it was not measured.")
         for name, value in values.items()
     )  # fmt: skip
     unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out where all was observed.")
-    odd = next((layer for layer in layers if not layer.is_finite), None)
-    if odd is not None:
-        where = f"{odd.place} ({odd.kind}), layer {odd.depth} of {layers[-1].depth}"
+    broken = next((layer for layer in layers if not layer.is_finite), None)
+    if broken is not None:
+        where = f"{broken.label} ({broken.kind}), layer {broken.depth} of {layers[-1].depth}"
         return Verdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
-                       _advice_on_numbers(odd), thresholds)  # fmt: skip
+                       _advice_on_nonfinite(broken), thresholds)  # fmt: skip
     if loss is not None and not math.isfinite(loss):
         finding = f"the loss is {loss}, though every signal is finite"
         return Verdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
-    differences = [*_contrast(contrast, told, thresholds), *_directions(directions, told, thresholds)]
-    signs = [  # causes before what follows from them
-        *_dead(layers, thresholds), *_scales(layers, thresholds), *_start(start, thresholds),
+    differences = [
+        *_contrast(contrast, explained_variance, thresholds),
+        *_directions(directions, explained_variance, thresholds),
+    ]
+    criteria = [  # causes first
+        *_dead(layers, thresholds), *_scales(layers, thresholds), *_initial_loss(initial_loss_ratio, thresholds),
         *_rank(layers, thresholds), *differences, *_cosines(alignment, input_cosine, thresholds),
         *_gradients(layers, thresholds),
     ]  # fmt: skip
-    reasons = EXPLAINED if {sign.name for sign in differences} == DIFFERENCES else frozenset()
-    judged = [sign for sign in signs if sign.name not in reasons]
-    parts = {sign.name: sign.part for sign in judged}
-    ill = [sign for sign in judged if sign.part < CLEAR]
-    complaints = [sign for sign in ill if sign.part < HALF] or ill  # what is only suspect is not reported beside it
-    if DIFFERENCES & {sign.name for sign in complaints}:
-        complaints += [sign for sign in signs if sign.name in reasons and sign.part < HALF]
-    complaints.sort(key=signs.index)
+    reasons = EXPLANATIONS if {criterion.name for criterion in differences} == DIFFERENCES else frozenset()
+    judged = [criterion for criterion in criteria if criterion.name not in reasons]
+    parts = {criterion.name: criterion.part for criterion in judged}
+    low = [criterion for criterion in judged if criterion.part < MIN_HEALTHY]
+    problems = [
+        criterion for criterion in low if criterion.part < MIN_TRAINABLE
+    ] or low  # suspect ones only if nothing is worse
+    if DIFFERENCES & {criterion.name for criterion in problems}:
+        problems += [
+            criterion for criterion in criteria if criterion.name in reasons and criterion.part < MIN_TRAINABLE
+        ]
+    problems.sort(key=criteria.index)
     score = min(parts.values(), default=1.0)
-    names = [sign.name for sign in complaints]
-    advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < HALF, can_repair=can_repair)
-    words = tuple(sign.words for sign in complaints)
-    return Verdict(score, parts, words or _all_well(layers, unobserved), advice, thresholds)
+    names = [criterion.name for criterion in problems]
+    advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < MIN_TRAINABLE, can_repair=can_repair)
+    words = tuple(criterion.text for criterion in problems)
+    return Verdict(score, parts, words or _no_problem(layers, unobserved), advice, thresholds)
 
 
 @dataclass(frozen=True)
-class _Sign:
+class _Criterion:
     name: str
     value: float
     threshold: float
-    words: str
+    text: str
 
     @property
     def part(self) -> float:
@@ -173,98 +180,98 @@ class _Sign:
         return value / (value + self.threshold)
 
 
-def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+def _rank(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
     hidden = _hidden(layers)
     if hidden:
         worst = min(hidden, key=lambda layer: layer.r)
         first = next((layer for layer in hidden if layer.r - 1.0 < t.rank), worst)
         words = (
-            f"the signal collapses to rank {first.r:.3f} at layer {first.depth} of {layers[-1].depth} ({first.place})"
+            f"the signal collapses to rank {first.r:.3f} at layer {first.depth} of {layers[-1].depth} ({first.label})"
         )
-        yield _Sign("rank", worst.r - 1.0, t.rank, words)
+        yield _Criterion("rank", worst.r - 1.0, t.rank, words)
 
 
-def _start(start: float | None, t: Thresholds) -> Iterable[_Sign]:
-    if start is not None:
-        words = f"the initial loss is {start:.3g} times that of zero outputs"
-        yield _Sign("start", 1.0 / (start - 1.0) if start > 1.0 else math.inf, 1.0 / t.start, words)
+def _initial_loss(ratio: float | None, t: Thresholds) -> Iterable[_Criterion]:
+    if ratio is not None:
+        words = f"the initial loss is {ratio:.3g} times that of zero outputs"
+        yield _Criterion("initial_loss", 1.0 / (ratio - 1.0) if ratio > 1.0 else math.inf, 1.0 / t.initial_loss, words)
 
 
-def _contrast(contrast: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
+def _contrast(contrast: float | None, explained_variance: float | None, t: Thresholds) -> Iterable[_Criterion]:
     if contrast is not None:
         slower = f"are learned {1.0 / contrast:.1e} times slower" if contrast > 0.0 else "are not learned"
         words = f"the gradient moves all outputs together; differences between samples {slower}"
-        yield _Sign("contrast", contrast * (HOPE + (told or 0.0)), t.contrast, words)
+        yield _Criterion("contrast", contrast * (MIN_EXPLAINED + (explained_variance or 0.0)), t.contrast, words)
 
 
-def _directions(directions: float | None, told: float | None, t: Thresholds) -> Iterable[_Sign]:
-    if directions is not None and told is not None:
+def _directions(directions: float | None, explained_variance: float | None, t: Thresholds) -> Iterable[_Criterion]:
+    if directions is not None and explained_variance is not None:
         words = (
-            f"the inputs of the last layer vary in {directions:.2f} directions, and the targets explain {told:.0%} of "
-            "the variance"
+            f"the inputs of the last layer vary in {directions:.2f} directions, and the targets explain "
+            f"{explained_variance:.0%} of the variance"
         )
-        beyond = directions - 1.0 + told
-        yield _Sign("directions", beyond * beyond, t.directions, words)
+        beyond = directions - 1.0 + explained_variance
+        yield _Criterion("directions", beyond * beyond, t.directions, words)
 
 
-def _cosines(alignment: float | None, input_cosine: float | None, t: Thresholds) -> Iterable[_Sign]:
+def _cosines(alignment: float | None, input_cosine: float | None, t: Thresholds) -> Iterable[_Criterion]:
     if alignment is not None and not math.isnan(alignment):
         words = f"gradients of different samples in the last layer are parallel (mean |cosine| {alignment:.4f})"
-        yield _Sign("alignment", 1.0 - alignment, t.alignment, words)
+        yield _Criterion("alignment", 1.0 - alignment, t.alignment, words)
     if input_cosine is not None and not math.isnan(input_cosine):
         words = f"the last layer's gradient is the same for random inputs (cosine {input_cosine:.4f})"
-        yield _Sign("input", 1.0 - input_cosine, t.input, words)
+        yield _Criterion("input", 1.0 - input_cosine, t.input, words)
 
 
-def _gradients(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+def _gradients(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
     norms = [layer.gradient for layer in layers if layer.has_weights and layer.gradient is not None]
     if len(norms) < 2:
         return
     first, last = norms[0], norms[-1]
     if not all(map(math.isfinite, norms)):
-        yield _Sign("gradient", 0.0, 1.0, "some gradients are NaN or infinite, but the loss is finite")
+        yield _Criterion("gradient", 0.0, 1.0, "some gradients are NaN or infinite, but the loss is finite")
     elif last == 0.0:
-        yield _Sign("gradient", 0.0, 1.0, "the gradient of the last layer is zero")
+        yield _Criterion("gradient", 0.0, 1.0, "the gradient of the last layer is zero")
     elif layers[-1].scale > 0.0:  # a last layer of zeros holds back all gradients in the first step only
         ratio = first / last
-        yield _Sign(
+        yield _Criterion(
             "vanishing", ratio, t.vanishing, f"the gradient of the first layer is {ratio:.1e} times that of the last"
         )
         most = t.exploding_normed if _has_norms(layers) else t.exploding
         words = f"the gradient of the first layer is {ratio:.1e} times that of the last"
-        yield _Sign("exploding", 1.0 / ratio if ratio else math.inf, 1.0 / most, words)
+        yield _Criterion("exploding", 1.0 / ratio if ratio else math.inf, 1.0 / most, words)
 
 
-def _scales(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
+def _scales(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
     hidden = _hidden(layers)
     if not hidden:
         return
-    start = hidden[0].scale
+    first = hidden[0].scale
     largest = max([*hidden, *_last(layers)], key=lambda layer: layer.scale)
     smallest = min(hidden, key=lambda layer: layer.scale)  # a small last layer is a choice
-    grown, shrunk = largest.scale / start, smallest.scale / start
-    words = f"the signal grows by a factor of {grown:.1e} from the first layer to {largest.place}"
-    yield _Sign("growing", 1.0 / grown, 1.0 / t.growing, words)
-    words = f"the signal shrinks by a factor of {shrunk:.1e} from the first layer to {smallest.place}"
-    yield _Sign("shrinking", shrunk, t.shrinking, words)
+    grown, shrunk = largest.scale / first, smallest.scale / first
+    words = f"the signal grows by a factor of {grown:.1e} from the first layer to {largest.label}"
+    yield _Criterion("growing", 1.0 / grown, 1.0 / t.growing, words)
+    words = f"the signal shrinks by a factor of {shrunk:.1e} from the first layer to {smallest.label}"
+    yield _Criterion("shrinking", shrunk, t.shrinking, words)
 
 
-def _dead(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Sign]:
-    taken = _taken_in(layers)
-    if taken:
-        worst = max(taken, key=lambda layer: layer.dead)
-        words = f"{worst.dead:.0%} of the units of {worst.place} are dead (zero for every sample)"
-        yield _Sign("alive", 1.0 - worst.dead, t.alive, words)
+def _dead(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
+    inputs = _layer_inputs(layers)
+    if inputs:
+        worst = max(inputs, key=lambda layer: layer.dead)
+        words = f"{worst.dead:.0%} of the units of {worst.label} are dead (zero for every sample)"
+        yield _Criterion("alive", 1.0 - worst.dead, t.alive, words)
 
 
-def _taken_in(layers: Sequence[Layer]) -> list[Layer]:
-    """Signals that layers with weights take in, behind the first: what norms, activations and skips have made."""
-    return [layer for layer in layers if layer.is_taken_in and layer.depth]
+def _layer_inputs(layers: Sequence[Layer]) -> list[Layer]:
+    """The inputs of layers with weights after the first: outputs of norms, activations and skips."""
+    return [layer for layer in layers if layer.is_layer_input and layer.depth]
 
 
 def _hidden(layers: Sequence[Layer]) -> list[Layer]:
-    """Those of them that have a rank: a single unit has rank one whatever it does, a zero signal has none."""
-    return [layer for layer in _taken_in(layers) if layer.n_units > 1 and not math.isnan(layer.r)]
+    """Those of them that have a rank: a single unit always has rank one, a zero signal has none."""
+    return [layer for layer in _layer_inputs(layers) if layer.n_units > 1 and not math.isnan(layer.r)]
 
 
 def _last(layers: Sequence[Layer]) -> list[Layer]:
@@ -275,27 +282,25 @@ def _has_norms(layers: Sequence[Layer]) -> bool:
     return any(layer.kind.endswith(" norm") for layer in layers)
 
 
-def _all_well(layers: Sequence[Layer], unobserved: float) -> tuple[str, ...]:
+def _no_problem(layers: Sequence[Layer], unobserved: float) -> tuple[str, ...]:
     hidden = _hidden(layers)
     least = f", and its rank r is at least {min(layer.r for layer in hidden):.3g}" if hidden else ""
-    well = f"the signal survives all {layers[-1].depth} layers{least}"
-    if unobserved < MOST_UNOBSERVED:
-        return (well,)
-    return (well, f"{unobserved:.0%} of the parameters belong to no layer that was called, and were not judged")
+    finding = f"the signal survives all {layers[-1].depth} layers{least}"
+    if unobserved < MAX_UNOBSERVED:
+        return (finding,)
+    return (finding, f"{unobserved:.0%} of the parameters belong to no layer that was called, and were not measured")
 
 
-def _advice(
-    complaints: Sequence[str], *, has_norms: bool, is_fatal: bool, can_repair: Callable[[], bool] | None
-) -> str:
-    """What to do about the first complaint, which causes the others."""
-    if not complaints:
+def _advice(problems: Sequence[str], *, has_norms: bool, is_fatal: bool, can_repair: Callable[[], bool] | None) -> str:
+    """What to do about the first problem, which causes the others."""
+    if not problems:
         return ""
     outlook = f"{UNLIKELY} " if is_fatal else ""
-    if complaints[0] == "alive":
+    if problems[0] == "alive":
         return outlook + "Raise the biases of that layer, or use a leaky activation."
-    if complaints[0] in ("growing", "exploding", "start"):
+    if problems[0] in ("growing", "exploding", "initial_loss"):
         return outlook + "Draw smaller weights (orthogonal, or He's), add norms, or scale residual branches down."
-    if complaints[0] in ("shrinking", "gradient"):
+    if problems[0] in ("shrinking", "gradient"):
         return outlook + "Draw larger weights (He's), or add norms."
     steps = ["draw the weights symmetric around zero", "use batch norms"] if has_norms else ["add batch norms"]
     steps += ["run repair"] if can_repair is None or can_repair() else []
@@ -303,7 +308,7 @@ def _advice(
     return f"{outlook}{advice[0].upper()}{advice[1:]}."
 
 
-def _advice_on_numbers(odd: Layer) -> str:
-    if odd.kind == "input":
-        return "The inputs contain them: clean the data first."
+def _advice_on_nonfinite(broken: Layer) -> str:
+    if broken.kind == "input":
+        return "The inputs contain NaN or infinity: clean the data first."
     return "Check the weights of that layer and the scale of its inputs."

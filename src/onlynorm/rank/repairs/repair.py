@@ -1,8 +1,8 @@
-"""`repair`: makes a deep network that has not been trained yet pass signals and gradients on, with the evidence.
+"""`repair`: new initial weights for a deep network that cannot be trained, with a diagnosis before and after.
 
-Repairs change initial weights, so they are for networks before training: what a trained network has learned is lost,
-except by "batch_norm" and "residual" on a network without residual blocks, which keep its weights and change what it
-computes. A network that looks trained, and a weight that is tied to an embedding, are not changed without `force`.
+Repairs are for networks before training: they replace the weights of a trained network, except "batch_norm" and, on a
+network without residual blocks, "residual", which keep the weights and change the function. A network
+that looks trained, and a weight that is tied to an embedding, are not changed without `force`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from onlynorm.rank.diagnosis.diagnose import diagnose
 from onlynorm.rank.diagnosis.passes import measure_layers
 from onlynorm.rank.diagnosis.result import Diagnosis
 from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
-from onlynorm.rank.repairs.ascent import MOST_STEPS, paper_ascent, rank_ascent, whole_ascent
+from onlynorm.rank.repairs.ascent import MAX_STEPS, paper_ascent, rank_ascent, whole_ascent
 from onlynorm.rank.repairs.insert_norms import insert_batch_norms
 from onlynorm.rank.repairs.redraw import mirrored, near_identity, orthogonal
 from onlynorm.rank.repairs.rescale import lsuv, rescale_residuals
@@ -37,17 +37,17 @@ from onlynorm.rank.trained import find_training
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_integer, need_number, need_seed
 
 MAX_RATIO = 10.0
-"""How much gradients may grow from the last hidden layer to the first before the watch asks for less rank."""
+"""Largest growth of gradients from the last hidden layer to the first that a rank ascent may cause."""
 PAPER_STEPS = 25
 NOTHING = "nothing"
 _COMPARED = ("r", "scale", "signal_gradient")
-MOST_NAMED = 4
-"""Modules that a text names of those that a repair does not see; `unseen` has all."""
+MAX_NAMED = 4
+"""Unseen modules that the text names; `unseen` has all."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A network to be changed in place, and everything the methods need to know."""
+    """A network to be changed in place, and the arguments of the methods."""
 
     route: Route
     targets: Any
@@ -67,9 +67,8 @@ class _Job:
         """The first sign that the network was trained, or nothing where that does not matter."""
         if self.force:
             return ""
-        places = self.route.free
-        layers = ((place.name, place.layer, place.weight, place is places[-1]) for place in places)
-        return find_training(self.model, layers)
+        free = self.route.free
+        return find_training(self.model, ((one.name, one.module, one.weight, one is free[-1]) for one in free))
 
     def diagnose(self) -> Diagnosis:
         return diagnose(self.model, self.route.inputs, self.targets, loss=self.loss, output=self.output, seed=self.seed)
@@ -84,13 +83,13 @@ class _Job:
     @property
     def ascent(self) -> dict[str, Any]:
         """The arguments of both ascents with a target."""
-        n_steps = MOST_STEPS if self.n_steps is None else self.n_steps
+        n_steps = MAX_STEPS if self.n_steps is None else self.n_steps
         return {"target": self.target, "max_ratio": self.max_ratio, "n_steps": n_steps, "ratio": self.ratio}
 
 
 @dataclass(frozen=True)
 class _Method:
-    """How to repair in place, returning a remark, and whether modules are put in."""
+    """A function that repairs in place and returns a remark, and whether it inserts modules."""
 
     run: Callable[[_Job], str]
     is_structural: bool = False
@@ -102,8 +101,8 @@ def _run_mirrored(job: _Job) -> str:
 
 
 def _run_rank(job: _Job) -> str:
-    share, _ = rank_ascent(job.route, **job.ascent)
-    return f"ascent to {100 * share:.3g} % of the rank asked for beyond one, the most the gradients allow"
+    fraction, _ = rank_ascent(job.route, **job.ascent)
+    return f"ascent to {100 * fraction:.3g} % of the target rank beyond one, as far as gradients allow"
 
 
 def _run_whole(job: _Job) -> str:
@@ -118,7 +117,7 @@ def _run_paper(job: _Job) -> str:
 
 
 def _run_batch_norm(job: _Job) -> str:
-    return f"{insert_batch_norms(job.route)} batch norms put in"
+    return f"{insert_batch_norms(job.route)} batch norms inserted"
 
 
 def _run_residual(job: _Job) -> str:
@@ -174,7 +173,7 @@ class Repaired:
     def rows(self) -> list[tuple[str, ...]]:
         """For every layer with weights its name, then rank, scale and gradient, each before and after, as text."""
         return [
-            (old.place, *(_shown(getattr(layer, name)) for name in _COMPARED for layer in (old, new)))
+            (old.label, *(_shown(getattr(layer, name)) for name in _COMPARED for layer in (old, new)))
             for old, new in self._pairs()
         ]
 
@@ -192,19 +191,19 @@ class Repaired:
         words = " -> ".join(f"{found.verdict.word} (score {found.score:.2f})" for found in (self.before, self.after))
         pairs = self._pairs()
         chosen = sorted({0, (len(pairs) - 1) // 2, max(0, len(pairs) - 2)})
-        ranks = ", ".join(f"{pairs[i][0].r:.3g} -> {pairs[i][1].r:.3g} in {pairs[i][0].place!r}" for i in chosen)
+        ranks = ", ".join(f"{pairs[i][0].r:.3g} -> {pairs[i][1].r:.3g} in {pairs[i][0].label!r}" for i in chosen)
         parts = [f"{done} ({self.remark}) in {self.seconds:.1f} s: {words}", f"rank {ranks}"]
         ratios = self.before.gradient_ratio, self.after.gradient_ratio
         if not all(map(math.isnan, ratios)):  # needs two hidden layers
             parts.append(f"gradient at the first over the last hidden layer {ratios[0]:.2g} -> {ratios[1]:.2g}")
         if self.unseen:
-            more = f" and {len(self.unseen) - MOST_NAMED} more" if len(self.unseen) > MOST_NAMED else ""
-            named = ", ".join(map(str, self.unseen[:MOST_NAMED]))
+            more = f" and {len(self.unseen) - MAX_NAMED} more" if len(self.unseen) > MAX_NAMED else ""
+            named = ", ".join(map(str, self.unseen[:MAX_NAMED]))
             parts.append(f"not seen, with {self.unseen_fraction:.1%} of the parameters: {named}{more}")
         return "; ".join(parts)
 
     def _pairs(self) -> list[tuple[Layer, Layer]]:
-        """Every layer with weights before and after; names may differ where modules were put in."""
+        """Every layer with weights before and after; names may differ where modules were inserted."""
         return list(zip(self.before.weighted_layers, self.after.weighted_layers, strict=False))
 
 

@@ -1,6 +1,6 @@
-"""Repairs that scale: every layer to unit output, LSUV, and the branches of residual networks.
+"""Repairs that rescale: every layer to unit output, LSUV, and the branches of residual networks; all in place.
 
-All of them work in place, in one visit of the layers in the order of the signal.
+Layers are visited once, in the order of the forward pass.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError, ValueRangeError
 from onlynorm.modules.untouched import untouched
 from onlynorm.modules.walk import replace_module
-from onlynorm.rank.repairs.visits import LayerModule, Place, Route, find_route, run_hooked
+from onlynorm.rank.repairs.visits import LayerModule, Route, RouteLayer, find_route, run_hooked
 from onlynorm.seeds import seeded
 
 
-def set_scale(place: Place, received: Tensor, *, scale: float = 1.0) -> None:
+def set_scale(layer: RouteLayer, received: Tensor, *, scale: float = 1.0) -> None:
     """Multiplies weight and bias of the layer so that its output has this root mean square over the batch."""
-    own = root_mean_square(place.layer.forward(received))
+    own = root_mean_square(layer.module.forward(received))
     if own == 0.0:
         raise ValueRangeError(
-            f"a repair needs a signal in every layer; {place.name!r} ({place.number + 1} of {place.n_layers}) gives "
+            f"a repair needs a signal in every layer; {layer.name!r} ({layer.number + 1} of {layer.n_layers}) gives "
             "only zeros. Are all units before it dead? Try method='batch_norm', or another batch."
         )
-    place.layer.weight.mul_(scale / own)
-    if place.layer.bias is not None:
-        place.layer.bias.mul_(scale / own)
+    layer.module.weight.mul_(scale / own)
+    if layer.module.bias is not None:
+        layer.module.bias.mul_(scale / own)
 
 
 def root_mean_square(values: Tensor) -> float:
@@ -36,10 +36,10 @@ def root_mean_square(values: Tensor) -> float:
     return largest * float((values.double() / largest).square().mean().sqrt()) if largest > 0.0 else 0.0
 
 
-def clear_bias(layer: LayerModule) -> None:
-    """Sets the bias to zero: it is the same for all samples, and so it pulls them together."""
-    if layer.bias is not None:
-        layer.bias.zero_()
+def clear_bias(module: LayerModule) -> None:
+    """Sets the bias to zero: it adds the same to all samples, which makes them more alike."""
+    if module.bias is not None:
+        module.bias.zero_()
 
 
 def scale_layers(route: Route) -> None:
@@ -49,28 +49,28 @@ def scale_layers(route: Route) -> None:
 
 def lsuv(route: Route, *, seed: int) -> None:
     """Orthogonal weights, zero biases, every output scaled to unit root mean square (Mishkin and Matas, 2016)."""
-    dice = seeded(seed)
+    generator = seeded(seed)
 
-    def change(place: Place, received: Tensor) -> None:
-        draw_orthogonal(place.weight, dice)
-        clear_bias(place.layer)
-        set_scale(place, received)
+    def change(layer: RouteLayer, received: Tensor) -> None:
+        draw_orthogonal(layer.weight, generator)
+        clear_bias(layer.module)
+        set_scale(layer, received)
 
     route.visit(change)
 
 
-def draw_orthogonal(weight: Tensor, dice: torch.Generator) -> None:
+def draw_orthogonal(weight: Tensor, generator: torch.Generator) -> None:
     """Draws a weight (out, ...) with orthonormal rows, or columns if it has fewer of them, in place."""
     drawn = torch.empty(weight.shape)  # on the CPU, so that a seed means the same on every device
-    weight.copy_(nn.init.orthogonal_(drawn, generator=dice))
+    weight.copy_(nn.init.orthogonal_(drawn, generator=generator))
 
 
 class Skip(nn.Module):
     """A layer with a skip around it: x + scale * layer(x)."""
 
-    def __init__(self, layer: nn.Module, scale: float) -> None:
+    def __init__(self, module: nn.Module, scale: float) -> None:
         super().__init__()
-        self.layer, self.scale = layer, scale
+        self.layer, self.scale = module, scale
 
     def forward(self, x: Tensor) -> Tensor:
         """x plus the scaled output of the layer."""
@@ -82,14 +82,14 @@ class Skip(nn.Module):
 
 
 def rescale_residuals(route: Route) -> int:
-    """How many residual branches there are, each scaled by the root of that number, in place.
+    """The number of residual branches, each divided by the square root of that number, in place.
 
-    A network without residual blocks gets skips around the layers that keep the shape of their input, the first and
-    the last aside; each branch has unit output before it is scaled.
+    A network without residual blocks gets skips around the layers that keep the shape of their input, except the first
+    and the last; each branch has unit output before it is scaled.
     """
     branches = find_branches(route.model, route.inputs)
     if branches:
-        fixed = {id(parameter) for place in route.places if place.is_fixed for parameter in place.layer.parameters()}
+        fixed = {id(parameter) for layer in route.layers if layer.is_fixed for parameter in layer.module.parameters()}
         with torch.no_grad():
             for end in branches:
                 for parameter in (end.weight, getattr(end, "bias", None)):
@@ -97,14 +97,14 @@ def rescale_residuals(route: Route) -> int:
                     if isinstance(parameter, Tensor) and is_free:
                         parameter.div_(math.sqrt(len(branches)))
         return len(branches)
-    inner = [place for place in route.hidden[1:] if place.input_shape == place.output_shape]
+    inner = [layer for layer in route.hidden[1:] if layer.input_shape == layer.output_shape]
     if not inner:
         raise ConversionError(
             "method='residual' needs residual blocks, or layers that keep the shape of their input; this network has "
             "neither. Try method='mirrored'."
         )
-    for place in inner:
-        replace_module(route.model, place.layer, new=Skip(place.layer, 1.0 / math.sqrt(len(inner))))
+    for layer in inner:
+        replace_module(route.model, layer.module, new=Skip(layer.module, 1.0 / math.sqrt(len(inner))))
     scale_layers(find_route(route.model, route.inputs))
     return len(inner)
 
@@ -124,7 +124,7 @@ def find_branches(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[nn.Modul
 
 
 def _blocks(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[nn.Module, Tensor]]:
-    """Every module with children that keeps the shape of its one input, with what it received first."""
+    """Every module with children that keeps the shape of its one input, with its first input."""
     seen: dict[nn.Module, Tensor] = {}
 
     def note(module: nn.Module, given: tuple[object, ...], output: object) -> None:
@@ -139,7 +139,7 @@ def _blocks(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[nn.Modul
 
 @torch.no_grad()
 def _is_residual(block: nn.Module, end: nn.Module, received: Tensor) -> bool:
-    kept = {name: parameter.clone() for name, parameter in end.named_parameters(recurse=False)}
+    saved = {name: parameter.clone() for name, parameter in end.named_parameters(recurse=False)}
     try:
         with untouched(block, is_training=True, tensors=(received,)), torch.no_grad():
             for parameter in end.parameters(recurse=False):
@@ -147,5 +147,5 @@ def _is_residual(block: nn.Module, end: nn.Module, received: Tensor) -> bool:
             output = block(received.clone())
     finally:
         for name, parameter in end.named_parameters(recurse=False):
-            parameter.copy_(kept[name])
+            parameter.copy_(saved[name])
     return torch.equal(output, received) or torch.equal(output, received.clamp(min=0.0))

@@ -1,8 +1,8 @@
-"""`Route.visit`: one forward pass in which every layer is changed when the signal reaches it for the first time.
+"""`Route.visit`: one forward pass in which every layer is changed just before its first call.
 
 A layer is a Linear or a convolution (transposed ones and Hugging Face's Conv1D too) that the model calls as a module;
-skips, pooling, hooks and functional calls between layers do not matter. A layer is changed just before it runs, so
-later layers receive what they will receive after the repair, and a layer that is called twice is changed once.
+skips, pooling, hooks and functional calls between layers do not matter. Later layers receive the outputs of layers that
+are already changed, and a layer that is called twice is changed once.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from onlynorm.rank.coverage import Unseen, find_unseen, is_conv1d, is_layer, wei
 from onlynorm.rank.measures import as_matrix
 
 LayerModule: TypeAlias = Any
-"""What `coverage.is_layer` accepts: a Module with a weight and a bias, perhaps None."""
+"""A module that `coverage.is_layer` accepts: it has a weight, and a bias that may be None."""
 MAX_COLUMNS = 4096
-"""Of the positions of images, at most so many columns in all are looked at for a rank."""
+"""Columns that a rank is computed from; of more, evenly spaced ones are used."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A layer that the model calls: its first name, its place in the order of calls, and the shapes it maps between.
+class RouteLayer:
+    """A layer that the model calls: its first name, its position in the order of calls, and its shapes.
 
-    The weight of a fixed layer is tied to that of another module: it is measured and not changed.
+    The weight of a fixed layer is tied to that of another module, so it is not changed.
     """
 
     name: str
-    layer: LayerModule
+    module: LayerModule
     number: int
     n_layers: int
     input_shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Place:
     @property
     def weight(self) -> Tensor:
         """The weight as (out, in, kernel...); changing it in place changes the layer."""
-        return weight_of(self.layer)
+        return weight_of(self.module)
 
     @property
     def is_first(self) -> bool:
@@ -57,41 +57,43 @@ class Place:
         return self.number == self.n_layers - 1
 
 
-Change = Callable[[Place, Tensor], None]
-"""What to do with a layer, given what it receives."""
+Change = Callable[[RouteLayer, Tensor], None]
+"""Changes a layer in place, given its input."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a batch through a model: its layers in the order of their first calls, and modules left out."""
+    """The layers that a batch passes in a model, in the order of their first calls, and the modules left out."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
-    places: tuple[Place, ...]
+    layers: tuple[RouteLayer, ...]
     unseen: tuple[Unseen, ...] = ()
 
     @property
-    def hidden(self) -> tuple[Place, ...]:
+    def hidden(self) -> tuple[RouteLayer, ...]:
         """All layers but the last."""
-        return self.places[:-1]
+        return self.layers[:-1]
 
     @property
-    def free(self) -> tuple[Place, ...]:
+    def free(self) -> tuple[RouteLayer, ...]:
         """The layers that may be changed."""
-        return tuple(place for place in self.places if not place.is_fixed)
+        return tuple(layer for layer in self.layers if not layer.is_fixed)
 
     def visit(self, change: Change) -> None:
         """Runs the model once and applies `change`, without gradients, to every free layer before its first call."""
         done: set[int] = set()
         hooks = []
-        for place in self.free:
+        for layer in self.free:
 
-            def act(layer: LayerModule, given: tuple[Any, ...], named: dict[str, Any], place: Place = place) -> None:
-                if id(layer.weight) not in done:
-                    done.add(id(layer.weight))
-                    change(place, _received(given, named))
+            def act(
+                module: LayerModule, given: tuple[Any, ...], named: dict[str, Any], layer: RouteLayer = layer
+            ) -> None:
+                if id(module.weight) not in done:
+                    done.add(id(module.weight))
+                    change(layer, _received(given, named))
 
-            hooks.append(place.layer.register_forward_pre_hook(act, with_kwargs=True))
+            hooks.append(layer.module.register_forward_pre_hook(act, with_kwargs=True))
         run_hooked(self.model, self.inputs, hooks)
 
 
@@ -104,28 +106,28 @@ def find_route(model: nn.Module, inputs: tuple[Tensor, ...], *, force: bool = Fa
         is_seen = is_layer(module) and isinstance(module._parameters.get("weight"), Tensor)
 
         def note(
-            layer: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any, name: str = name,
+            module: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any, name: str = name,
             is_seen: bool = is_seen,
         ) -> None:  # fmt: skip
-            called.add(layer)
-            if is_seen and layer.weight.requires_grad and name not in shapes:
-                shapes[name] = (layer, tuple(_received(given, named).shape), tuple(output.shape))
+            called.add(module)
+            if is_seen and module.weight.requires_grad and name not in shapes:
+                shapes[name] = (module, tuple(_received(given, named).shape), tuple(output.shape))
 
         hooks.append(module.register_forward_hook(note, with_kwargs=True))
     run_hooked(model, inputs, hooks)
     unseen = find_unseen(model, called, force=force)
     fixed = {one.name for one in unseen}
-    places = tuple(
-        Place(name, layer, k, len(shapes), shape_in, shape_out, is_fixed=name in fixed)
-        for k, (name, (layer, shape_in, shape_out)) in enumerate(shapes.items())
+    layers = tuple(
+        RouteLayer(name, module, k, len(shapes), shape_in, shape_out, is_fixed=name in fixed)
+        for k, (name, (module, shape_in, shape_out)) in enumerate(shapes.items())
     )
-    if all(place.is_fixed for place in places):
+    if all(layer.is_fixed for layer in layers):
         got = ", ".join(map(str, unseen[:4])) or f"{type(model).__name__}, which calls none"
         raise ConversionError(
             f"a repair needs Linear or convolutional layers that the model calls as modules and that can be trained; "
             f"got {got}. Pass a model with layers as modules, and unfreeze what should change."
         )
-    return Route(model, inputs, places, unseen)
+    return Route(model, inputs, layers, unseen)
 
 
 def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[RemovableHandle]) -> None:
@@ -142,25 +144,25 @@ def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[Removab
             hook.remove()
 
 
-def signal(layer: LayerModule, output: Tensor) -> Tensor:
-    """H, channels x columns, of what a layer gave; of many positions only some, evenly spaced."""
-    matrix = as_matrix(output if output.ndim > 1 else output[None], channels=channel_axis(layer))
+def signal(module: LayerModule, output: Tensor) -> Tensor:
+    """The output of a layer as H, channels x columns; of many positions only some, evenly spaced."""
+    matrix = as_matrix(output if output.ndim > 1 else output[None], channels=channel_axis(module))
     return matrix[:, :: -(-matrix.shape[1] // MAX_COLUMNS)]
 
 
-def channel_axis(layer: LayerModule) -> int:
+def channel_axis(module: LayerModule) -> int:
     """The axis of the channels of a layer's output: last for Linear, second for convolutions."""
-    return -1 if isinstance(layer, nn.Linear) or is_conv1d(layer) else 1
+    return -1 if isinstance(module, nn.Linear) or is_conv1d(module) else 1
 
 
-def output_with(layer: LayerModule, weight: Tensor, received: Tensor) -> Tensor:
-    """What the layer itself, without hooks, makes of its input with another weight (in its own layout)."""
-    own = layer._parameters["weight"]
-    layer._parameters["weight"] = weight
+def output_with(module: LayerModule, weight: Tensor, received: Tensor) -> Tensor:
+    """The output of the layer, without hooks, for another weight (in its own layout)."""
+    own = module._parameters["weight"]
+    module._parameters["weight"] = weight
     try:
-        return layer.forward(received)
+        return module.forward(received)
     finally:
-        layer._parameters["weight"] = own
+        module._parameters["weight"] = own
 
 
 def _received(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:

@@ -15,8 +15,8 @@ from onlynorm.rank.diagnosis.gradients import (
     MAX_SAMPLES,
     cosine_between,
     layer_gradient,
-    meaningless,
     neuron_alignment,
+    noise_like,
     sample_cosine,
 )
 from onlynorm.rank.diagnosis.probes import LastLayer
@@ -81,13 +81,13 @@ def test_one_column_is_refused() -> None:
 def test_every_layer_of_a_plain_network_is_read_in_its_order() -> None:
     network = mlp((64, 16, 12, 10), norm="batch")
     found = diagnose(network, INPUTS, CLASSES)
-    assert [(layer.place, layer.kind, layer.depth) for layer in found.layers] == [
+    assert [(layer.label, layer.kind, layer.depth) for layer in found.layers] == [
         ("input", "input", 0),
         ("0", "Linear", 1), ("1", "batch norm", 1), ("2", "ReLU", 1),
         ("3", "Linear", 2), ("4", "batch norm", 2), ("5", "ReLU", 2),
         ("6", "Linear", 3),
     ]  # fmt: skip
-    assert [layer.place for layer in found.layers if layer.is_taken_in] == ["input", "2", "5"]
+    assert [layer.label for layer in found.layers if layer.is_layer_input] == ["input", "2", "5"]
     hidden = network.train()[:4](INPUTS)
     assert named(found)["3"].r == pytest.approx(float(rank_ratio(as_matrix(hidden.detach()))), rel=1e-4)
 
@@ -145,7 +145,7 @@ def test_the_gradient_on_random_inputs_is_compared_with_a_full_backward_pass() -
     network = deep(depth=3, width=24)
     found = diagnose(network, INPUTS, CLASSES, seed=3)
     gradients = []
-    for batch in (INPUTS, meaningless(INPUTS, seed=3)):
+    for batch in (INPUTS, noise_like(INPUTS, seed=3)):
         gradients.append(torch.autograd.grad(functional.cross_entropy(network(batch), CLASSES), network[-1].weight)[0])
     expected = functional.cosine_similarity(gradients[0].flatten(), gradients[1].flatten(), dim=0)
     assert found.input_cosine == pytest.approx(float(expected), abs=1e-5)
@@ -153,14 +153,14 @@ def test_the_gradient_on_random_inputs_is_compared_with_a_full_backward_pass() -
 
 def test_meaningless_inputs_have_the_same_mean_and_deviation_and_the_same_tokens() -> None:
     inputs = {"x": 5 + 3 * torch.randn(200, 50, generator=seeded(0)), "ids": torch.tensor([[3, 7], [7, 7]]), "p": 0.5}
-    made = meaningless(inputs, seed=1)
+    made = noise_like(inputs, seed=1)
     assert float(made["x"].mean()) == pytest.approx(float(inputs["x"].mean()), abs=5 * 3 / 100)  # five deviations
     assert float(made["x"].std()) == pytest.approx(float(inputs["x"].std()), rel=5 / 140)
     assert not torch.equal(made["x"], inputs["x"])
     assert set(made["ids"].flatten().tolist()) <= {3, 7}
     assert made["p"] == 0.5
     drawn = torch.randn(1000, generator=seeded(0))
-    assert abs(cosine_between(meaningless(drawn, seed=0), drawn)) < 5 / 1000**0.5  # nobody is compared with itself
+    assert abs(cosine_between(noise_like(drawn, seed=0), drawn)) < 5 / 1000**0.5  # nobody is compared with itself
 
 
 def test_directions_survive_numbers_whose_squares_do_not() -> None:

@@ -121,7 +121,7 @@ def test_training_mode_is_what_batch_norms_are_judged_in() -> None:
 
 @pytest.mark.parametrize("batch", [INPUTS[:1], INPUTS[:0], (), torch.tensor(1.0)])
 def test_less_than_two_samples_are_refused(batch: Any) -> None:
-    with pytest.raises(ShapeError, match="a batch of two samples or more, since one has rank one"):
+    with pytest.raises(ShapeError, match="two samples or more"):
         diagnose(deep(depth=2), batch)
 
 

@@ -146,7 +146,7 @@ def test_the_gradient_ratio_compares_first_and_last_hidden_layer(gradients: list
     layers = [
         Layer(
             r=1.0, soft_rank=1, spread=1.0, scale=1.0, dead=0.0, n_units=4, n_columns=4, is_finite=True, name=str(i),
-            kind="Linear", call=1, depth=i + 1, has_weights=True, is_taken_in=True, shape=(4, 4), signal_gradient=g,
+            kind="Linear", call=1, depth=i + 1, has_weights=True, is_layer_input=True, shape=(4, 4), signal_gradient=g,
         )
         for i, g in enumerate(gradients)
     ]  # fmt: skip
@@ -175,7 +175,7 @@ class Shared(nn.Module):
 def test_a_shared_layer_is_changed_once_and_an_unused_one_not_at_all(method: str) -> None:
     model = Shared()
     result = repair(model, batch(), method=method, targets=torch.arange(32) % 5, n_steps=3)
-    assert [layer.place for layer in result.after.weighted_layers[:3]] == ["first", "shared", "shared (call 2)"]
+    assert [layer.label for layer in result.after.weighted_layers[:3]] == ["first", "shared", "shared (call 2)"]
     made = result.model
     assert isinstance(made, Shared)
     assert torch.equal(made.unused.weight, model.unused.weight)

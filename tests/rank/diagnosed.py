@@ -21,7 +21,7 @@ def deep(norm: str = "none", *, depth: int = 32, width: int = 128, **choices: An
 
 
 def named(found: Diagnosis) -> dict[str, Layer]:
-    return {layer.place: layer for layer in found.layers}
+    return {layer.label: layer for layer in found.layers}
 
 
 class Twice(nn.Module):

@@ -16,7 +16,7 @@ from onlynorm.models import mlp
 from onlynorm.rank import diagnose
 from onlynorm.rank.diagnosis.gradients import MAX_SAMPLES
 from onlynorm.rank.diagnosis.probes import LastLayer
-from onlynorm.rank.diagnosis.separability import read_last
+from onlynorm.rank.diagnosis.separability import measure_last_layer
 from onlynorm.seeds import own_randomness, seeded
 
 SPLIT = digits()
@@ -144,11 +144,11 @@ def test_the_loss_is_compared_with_that_of_outputs_of_zero() -> None:
     network, wanted = mlp((64, 16, 10)), torch.randn(len(INPUTS), 10, generator=seeded(0))
     by_class, by_number = diagnose(network, INPUTS, CLASSES), diagnose(network, INPUTS, wanted)
     assert by_class.loss is not None
-    assert by_class.start == pytest.approx(by_class.loss / math.log(10))
+    assert by_class.initial_loss_ratio == pytest.approx(by_class.loss / math.log(10))
     assert by_number.loss is not None
-    assert by_number.start == pytest.approx(by_number.loss / float(wanted.square().mean()))
-    assert diagnose(network, INPUTS, torch.zeros(len(INPUTS), 10)).start is None
-    assert diagnose(network, INPUTS, loss=lambda output, _: output.square().mean()).start is None
+    assert by_number.initial_loss_ratio == pytest.approx(by_number.loss / float(wanted.square().mean()))
+    assert diagnose(network, INPUTS, torch.zeros(len(INPUTS), 10)).initial_loss_ratio is None
+    assert diagnose(network, INPUTS, loss=lambda output, _: output.square().mean()).initial_loss_ratio is None
 
 
 # ------------------------------------------------------------------------------- directions, and what they tell
@@ -157,7 +157,7 @@ def test_the_loss_is_compared_with_that_of_outputs_of_zero() -> None:
 def test_directions_are_counted_around_the_mean_and_without_the_bias_of_few_samples() -> None:
     n, d = 400, 5
     h = 100.0 + torch.randn(n, d, generator=seeded(0)).double()
-    found = read_last(last(h), torch.arange(n) % 4)
+    found = measure_last_layer(last(h), torch.arange(n) % 4)
     assert found is not None
     assert found[0] == pytest.approx(d, rel=5 * math.sqrt(2 / n) / d)  # five deviations of the squares
     assert found[1] < 5 / n**0.5
@@ -169,7 +169,7 @@ def test_one_number_for_each_sample_is_one_direction_and_tells_what_it_tells() -
     noise = torch.randn(300, generator=seeded(2)).double()
     for amount in (0.0, 0.5):
         number = classes.double() + amount * noise
-        found = read_last(last(2.0 + number[:, None] * line), classes)
+        found = measure_last_layer(last(2.0 + number[:, None] * line), classes)
         assert found is not None
         means = torch.stack([number[classes == k].mean() for k in range(3)])[classes]
         share = float((means - number.mean()).square().sum() / (number - number.mean()).square().sum())
@@ -181,7 +181,7 @@ def test_one_number_for_each_sample_is_one_direction_and_tells_what_it_tells() -
 def test_numbers_as_targets_explain_what_is_linear_in_them() -> None:
     targets = torch.randn(200, 2, generator=seeded(3)).double()
     h = targets @ torch.randn(2, 6, generator=seeded(4)).double()
-    found = read_last(last(h), targets)
+    found = measure_last_layer(last(h), targets)
     assert found is not None
     assert found[1] == pytest.approx(1.0)
 
@@ -189,24 +189,26 @@ def test_numbers_as_targets_explain_what_is_linear_in_them() -> None:
 def test_classes_of_positions_go_with_positions_and_negative_ones_are_left_out() -> None:
     classes = torch.arange(60).reshape(20, 3) % 2
     h = functional.one_hot(classes, 2).double()
-    found = read_last(last(h), classes)
+    found = measure_last_layer(last(h), classes)
     assert found is not None
     assert found[1] == pytest.approx(1.0)
     hidden = classes.clone()
     hidden[0] = -100
     h[0] = 7.0  # what the loss does not see
-    left_out = read_last(last(h), hidden)
+    left_out = measure_last_layer(last(h), hidden)
     assert left_out is not None
     assert left_out[1] == pytest.approx(1.0)
 
 
 def test_a_signal_without_differences_has_one_direction_that_tells_nothing() -> None:
-    assert read_last(last(torch.ones(50, 4)), torch.arange(50) % 2) == (1.0, 0.0)
+    assert measure_last_layer(last(torch.ones(50, 4)), torch.arange(50) % 2) == (1.0, 0.0)
 
 
 def test_many_samples_are_thinned_out() -> None:
     n = 3 * MAX_SAMPLES
-    found = read_last(last(torch.randn(n, 3, generator=seeded(5))), torch.randint(2, (n,), generator=seeded(6)))
+    found = measure_last_layer(
+        last(torch.randn(n, 3, generator=seeded(5))), torch.randint(2, (n,), generator=seeded(6))
+    )
     assert found is not None
 
 
@@ -223,11 +225,11 @@ def test_many_samples_are_thinned_out() -> None:
     ids=["none", "a class each", "one class", "other number", "other shape", "no tensor"],
 )
 def test_targets_that_do_not_allow_it_are_told(targets: Any) -> None:
-    assert read_last(last(torch.randn(20, 3, generator=seeded(7))), targets) is None
+    assert measure_last_layer(last(torch.randn(20, 3, generator=seeded(7))), targets) is None
 
 
 def test_too_few_samples_are_told_and_rank_is_judged_instead() -> None:
     found = diagnose(mlp((64, 16, 10), norm="layer"), INPUTS[:10], CLASSES[:10])
-    assert (found.directions, found.told) == (None, None)
+    assert (found.directions, found.explained_variance) == (None, None)
     assert found.skipped == ("what the targets explain in the last layer, because there are too few samples",)
     assert "rank" in found.verdict.parts

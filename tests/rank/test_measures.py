@@ -249,7 +249,7 @@ def test_bad_numbers_and_batches_of_one_are_refused(measure: Callable[[Tensor], 
         measure(torch.ones(3, 1))
     H = torch.ones(3, 4)
     H[1, 2], H[0, 0] = math.nan, math.inf
-    with pytest.raises(ValueRangeError, match="finite numbers; got 2 NaN or infinite ones of 12"):
+    with pytest.raises(ValueRangeError, match="got 2 NaN or infinite ones of 12"):
         measure(H)
 
 
@@ -259,7 +259,7 @@ def test_wrong_shapes_types_and_names_are_refused() -> None:
         rank_ratio(torch.ones(4))
     with pytest.raises(ShapeError, match=r"got \(0, 4\)"):
         rank_ratio(torch.ones(0, 4))
-    with pytest.raises(ValueRangeError, match=r"floating-point numbers; got torch.int64"):
+    with pytest.raises(ValueRangeError, match=r"got torch.int64"):
         rank_ratio(torch.ones(3, 4, dtype=torch.int64))
     with pytest.raises(ShapeError, match=r"as_matrix needs activations.*got \(4,\)"):
         as_matrix(torch.ones(4))

@@ -366,7 +366,7 @@ def test_damaged_states_and_shorter_runs_are_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(FormatError, match=r"does not match its checksum.*begin anew"):
+    with pytest.raises(FormatError, match=r"does not match its checksum"):
         run(chain, 8, keep=path)
 
 

@@ -20,7 +20,7 @@ from onlynorm.rank.diagnosis.page import plot_diagnosis, render_diagnosis, write
 def layer(depth: int, **changes: Any) -> Layer:
     made = Layer(
         r=4.0, soft_rank=5, spread=0.7, scale=1.0, dead=0.0, n_units=8, n_columns=16, is_finite=True,
-        name=f"layer{depth}", kind="Linear", call=1, depth=depth, has_weights=True, is_taken_in=True, shape=(16, 8),
+        name=f"layer{depth}", kind="Linear", call=1, depth=depth, has_weights=True, is_layer_input=True, shape=(16, 8),
         gradient=1.0, signal_gradient=1.0,
     )  # fmt: skip
     return replace(made, **changes)
@@ -28,7 +28,7 @@ def layer(depth: int, **changes: Any) -> Layer:
 
 def network(**changes: Any) -> list[Layer]:
     """Five sound layers; the changes are those of the third."""
-    return [layer(1), layer(2), layer(3, **changes), layer(4), layer(5, is_taken_in=False)]
+    return [layer(1), layer(2), layer(3, **changes), layer(4), layer(5, is_layer_input=False)]
 
 
 def verdict(layers: list[Layer], alignment: float | None = 0.3, input_cosine: float | None = 0.3) -> Verdict:
@@ -75,27 +75,35 @@ def test_cosines_are_worth_a_half_at_their_thresholds() -> None:
     assert verdict(network(), input_cosine=1.0 - T.input).parts["input"] == pytest.approx(0.5)
 
 
-def differences(layers: list[Layer], *, contrast: float = 1.0, directions: float = 3.0, told: float = 0.2) -> Verdict:
+def differences(
+    layers: list[Layer], *, contrast: float = 1.0, directions: float = 3.0, explained: float = 0.2
+) -> Verdict:
     """A verdict where it was measured what becomes of the samples' differences."""
     return judge(
-        layers, alignment=1.0, input_cosine=0.3, contrast=contrast, directions=directions, told=told, thresholds=T
+        layers,
+        alignment=1.0,
+        input_cosine=0.3,
+        contrast=contrast,
+        directions=directions,
+        explained_variance=explained,
+        thresholds=T,
     )
 
 
 def test_contrast_and_directions_are_worth_a_half_at_their_thresholds() -> None:
-    assert differences(network(), contrast=T.contrast / 0.3, told=0.2).parts["contrast"] == pytest.approx(0.5)
-    for told in (0.0, 0.1):
-        found = differences(network(), directions=1.0 + math.sqrt(T.directions) - told, told=told)
+    assert differences(network(), contrast=T.contrast / 0.3, explained=0.2).parts["contrast"] == pytest.approx(0.5)
+    for explained in (0.0, 0.1):
+        found = differences(network(), directions=1.0 + math.sqrt(T.directions) - explained, explained=explained)
         assert found.parts["directions"] == pytest.approx(0.5)
-        assert any(f"the targets explain {told:.0%}" in words for words in found.findings)
+        assert any(f"the targets explain {explained:.0%}" in words for words in found.findings)
 
 
 def test_a_loss_far_above_that_of_no_outputs_is_told() -> None:
     def parts(start: float) -> Verdict:
-        return judge(network(), alignment=None, input_cosine=None, start=start, thresholds=T)
+        return judge(network(), alignment=None, input_cosine=None, initial_loss_ratio=start, thresholds=T)
 
-    assert parts(1.0 + T.start).parts["start"] == pytest.approx(0.5)
-    assert parts(0.1).parts["start"] == parts(1.0).parts["start"] == 1.0
+    assert parts(1.0 + T.initial_loss).parts["initial_loss"] == pytest.approx(0.5)
+    assert parts(0.1).parts["initial_loss"] == parts(1.0).parts["initial_loss"] == 1.0
     assert parts(100.0).findings == ("the initial loss is 100 times that of zero outputs",)
     assert parts(3e25).findings == ("the initial loss is 3e+25 times that of zero outputs",)
     assert "Draw smaller weights" in parts(100.0).advice
@@ -134,7 +142,7 @@ def test_where_the_signal_collapses_is_told_by_the_first_layer_of_rank_one() -> 
 
 
 def test_outputs_that_no_layer_takes_in_and_single_units_do_not_count_as_collapsed() -> None:
-    assert verdict([layer(1), layer(2, r=1.0, is_taken_in=False), layer(3)]).word == "healthy"
+    assert verdict([layer(1), layer(2, r=1.0, is_layer_input=False), layer(3)]).word == "healthy"
     assert verdict([layer(1), layer(2, r=1.0, n_units=1), layer(3)]).word == "healthy"
     assert verdict([layer(0, r=1.0, kind="input", has_weights=False), *network()]).word == "healthy"
 
@@ -186,8 +194,8 @@ def test_thresholds_can_be_chosen() -> None:
 def diagnosis(layers: list[Layer], **changes: Any) -> Diagnosis:
     made = Diagnosis(
         layers=tuple(layers), verdict=verdict(layers), loss=2.3, alignment=0.3, sample_cosine=0.0, input_cosine=0.3,
-        contrast=0.1, directions=3.0, told=0.2, start=1.0, last_layer="layer5", skipped=(), n_samples=16, mode="train",
-        seconds=0.1,
+        contrast=0.1, directions=3.0, explained_variance=0.2, initial_loss_ratio=1.0, last_layer="layer5", skipped=(),
+        n_samples=16, mode="train", seconds=0.1,
     )  # fmt: skip
     return replace(made, **changes)
 

@@ -25,7 +25,7 @@ def test_in_place_activations_are_read_after_and_layers_before_them() -> None:
 
 def test_a_module_that_is_called_twice_is_read_twice() -> None:
     found = diagnose(Twice(), INPUTS, CLASSES)
-    assert [layer.place for layer in found.layers if layer.has_weights] == [
+    assert [layer.label for layer in found.layers if layer.has_weights] == [
         "first", "shared", "shared (call 2)", "last",
     ]  # fmt: skip
     first, second = named(found)["shared"], named(found)["shared (call 2)"]
@@ -37,14 +37,14 @@ def test_a_module_that_is_called_twice_is_read_twice() -> None:
 def test_activations_by_functions_are_seen_where_the_next_layer_takes_them_in() -> None:
     found = named(diagnose(Twice(), INPUTS, CLASSES))
     assert found["input of shared"].scale < found["first"].scale
-    assert found["input of last"].is_taken_in
+    assert found["input of last"].is_layer_input
 
 
 def test_blocks_show_what_skips_have_added() -> None:
     network = cifar_resnet(8, width=4)
     found = named(diagnose(network, torch.randn(8, 3, 32, 32, generator=seeded(0)), torch.arange(8)))
     assert found["layer2.0"].kind == "block"
-    assert found["layer2.0"].is_taken_in
+    assert found["layer2.0"].is_layer_input
     assert found["layer2.0"].gradient is None
 
 
@@ -180,7 +180,7 @@ def test_parametrized_weights_are_no_layers() -> None:
     network = deep(depth=3, width=16)
     nn.utils.parametrizations.weight_norm(network[2])
     found = diagnose(network, INPUTS, CLASSES)
-    assert [layer.place for layer in found.layers if layer.has_weights] == ["0", "2", "4"]
+    assert [layer.label for layer in found.layers if layer.has_weights] == ["0", "2", "4"]
     assert named(found)["2"].gradient is not None
 
 

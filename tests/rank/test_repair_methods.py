@@ -184,11 +184,11 @@ def test_the_ascent_of_all_layers_at_once_raises_ranks_and_takes_back_the_step_t
 # ---------------------------------------------------------------------------------------------- what is put in
 
 
-def test_batch_norms_are_put_behind_hidden_layers_that_have_none() -> None:
+def test_batch_norms_are_inserted_after_hidden_layers_that_have_none() -> None:
     model = deep()
     model.insert(1, nn.BatchNorm1d(16))  # type: ignore[no-untyped-call]
     result = repair(model, batch(), method="batch_norm")
-    assert result.remark == "5 batch norms put in"
+    assert result.remark == "5 batch norms inserted"
     kinds = [type(module).__name__ for module in result.model.modules()]
     assert kinds.count("BatchNorm1d") == 6
     outputs = []
@@ -201,7 +201,7 @@ def test_batch_norms_are_put_behind_hidden_layers_that_have_none() -> None:
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(linears(model), linears(result.model), strict=True))
 
 
-def test_batch_norms_behind_tokens_are_refused() -> None:
+def test_batch_norms_after_tokens_are_refused() -> None:
     with pytest.raises(ConversionError, match=r"outputs \(samples, channels\); '0' gives \(4, 6, 16\)"):
         repair(deep(), batch(4, 6, 12), method="batch_norm")
 
@@ -245,7 +245,7 @@ def test_a_visit_shows_every_layer_what_it_receives_after_the_changes_before_it(
 
     def halve(place: object, x: Tensor) -> None:
         received.append(x)
-        route.places[len(received) - 1].layer.weight.mul_(0.5)
+        route.layers[len(received) - 1].module.weight.mul_(0.5)
 
     route.visit(halve)
     signal = inputs
