@@ -498,6 +498,8 @@ CALLS: dict[str, Call] = {
     "reconstruction.Verification.is_same": method(_verification, "is_same", tolerance=1e-6),
     # ------------------------------------------------------------------------------------------------------ layers
     "frozen.NormOnlyLinear": fn(on.NormOnlyLinear, n_in=3, n_out=2, seed=1, also=CHOICE),
+    "frozen.NormOnlyConv1d": fn(frozen.NormOnlyConv1d, n_in=4, n_out=2, kernel_size=2, groups=2, seed=1),
+    "frozen.NormOnlyConv3d": fn(frozen.NormOnlyConv3d, n_in=3, n_out=2, kernel_size=1, padding="same", seed=1),
     "frozen.NormOnlyConv2d": fn(on.NormOnlyConv2d, n_in=3, n_out=2, kernel_size=2, stride=1, padding=1, seed=1),
     "frozen.norm_only": fn(on.norm_only, model=net, seed=1, keep="2", also=CHOICE),
     "frozen.converted": fn(on.converted, model=copied(_norm_only)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, InsufficientFeaturesError, ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import InsufficientFeaturesError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.features import draw, draw_blocks, names, semicircle_spectrum
 from onlynorm.frozen import NormOnlyConv2d, NormOnlyLayer, NormOnlyLinear, norm_only
 from onlynorm.seeds import own_randomness
@@ -384,12 +384,6 @@ def test_a_layer_that_cannot_be_is_refused(choices: dict[str, Any], error: type[
 def test_one_weight_alone_has_no_condition_number() -> None:
     with pytest.raises(ValueRangeError, match="at least two values"):
         NormOnlyLinear(1, 1, condition=2.0)
-
-
-@pytest.mark.parametrize("features", ["ortho_cond", "id_cond_minimal", "he_normal"])
-def test_groups_admit_no_features_but_id_cond(features: str) -> None:
-    with pytest.raises(ConversionError, match="in 2 groups needs id_cond"):
-        NormOnlyConv2d(4, 4, kernel_size=3, groups=2, features=features)
 
 
 def test_a_shape_without_weights_admits_no_features() -> None:

@@ -120,15 +120,14 @@ def test_ties_stay_and_what_is_left_is_listed_with_the_reason() -> None:
     tokens = torch.arange(6).reshape(2, 3)
     assert torch.equal(mine(tokens), model(tokens))
     found = converted(mine)
-    assert [layer.names for layer in found.layers] == [("one", "again"), ("other",)]
+    assert [layer.names for layer in found.layers] == [("one", "again"), ("other",), ("conv",)]
     assert {item.name: item.reason for item in found.left} == {
         "embed": "neither linear nor convolutional",
         "attend": "reads its weights itself, packed, so they cannot be swapped",
-        "conv": "only Linear and Conv2d have norm-only layers",
         "head": "shares a tensor with 'embed', which stays as it is",
     }
     assert "one = again (NormOnlyLinear): id_cond, weight 8 x 8, 64 features, 0 frozen numbers" in str(found)
-    assert "left: conv (Conv1d): only Linear" in str(found)
+    assert "conv (NormOnlyConv1d): id_cond" in str(found)
 
 
 def test_tied_layers_train_together() -> None:
@@ -156,15 +155,13 @@ def test_layers_can_be_kept_by_name_by_container_and_by_pattern() -> None:
         norm_only(model, keep="head")
 
 
-def test_groups_are_left_unless_features_stay_inside_them() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 1))
-    assert converted(norm_only(model, features="id_cond")).left == ()
-    mine = norm_only(model, features="ortho_cond")
-    assert [item.reason for item in converted(mine).left] == [
-        "a convolution in 4 groups needs id_cond, whose paths stay inside a group"
-    ]
-    with pytest.raises(ConversionError, match=r"Linear and Conv2d layers and norms.*1 other.*4 groups"):
-        norm_only(model, features="ortho_cond", strict=True)
+@pytest.mark.parametrize("features", ["id_cond", "ortho_cond", "id_cond_minimal", "he_normal"])
+def test_convolutions_in_groups_are_converted(features: str) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 1)).double()
+    mine = norm_only(model, features=features, strict=True)
+    assert converted(mine).left == ()
+    x = torch.rand(2, 4, 5, 5, dtype=torch.float64)
+    assert float((mine(x) - model(x)).abs().max()) <= 1e-8
 
 
 # ------------------------------------------------------------------------------- how exactly layers start
@@ -236,8 +233,6 @@ def test_absurd_sizes_and_devices_are_refused() -> None:
 def test_models_without_anything_to_convert_are_refused() -> None:
     with pytest.raises(ConversionError, match="at least one Linear or Conv layer"):
         norm_only(nn.Sequential(nn.BatchNorm2d(3)))
-    with pytest.raises(ConversionError, match="at least one layer to convert"):
-        norm_only(nn.Sequential(nn.Conv1d(3, 3, 1)))
     with pytest.raises(ConversionError, match=r"at least one layer to convert.*all layers are in keep"):
         norm_only(nn.Sequential(nn.Linear(3, 3)), keep="0")
     with pytest.raises(ConversionError, match="on the meta device"):
@@ -316,7 +311,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="needs a model with norm-only layers"):
         save_norm_only(nn.Linear(3, 2), path)
     save_norm_only(norm_only(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)), density=0.5), path)
-    with pytest.raises(FormatError, match=r"layer at '0' needs a Linear or Conv2d with a weight of \(4, 5\)"):
+    with pytest.raises(FormatError, match=r"layer at '0' needs a Linear or Conv with a weight of \(4, 5\)"):
         load_norm_only(path, into=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     with pytest.raises(FormatError, match=r"layer at '0' needs .* the model has ReLU"):
         load_norm_only(path, into=nn.Sequential(nn.ReLU()))

@@ -249,6 +249,15 @@ def test_orthogonal_factors_are_drawn_once(monkeypatch: pytest.MonkeyPatch, tmp_
     assert sorted(drawn) == [("0", 5), ("0", 7), ("1", 3), ("1", 5)]
 
 
+def test_factors_that_were_changed_are_drawn_again() -> None:
+    first = OrthoCond.draw(3, 2, seed=0, layer="changed")
+    wanted = first.right_factor.clone()
+    first.right_factor.mT[0, 1] += 1.0
+    again = OrthoCond.draw(3, 2, seed=0, layer="changed")
+    assert torch.equal(again.right_factor, wanted)
+    assert OrthoCond.draw(3, 2, seed=0, layer="changed") is again
+
+
 def test_cached_factors_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "_drawn", cache := OrderedDict())
     monkeypatch.setattr(structured, "memory_budget", lambda: 8 * 8 * 2 * (16 + 16))

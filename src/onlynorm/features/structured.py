@@ -23,6 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -157,16 +158,18 @@ class OrthoCond:
         """Independent Haar matrices from the streams "left" and "right"; drawn once, while they stay in the cache.
 
         They take rows^3 + cols^3 operations, and a network is rebuilt, saved and loaded with the same ones. The cache
-        holds the factors that were used last, up to `CACHED` of the memory of the machine.
+        holds the factors that were used last, up to `CACHED` of the memory of the machine. Factors that somebody
+        changed in place are drawn again.
         """
         key = (rows, cols, seed, layer)
         with _lock:
-            if key in _drawn:
+            if key in _drawn and not any(u._version for u in (_drawn[key].left_factor, _drawn[key].right_factor)):
                 _drawn.move_to_end(key)
                 return _drawn[key]
-        left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
-        right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
-        made = cls(left, right.T.contiguous())
+        with torch.inference_mode(False):  # tensors of inference have no version
+            left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
+            right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
+            made = cls(left, torch.from_numpy(np.ascontiguousarray(right.numpy().T)))
         with _lock:
             _drawn[key] = made
             while sum(one.n_bytes for one in _drawn.values()) > CACHED * memory_budget():

@@ -6,14 +6,23 @@ streaming, pair, residual, sequence, fast_paths, norm_only, convert, checkpoint.
 
 from onlynorm.frozen.checkpoint import load_norm_only, save_norm_only
 from onlynorm.frozen.convert import Conversion, ConvertedLayer, converted, norm_only
-from onlynorm.frozen.norm_only import NormOnlyConv2d, NormOnlyLayer, NormOnlyLinear, wrap
+from onlynorm.frozen.norm_only import (
+    NormOnlyConv1d,
+    NormOnlyConv2d,
+    NormOnlyConv3d,
+    NormOnlyLayer,
+    NormOnlyLinear,
+    wrap,
+)
 from onlynorm.frozen.options import Choice
 
 __all__ = [
     "Choice",
     "Conversion",
     "ConvertedLayer",
+    "NormOnlyConv1d",
     "NormOnlyConv2d",
+    "NormOnlyConv3d",
     "NormOnlyLayer",
     "NormOnlyLinear",
     "converted",

@@ -45,7 +45,7 @@ from onlynorm.features import Features
 from onlynorm.frozen.fast_paths import plain_kind
 from onlynorm.frozen.form import LOWEST, Block
 from onlynorm.frozen.maps import count_features
-from onlynorm.frozen.norm_only import NormOnlyLayer, wrap
+from onlynorm.frozen.norm_only import PLAIN, NormOnlyLayer, Plain, wrap
 from onlynorm.frozen.options import Choice, make_choice
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.memory import memory_limit, need_memory
@@ -139,16 +139,16 @@ def _make(entry: Mapping[str, Any], network: nn.Module, tensors: Mapping[str, Te
     name = entry["places"][0]
     plain = network.get_submodule(name)
     got = tuple(getattr(plain, "weight", torch.empty(0)).shape)
-    if type(plain) not in (nn.Linear, nn.Conv2d) or list(got) != entry["shape"]:
+    if type(plain) not in PLAIN or list(got) != entry["shape"]:
         raise FormatError(
-            f"the layer at {name!r} needs a Linear or Conv2d with a weight of {tuple(entry['shape'])}; the model has "
+            f"the layer at {name!r} needs a Linear or Conv with a weight of {tuple(entry['shape'])}; the model has "
             f"{type(plain).__name__} with {got}. Pass into= a fresh model, made as the one that was converted."
         )
-    assert isinstance(plain, nn.Linear | nn.Conv2d)
+    assert isinstance(plain, Plain)
     choice = _choice(entry, tensors)
     n_stored = tensors[_join(name, "gamma")].numel()
     try:
-        n_features = count_features(got, choice)
+        n_features = count_features(got, choice, groups=getattr(plain, "groups", 1))
     except MemoryLimitError as error:  # far more than the file has
         raise FormatError(f"the layer at {name!r} needs too many gammas; the file has {n_stored}. {CURE}") from error
     if n_features != n_stored:

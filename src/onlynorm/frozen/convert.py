@@ -1,4 +1,4 @@
-"""`norm_only`: any model -> a copy whose Linear and Conv2d layers have norms as their only parameters.
+"""`norm_only`: any model -> a copy whose Linear and Conv layers have norms as their only parameters.
 
 The copy is for training from scratch: it starts as the function the model is, as far as its features reach. Modules and
 weights that are tied stay tied. What cannot be converted stays as it is, with its parameters, and is listed:
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import AccuracyWarning, ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
-from onlynorm.frozen.norm_only import NormOnlyLayer, Plain, wrap
+from onlynorm.frozen.norm_only import PLAIN, NormOnlyLayer, Plain, wrap
 from onlynorm.frozen.options import Choice, make_choice
 from onlynorm.modules import need_model, unwrap
 from onlynorm.modules.layers import Left, find_layers
@@ -29,7 +29,6 @@ from onlynorm.validate import need_flag, need_items
 
 _NOTE = "onlynorm_left"
 _SHORT = "onlynorm_short"
-_PLAIN = (nn.Linear, nn.Conv2d)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -78,7 +77,7 @@ def norm_only(
     strict: bool = False,
     **choices: Any,
 ) -> nn.Module:
-    """A copy of the model whose Linear and Conv2d layers train only norms; it computes what the model does.
+    """A copy of the model whose Linear and Conv layers train only norms; it computes what the model does.
 
     `density` lets only a random part of the features exist: for id_cond, random masks from (seed, layer). `keep` names
     layers that stay ordinary, with wildcards: "head", "blocks.11.*". `strict` refuses a model of which anything else
@@ -107,11 +106,11 @@ def norm_only(
     chosen: dict[str, Plain] = {}
     for target in found.layers:
         module = network.get_submodule(target.name)
-        why = "kept as asked" if kept.intersection(target.names) else _refusal(module, choice)
+        why = "kept as asked" if kept.intersection(target.names) else _refusal(module)
         if why:
             left.append(Left(target.name, target.kind, why))
         else:
-            assert isinstance(module, nn.Linear | nn.Conv2d)
+            assert isinstance(module, Plain)
             chosen[target.name] = module
     for name, why in _tied_elsewhere(network, chosen).items():
         left.append(Left(name, type(chosen.pop(name)).__name__, why))
@@ -205,12 +204,8 @@ def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
     return kept
 
 
-def _refusal(module: nn.Module, choice: Choice) -> str:
+def _refusal(module: nn.Module) -> str:
     """Why this layer cannot be converted; empty if it can."""
-    if not isinstance(module, nn.Linear | nn.Conv2d):
-        return "only Linear and Conv2d have norm-only layers"
-    if isinstance(module, nn.Conv2d) and module.groups > 1 and choice.features != "id_cond":
-        return f"a convolution in {module.groups} groups needs id_cond, whose paths stay inside a group"
     if any(getattr(module, hooks) for hooks in _HOOKS):
         return "has hooks, which may change what it computes and would be lost"
     return ""
@@ -236,9 +231,9 @@ def _tied_elsewhere(network: nn.Module, chosen: dict[str, Plain]) -> dict[str, s
 def _need_ordinary(model: nn.Module) -> None:
     """Raises where all layers are norm-only already, which a missing Linear alone would not tell."""
     modules = list(model.modules())
-    if any(isinstance(m, NormOnlyLayer) for m in modules) and not any(type(m) in _PLAIN for m in modules):
+    if any(isinstance(m, NormOnlyLayer) for m in modules) and not any(type(m) in PLAIN for m in modules):
         raise ConversionError(
-            f"norm_only needs Linear or Conv2d layers; got a {type(model).__name__} that is norm-only already. "
+            f"norm_only needs Linear or Conv layers; got a {type(model).__name__} that is norm-only already. "
             "Convert the ordinary model anew, or train this one."
         )
 
@@ -246,7 +241,7 @@ def _need_ordinary(model: nn.Module) -> None:
 def _need_enough(model: nn.Module, chosen: dict[str, Plain], left: list[Left], strict: bool) -> None:
     if not chosen or (strict and left):
         listed = "; ".join(str(item) for item in left[:5]) or "all layers are in keep="
-        what = "a model of Linear and Conv2d layers and norms" if chosen else "at least one layer to convert"
+        what = "a model of Linear and Conv layers and norms" if chosen else "at least one layer to convert"
         raise ConversionError(
             f"norm_only needs {what}; got {type(model).__name__} with {len(left)} other modules with weights: "
             f"{listed}. Leave strict and keep out, or pass another model."

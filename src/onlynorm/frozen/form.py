@@ -1,4 +1,4 @@
-"""What all blocks share: their base class, how they are found in a network, and how their features are described."""
+"""What all frozen layers and blocks share: base classes, how they are found, how features are described."""
 
 from __future__ import annotations
 
@@ -23,7 +23,29 @@ class Watch(Protocol):
     def __call__(self, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None: ...
 
 
-class Block(nn.Module):
+class FrozenLayer(nn.Module):
+    """A module in the place of a Linear or Conv: frozen numbers from a seed, and norms as its only parameters."""
+
+    @property
+    @abstractmethod
+    def n_features(self) -> int:
+        """Frozen features, over all layers and groups."""
+
+    @property
+    @abstractmethod
+    def n_frozen(self) -> int:
+        """Numbers that come from the seed."""
+
+    @abstractmethod
+    def is_reproducible(self) -> bool:
+        """Whether the stored frozen numbers equal, bit for bit, what the seed gives; nothing stored is always true."""
+
+    @abstractmethod
+    def to_plain(self) -> nn.Module:
+        """An ordinary layer that computes the same; for a block, inside its range."""
+
+
+class Block(FrozenLayer):
     """What all blocks share: called like the Linear or Conv they replace, with norms as their only parameters.
 
     `settings` holds all that is needed to make the block again except the numbers in its norms and buffers.
@@ -32,7 +54,8 @@ class Block(nn.Module):
     eight bits of bfloat16. So `half()`, `bfloat16()` and `to(dtype)` leave the numbers of a block in float32 (devices
     change as ever), and autocast is off inside. Inputs in a lower precision are cast up, exactly; the output is cast
     to the precision that the replaced layer would have returned, that of autocast or else of the input. It has then
-    been rounded once, by at most 2^-9 (bfloat16) or 2^-12 (float16) of each entry.
+    been rounded once, by at most 2^-9 (bfloat16) or 2^-12 (float16) of each entry. Frozen weights that are stored are
+    drawn again where the precision rises, so that float32 and back loses nothing of them.
     """
 
     kind: ClassVar[str]
@@ -67,13 +90,35 @@ class Block(nn.Module):
             is_lower = made.is_floating_point() and made.dtype.itemsize < LOWEST.itemsize
             return values.to(made.device, LOWEST) if is_lower else made
 
+        before = {name: getattr(self, name).dtype for name in self.frozen()}
         super()._apply(keep_digits, recurse)  # type: ignore[no-untyped-call]
+        for name, draw_again in self.frozen().items():
+            now: Tensor = getattr(self, name)
+            if now.dtype.itemsize > before[name].itemsize and not now.is_meta:
+                setattr(self, name, draw_again().to(now))
         return self
 
+    def frozen(self) -> dict[str, Callable[[], Tensor]]:
+        """The buffers that hold frozen weights, and how each is drawn; none where they are made on every pass."""
+        return {}
+
+    def store(self, dtype: torch.dtype) -> None:
+        """Draws the frozen weights that are stored and are not there yet."""
+        for name, draw_now in self.frozen().items():
+            if name not in self._buffers:
+                self.register_buffer(name, draw_now().to(dtype), persistent=False)
+
+    def is_reproducible(self) -> bool:
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        return all(
+            torch.equal(getattr(block, name), draw_again().to(getattr(block, name)))
+            for block in blocks
+            for name, draw_again in block.frozen().items()
+        )
+
     @property
-    @abstractmethod
-    def n_features(self) -> int:
-        """Frozen features, over all layers and groups."""
+    def n_frozen(self) -> int:
+        return sum(one.n_frozen for one in self.sources())
 
     @abstractmethod
     def sources(self) -> list[Features]:
@@ -88,23 +133,20 @@ class Block(nn.Module):
     def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> Block:
         """The block with these settings; its norms are filled from a state dict afterwards."""
 
-    @abstractmethod
-    def is_reproducible(self) -> bool:
-        """Whether the stored frozen weights equal, bit for bit, what the seed gives; nothing stored is always true."""
 
-    @abstractmethod
-    def to_plain(self) -> nn.Module:
-        """An ordinary layer that computes what the block computes inside its range."""
+def find_frozen(network: nn.Module) -> dict[str, FrozenLayer]:
+    """Every place of the network at which a frozen layer sits, with that layer; what is inside it is its own affair."""
+    found: dict[str, FrozenLayer] = {}
+    for name, module in network.named_modules(remove_duplicate=False):
+        # A module is listed before what it holds.
+        if isinstance(module, FrozenLayer) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
+            found[name] = module
+    return found
 
 
 def find_blocks(network: nn.Module) -> dict[str, Block]:
-    """Every place of the network at which a block sits, with that block; blocks inside a block are its own affair."""
-    found: dict[str, Block] = {}
-    for name, module in network.named_modules(remove_duplicate=False):
-        # A module is listed before what it holds.
-        if isinstance(module, Block) and not any(name.startswith(f"{outer}.") or not outer for outer in found):
-            found[name] = module
-    return found
+    """The blocks among the frozen layers of a network."""
+    return {name: layer for name, layer in find_frozen(network).items() if isinstance(layer, Block)}
 
 
 def source_settings(features: Features) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import InsufficientFeaturesError
+from onlynorm.errors import ConversionError, InsufficientFeaturesError
 from onlynorm.features import Features, draw
 from onlynorm.features.blocks import BlockFeatures, draw_blocks
 from onlynorm.features.distributions import STRUCTURED
@@ -42,13 +42,19 @@ from onlynorm.solvers.methods.blocks import solve_blocks
 
 
 class FrozenMap(nn.Module):
-    """A map from the gammas of a layer to its weight of `shape`; holds no parameters, and nothing of it is saved."""
+    """A map from the gammas of a layer to its weight of `shape`; holds no parameters, and nothing of it is saved.
+
+    A feature of a convolution in `groups` reads the inputs of one group and feeds outputs of the same. ID cond does so
+    by itself; all others have the same frozen numbers in every group, those drawn for the weight of one.
+    """
 
     like: Tensor
 
-    def __init__(self, shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device, groups: int = 1
+    ) -> None:
         super().__init__()
-        self.shape, self.choice = shape, choice
+        self.shape, self.choice, self.groups = shape, choice, groups
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
         self.fill()
 
@@ -87,10 +93,19 @@ class FrozenMap(nn.Module):
     def n_features(self) -> int:
         """Entries of gamma."""
 
-    @property
     @abstractmethod
+    def numbers(self) -> list[Tensor]:
+        """The frozen numbers that are held beside gamma."""
+
+    @property
     def n_frozen(self) -> int:
-        """Numbers that are kept beside gamma."""
+        """How many of them there are."""
+        return sum(held.numel() for held in self.numbers())
+
+    def is_reproducible(self) -> bool:
+        """Whether they are, bit for bit, what the seed gives."""
+        again = type(self)(self.shape, self.choice, dtype=self.like.dtype, device=self.like.device, groups=self.groups)
+        return all(torch.equal(*pair) for pair in zip(self.numbers(), again.numbers(), strict=True))
 
     @abstractmethod
     def fill(self) -> None:
@@ -107,6 +122,10 @@ class FrozenMap(nn.Module):
     @abstractmethod
     def origin(self) -> str:
         """The words that fix the frozen numbers, whatever their precision; equal words mean equal numbers."""
+
+    def by_group(self, values: Tensor) -> Tensor:
+        """Entries of gamma, or a weight, with the groups in front; as they are where there is one."""
+        return values if self.groups == 1 else values.reshape(self.groups, -1, *values.shape[1:])
 
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
         """W x + beta for the weight of these gammas."""
@@ -135,20 +154,25 @@ class StructuredMap(FrozenMap):
 
     @property
     def n_features(self) -> int:
-        return self.structure.n_features
+        return self.structure.n_features * self._n_copies
 
     @property
-    def n_frozen(self) -> int:
-        if isinstance(self.structure, Scaled):
-            kept = self.structure.base.kept
-            return self.n_features + (0 if kept is None else len(kept))
-        if isinstance(self.structure, IdCond):
-            return 0 if self.structure.kept is None else len(self.structure.kept)
-        return self.shape[0] ** 2 + (self.equations // self.shape[0]) ** 2
+    def _n_copies(self) -> int:
+        """Groups with the frozen numbers of one."""
+        return 1 if self.choice.features == "id_cond" else self.groups
+
+    def numbers(self) -> list[Tensor]:
+        structure = self.structure
+        if isinstance(structure, OrthoCond):
+            return [structure.left_factor, structure.right_factor]
+        base = structure.base if isinstance(structure, Scaled) else structure
+        assert isinstance(base, IdCond)
+        spectrum = [structure.spectrum] if isinstance(structure, Scaled) else []
+        return spectrum if base.kept is None else [*spectrum, base.kept]
 
     def fill(self) -> None:
         if self.choice.features == "ortho_cond":
-            out, inp = self.shape[0], self.equations // self.shape[0]
+            out, inp = self.shape[0] // self.groups, self.equations // self.shape[0]
             need_memory(
                 f"a weight {' x '.join(map(str, self.shape))} of ortho_cond features",
                 8 * (out**2 + inp**2),
@@ -164,7 +188,8 @@ class StructuredMap(FrozenMap):
         self.structure = structure.to(self.gamma_dtype, self.like.device)
 
     def make(self, *gammas: Tensor) -> Tensor:
-        return self.structure.apply(gammas[0]).reshape(self.shape).to(self.like.dtype)
+        gamma = gammas[0] if self._n_copies == 1 else self.by_group(gammas[0])
+        return self.structure.apply(gamma).reshape(self.shape).to(self.like.dtype)
 
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
         """W x + beta; each factor of Ortho cond turns the weight or, where these are fewer, the samples.
@@ -189,7 +214,8 @@ class StructuredMap(FrozenMap):
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
         matrix = weight.detach().double().reshape(self.shape[0], -1)
-        return (self.structure.to(torch.float64, matrix.device).solve(matrix),)
+        matrix = matrix if self._n_copies == 1 else self.by_group(matrix)
+        return (self.structure.to(torch.float64, matrix.device).solve(matrix).flatten(),)
 
     def digest(self) -> str:
         features = self._features()
@@ -207,11 +233,12 @@ class StructuredMap(FrozenMap):
         given = "" if c.spectrum is None else hashlib.sha256(c.spectrum.numpy().tobytes()).hexdigest()
         density = "" if c.density is None else f", density {float(c.density)}"
         scaled = f", condition {float(c.condition)}" if c.condition else f", spectrum {given:.16}" if given else ""
-        return f"{c.features}{density}{scaled}, seed {c.seed}, layer {c.layer!r}"
+        groups = f", {self.groups} groups" if self._n_copies > 1 else ""
+        return f"{c.features}{density}{scaled}{groups}, seed {c.seed}, layer {c.layer!r}"
 
     def _features(self) -> Features:
-        c = self.choice
-        return draw(c.features, self.shape, density=c.density, seed=c.seed, layer=c.layer)
+        c, shape = self.choice, (self.shape[0] // self._n_copies, *self.shape[1:])
+        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer)
 
     def _spectrum(self, n_features: int) -> Tensor | None:
         c = self.choice
@@ -227,11 +254,10 @@ class MinimalMap(FrozenMap):
 
     @property
     def n_features(self) -> int:
-        return self.structure.n_features
+        return self.structure.n_features * self.groups
 
-    @property
-    def n_frozen(self) -> int:
-        return 0
+    def numbers(self) -> list[Tensor]:
+        return []
 
     def fill(self) -> None:
         structure = self._features().structure
@@ -239,37 +265,45 @@ class MinimalMap(FrozenMap):
         self.structure = structure
 
     def make(self, *gammas: Tensor) -> Tensor:
-        return self.structure.apply(*gammas).reshape(self.shape).to(self.like.dtype)
+        made = self.structure.apply(*(self.by_group(gamma) for gamma in gammas))
+        return made.reshape(self.shape).to(self.like.dtype)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
-        return self.structure.solve(weight.detach().double().reshape(self.shape[0], -1))
+        matrix = self.by_group(weight.detach().double().reshape(self.shape[0], -1))
+        return tuple(values.flatten() for values in self.structure.solve(matrix))
 
     def digest(self) -> str:
         return self._features().weights_digest()
 
     def origin(self) -> str:
-        return f"{self.choice.features}, shared column {self.choice.shared_column}"
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"{self.choice.features}, shared column {self.choice.shared_column}{groups}"
 
     def _features(self) -> Features:
-        c = self.choice
-        return draw(
-            c.features, self.shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=c.shared_column
-        )
+        c, shape = self.choice, (self.shape[0] // self.groups, *self.shape[1:])
+        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=c.shared_column)
 
 
 class RandomMap(FrozenMap):
-    """Any random distribution, in one block or several; both factors of one block are kept."""
+    """Any random distribution, in one block or several; both factors of one block are kept.
+
+    A convolution in groups has at least a block for each.
+    """
 
     left: Tensor
     right: Tensor
 
     @property
     def n_features(self) -> int:
-        return len(self.right) * self.choice.n_blocks
+        return len(self.right) * self.n_blocks
 
     @property
-    def n_frozen(self) -> int:
-        return self.left.numel() + self.right.numel()
+    def n_blocks(self) -> int:
+        """Groups of outputs with features of their own."""
+        return count_blocks(self.choice, self.groups)
+
+    def numbers(self) -> list[Tensor]:
+        return [self.left, self.right]
 
     def fill(self) -> None:
         base = self._features(self.gamma_dtype, self.like.device).base
@@ -295,11 +329,11 @@ class RandomMap(FrozenMap):
 
     def as_blocks(self, weight: Tensor) -> Tensor:
         """A weight as the matrices (n_blocks, out / n_blocks, inp) of the blocks."""
-        return weight.reshape(self.choice.n_blocks, self.left.shape[0], self.right.shape[1])
+        return weight.reshape(self.n_blocks, self.left.shape[0], self.right.shape[1])
 
     def make(self, *gammas: Tensor) -> Tensor:
         """The weight of this gamma: the left factors of all blocks over each other, so that one product serves them."""
-        scaled = gammas[0].view(self.choice.n_blocks, 1, -1) * self.left
+        scaled = gammas[0].view(self.n_blocks, 1, -1) * self.left
         return (scaled.flatten(0, 1) @ self.right).reshape(self.shape).to(self.like.dtype)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -316,28 +350,44 @@ class RandomMap(FrozenMap):
     def origin(self) -> str:
         c, base = self.choice, self._features(torch.float64, torch.device("cpu")).base
         density = "" if base.density is None else f", density {base.density}"
-        return f"{c.features}{density}, {c.n_blocks} blocks of {base.n_features}, seed {c.seed}, layer {c.layer!r}"
+        return f"{c.features}{density}, {self.n_blocks} blocks of {base.n_features}, seed {c.seed}, layer {c.layer!r}"
 
     def _features(self, dtype: torch.dtype, device: torch.device) -> BlockFeatures:
         c = self.choice
         return draw_blocks(
-            c.features, self.shape, n_blocks=c.n_blocks, excess=c.excess, density=c.density, seed=c.seed, layer=c.layer,
-            dtype=dtype, device=device,
+            c.features, self.shape, n_blocks=self.n_blocks, excess=c.excess, density=c.density, seed=c.seed,
+            layer=c.layer, dtype=dtype, device=device,
         )  # fmt: skip
 
 
-def count_features(shape: tuple[int, ...], choice: Choice) -> int:
+def count_blocks(choice: Choice, groups: int) -> int:
+    """Blocks of random features for a convolution in groups: those chosen, or one per group."""
+    if choice.n_blocks % groups and choice.n_blocks != 1:
+        raise ConversionError(
+            f"a convolution in {groups} groups needs a multiple of {groups} blocks, so that features stay inside a "
+            f"group; got {choice.n_blocks}. Leave n_blocks out."
+        )
+    return max(choice.n_blocks, groups)
+
+
+def count_features(shape: tuple[int, ...], choice: Choice, *, groups: int = 1) -> int:
     """Entries of gamma that a layer of this shape would have; makes no frozen numbers but a mask."""
     c = choice
     if c.features in STRUCTURED:
-        column = c.shared_column
-        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=column).n_features
-    features = draw_blocks(c.features, shape, n_blocks=c.n_blocks, excess=c.excess, density=c.density)
-    return features.n_features
+        n_copies = 1 if c.features == "id_cond" else groups
+        drawn = draw(
+            c.features, (shape[0] // n_copies, *shape[1:]), density=c.density, seed=c.seed, layer=c.layer,
+            shared_column=c.shared_column,
+        )  # fmt: skip
+        return drawn.n_features * n_copies
+    n_blocks = count_blocks(choice, groups)
+    return draw_blocks(c.features, shape, n_blocks=n_blocks, excess=c.excess, density=c.density).n_features
 
 
-def make_map(shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device) -> FrozenMap:
+def make_map(
+    shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device, groups: int = 1
+) -> FrozenMap:
     """The frozen map of this choice for a weight of this shape."""
     kinds: dict[str, type[FrozenMap]] = {"id_cond_minimal": MinimalMap}
     kind = kinds.get(choice.features, StructuredMap if choice.features in STRUCTURED else RandomMap)
-    return kind(shape, choice, dtype=dtype, device=device)
+    return kind(shape, choice, dtype=dtype, device=device, groups=groups)

@@ -1,4 +1,4 @@
-"""`NormOnlyLinear` and `NormOnlyConv2d`: called like torch's own, with norms as their only parameters.
+"""`NormOnlyLinear` and `NormOnlyConv1d`, `2d`, `3d`: called like torch's own, with norms as their only parameters.
 
     layer = NormOnlyLinear(64, 10, features="id_cond", seed=0)
     layer.gamma          one number per frozen feature
@@ -14,22 +14,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError, shown
+from onlynorm.errors import FormatError, ShapeError, ValueRangeError, shown
+from onlynorm.frozen.form import FrozenLayer
 from onlynorm.frozen.maps import FrozenMap, MinimalMap, make_map
 from onlynorm.frozen.options import Choice, make_choice
 from onlynorm.modules import without_autocast
 from onlynorm.modules.convolution import explicit_padding
-from onlynorm.modules.layers import layer_options, plain_layer
+from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, layer_options, plain_layer
 from onlynorm.seeds import own_randomness
 from onlynorm.validate import as_real, need_choice, need_flag, need_instance, need_integer, need_sizes
 
-Plain = nn.Linear | nn.Conv2d
+Plain = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+PLAIN = LINEAR + CONVOLUTIONS
+Sizes = int | tuple[int, ...]
 _ORIGIN = "onlynorm_frozen"
 
 
@@ -45,8 +48,8 @@ class Follower(Protocol):
         """Lets the held weight be what these gammas make."""
 
 
-class NormOnlyLayer(nn.Module):
-    """What both layers share: gamma, beta, the frozen map between gamma and the weight.
+class NormOnlyLayer(FrozenLayer):
+    """What these layers share: gamma, beta, the frozen map between gamma and the weight.
 
     `output_gamma` exists for id_cond_minimal only. While `onlynorm.optim` trains a weight in gamma's place there is a
     `follower`; copies and files do not know it.
@@ -57,20 +60,16 @@ class NormOnlyLayer(nn.Module):
     def __init__(self, plain: Plain, choice: Choice, *, is_filled: bool = True) -> None:
         """The layer that takes the place of `plain` and starts with its weight; `is_filled=False` leaves gamma zero."""
         super().__init__()
-        need_instance("a norm-only layer", plain, (nn.Linear, nn.Conv2d), cure="Pass the ordinary layer.")
+        need_instance("a norm-only layer", plain, PLAIN, cure="Pass the ordinary layer.")
         need_instance("a norm-only layer", choice, Choice, cure="Write Choice(features='id_cond').")
         is_filled = need_flag("is_filled", is_filled)
-        groups = plain.groups if isinstance(plain, nn.Conv2d) else 1
-        if groups > 1 and choice.features != "id_cond":
-            raise ConversionError(
-                f"a convolution in {groups} groups needs id_cond features, whose paths stay inside a group; got "
-                f"{choice.features}. Take id_cond for this layer."
-            )
         like, is_filled = plain.weight, is_filled and not plain.weight.is_meta
         if is_filled:
             _need_numbers(plain)
-        self.frozen: FrozenMap = make_map(tuple(like.shape), choice, dtype=like.dtype, device=like.device)
         self.options = layer_options(plain)
+        self.frozen: FrozenMap = make_map(
+            tuple(like.shape), choice, dtype=like.dtype, device=like.device, groups=self.options.get("groups", 1)
+        )
         self.gamma = nn.Parameter(like.new_zeros(self.frozen.n_features, dtype=self.frozen.gamma_dtype))
         is_minimal = isinstance(self.frozen, MinimalMap)
         self.output_gamma = nn.Parameter(self.gamma.new_zeros(like.shape[0])) if is_minimal else None
@@ -83,6 +82,17 @@ class NormOnlyLayer(nn.Module):
                     f"a norm-only layer needs gammas that {self.gamma.dtype} can hold; got larger ones for this weight "
                     f"and {choice.features} features. Take a smaller condition number, or a higher precision."
                 )
+
+    @property
+    def n_features(self) -> int:
+        return self.frozen.n_features
+
+    @property
+    def n_frozen(self) -> int:
+        return self.frozen.n_frozen
+
+    def is_reproducible(self) -> bool:
+        return self.frozen.is_reproducible()
 
     @property
     def gammas(self) -> tuple[nn.Parameter, ...]:
@@ -126,7 +136,7 @@ class NormOnlyLayer(nn.Module):
         """The ordinary layer with this weight and shift."""
         bias = None if self.beta is None else self.beta.detach().clone()
         plain = plain_layer(self.weight.detach().clone(), bias, self.options)
-        assert isinstance(plain, nn.Linear | nn.Conv2d)
+        assert isinstance(plain, Plain)
         return plain.train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -205,18 +215,23 @@ class NormOnlyLinear(NormOnlyLayer):
         return self.frozen.linear(x, self.gammas, self.beta)
 
 
-class NormOnlyConv2d(NormOnlyLayer):
-    """A Conv2d whose only parameters are norms; further options are the fields of `Choice`."""
+class NormOnlyConv(NormOnlyLayer):
+    """A convolution whose only parameters are norms; further options are the fields of `Choice`.
+
+    A feature stays inside a group; all groups have the same frozen numbers, except for id_cond, which has none.
+    """
+
+    axes: ClassVar[int]
 
     def __init__(
         self,
         n_in: int,
         n_out: int,
         *,
-        kernel_size: int | tuple[int, int],
-        stride: int | tuple[int, int] = 1,
-        padding: str | int | tuple[int, int] = 0,
-        dilation: int | tuple[int, int] = 1,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: str | Sizes = 0,
+        dilation: Sizes = 1,
         groups: int = 1,
         padding_mode: Literal["zeros", "reflect", "replicate", "circular"] = "zeros",
         bias: bool = True,
@@ -228,27 +243,30 @@ class NormOnlyConv2d(NormOnlyLayer):
         choice = make_choice(seed=seed, **choices)
         sizes = (("n_in", n_in), ("n_out", n_out), ("groups", groups))
         n_in, n_out, groups = (need_integer(name, n, low=1, high=2**31 - 1, cure="Pass a size.") for name, n in sizes)
-        kernel_size = _pair("kernel_size", kernel_size, low=1)
-        stride, dilation = _pair("stride", stride, low=1), _pair("dilation", dilation, low=1)
+        kernel_size = self._sizes("kernel_size", kernel_size, low=1)
+        stride, dilation = self._sizes("stride", stride, low=1), self._sizes("dilation", dilation, low=1)
         if not isinstance(padding, str):
-            padding = _pair("padding", padding, low=0)
+            padding = self._sizes("padding", padding, low=0)
         bias = need_flag("bias", bias)
         need_choice("padding_mode", padding_mode, ("zeros", "reflect", "replicate", "circular"))
+        options: dict[str, Any] = {
+            "kernel_size": kernel_size, "stride": stride, "padding": padding, "dilation": dilation
+        }  # fmt: skip
         with own_randomness(choice.seed), _ordinary_layer():
-            plain = nn.Conv2d(
-                n_in, n_out, kernel_size, stride=stride, padding=padding, dilation=dilation, groups=groups, bias=bias,
-                padding_mode=padding_mode, dtype=dtype, device=device,
+            plain = CONVOLUTIONS[self.axes - 1](
+                n_in, n_out, groups=groups, bias=bias, padding_mode=padding_mode, dtype=dtype,
+                device=device, **options,
             )  # fmt: skip
         super().__init__(plain, choice)
 
     @property
     def in_channels(self) -> int:
-        """Channels that come in, under the name that nn.Conv2d gives them."""
+        """Channels that come in, under the name that torch gives them."""
         return self.frozen.shape[1] * int(self.options["groups"])
 
     @property
     def out_channels(self) -> int:
-        """Channels that go out, under the name that nn.Conv2d gives them."""
+        """Channels that go out, under the name that torch gives them."""
         return self.frozen.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -256,7 +274,36 @@ class NormOnlyConv2d(NormOnlyLayer):
         o, padding = self.options, self.options["padding"]
         if o["padding_mode"] != "zeros":
             x, padding = functional.pad(x, explicit_padding(o), mode=o["padding_mode"]), 0
-        return functional.conv2d(x, self.weight, self.beta, o["stride"], padding, o["dilation"], o["groups"])
+        convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[self.axes - 1]
+        return convolve(x, self.weight, self.beta, o["stride"], padding, o["dilation"], o["groups"])
+
+    def _sizes(self, name: str, value: Any, *, low: int) -> tuple[int, ...]:
+        """A size along every axis of the positions; one number stands for all."""
+        cure = f"Pass one whole number or {self.axes}."
+        if isinstance(value, list | tuple):
+            sizes = need_sizes(name, value, low=low, n_least=self.axes, cure=cure)
+            if len(sizes) != self.axes:
+                raise ShapeError(f"{name} needs one whole number or {self.axes}; got {shown(value)}. {cure}")
+            return tuple(sizes)
+        return (need_integer(name, value, low=low, high=2**31 - 1, cure=cure),) * self.axes
+
+
+class NormOnlyConv1d(NormOnlyConv):
+    """A Conv1d whose only parameters are norms; further options are the fields of `Choice`."""
+
+    axes = 1
+
+
+class NormOnlyConv2d(NormOnlyConv):
+    """A Conv2d whose only parameters are norms; further options are the fields of `Choice`."""
+
+    axes = 2
+
+
+class NormOnlyConv3d(NormOnlyConv):
+    """A Conv3d whose only parameters are norms; further options are the fields of `Choice`."""
+
+    axes = 3
 
 
 @contextlib.contextmanager
@@ -272,22 +319,11 @@ def _ordinary_layer() -> Iterator[None]:
         ) from error
 
 
-def _pair(name: str, value: Any, *, low: int) -> tuple[int, int]:
-    """A size along both axes of an image; one number stands for two."""
-    cure = "Pass one or two whole numbers."
-    if isinstance(value, list | tuple):
-        sizes = need_sizes(name, value, low=low, n_least=2, cure=cure)
-        if len(sizes) != 2:
-            raise ShapeError(f"{name} needs one or two whole numbers; got {shown(value)}. {cure}")
-        return sizes[0], sizes[1]
-    size = need_integer(name, value, low=low, high=2**31 - 1, cure=cure)
-    return size, size
-
-
 def wrap(plain: Plain, choice: Choice, *, is_filled: bool = True) -> NormOnlyLayer:
     """The norm-only layer that takes the place of an ordinary one and starts with its weight."""
-    need_instance("wrap", plain, (nn.Linear, nn.Conv2d), cure="Pass the ordinary layer.")
-    kind = NormOnlyLinear if isinstance(plain, nn.Linear) else NormOnlyConv2d
+    need_instance("wrap", plain, PLAIN, cure="Pass the ordinary layer.")
+    kinds = (NormOnlyLinear, NormOnlyConv1d, NormOnlyConv2d, NormOnlyConv3d)
+    kind = kinds[0 if isinstance(plain, nn.Linear) else plain.weight.ndim - 2]
     layer = kind.__new__(kind)
     NormOnlyLayer.__init__(layer, plain, choice, is_filled=is_filled)
     return layer.train(plain.training)

@@ -100,10 +100,7 @@ class NormOnlyBlock(Block):
         self.register_buffer("low", torch.full((n_seen,), -torch.inf, dtype=dtype))
         self.register_buffer("high", torch.full((n_seen,), torch.inf, dtype=dtype))
         self.register_buffer("lines", torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype))
-        if storage == "dense" and features[0].has_factors:
-            for side in ("right", "left"):
-                kept = torch.cat([factor_rows(f, side) for f in features]).to(dtype)
-                self.register_buffer(side, kept, persistent=False)
+        self.store(dtype)
 
     def extra_repr(self) -> str:
         first = self.features[0]
@@ -118,6 +115,14 @@ class NormOnlyBlock(Block):
 
     def sources(self) -> list[Features]:
         return self.features
+
+    def frozen(self) -> dict[str, Callable[[], Tensor]]:
+        if self.storage != "dense" or not self.features[0].has_factors:
+            return {}
+        return {side: functools.partial(self._draw, side) for side in ("right", "left")}
+
+    def _draw(self, side: str) -> Tensor:
+        return torch.cat([factor_rows(one, side) for one in self.features])
 
     def settings(self) -> dict[str, Any]:
         features = [source_settings(one) for one in self.features]
@@ -357,15 +362,6 @@ class NormOnlyBlock(Block):
         # Laid out as a kept chunk is, so that products round alike.
         return factor_rows(features, side, start, stop).to(self.first_norm.weight.device).contiguous()
 
-    def is_reproducible(self) -> bool:
-        if self.storage != "dense" or not self.features[0].has_factors:
-            return True
-        for side in ("right", "left"):
-            for kept, one in zip(getattr(self, side).chunk(len(self.features)), self.features, strict=True):
-                if not torch.equal(kept, factor_rows(one, side).to(kept)):
-                    return False
-        return True
-
     @torch.no_grad()
     def to_plain(self) -> nn.Module:
         weight, bias = self.effective()
@@ -445,9 +441,6 @@ class LowRankBlock(Block):
     def compute(self, x: Tensor) -> Tensor:
         made: Tensor = self.second(self.first(x))
         return made
-
-    def is_reproducible(self) -> bool:
-        return self.first.is_reproducible() and self.second.is_reproducible()
 
     @torch.no_grad()
     def to_plain(self) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,17 +34,19 @@ class ResidualBlock(NormOnlyBlock):
         norms: str = "batch",
         storage: str = "dense",
     ) -> None:
+        self.skips = skips  # before the frozen weights are stored
         super().__init__(options, features, activation=activation, norms=norms, storage=storage)
-        self.skips = skips
         self.place = place
-        if storage == "dense" and skips:
-            self.register_buffer("skip", self._draw_skip(), persistent=False)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {'random' if self.skips else 'identity'} skip, norm {self.place}"
 
     def sources(self) -> list[Features]:
         return [*self.features, *self.skips]
+
+    def frozen(self) -> dict[str, Callable[[], Tensor]]:
+        skip = {"skip": self._draw_skip} if self.storage == "dense" and self.skips else {}
+        return super().frozen() | skip
 
     def settings(self) -> dict[str, Any]:
         skips = [source_settings(one) for one in self.skips]
@@ -78,11 +81,6 @@ class ResidualBlock(NormOnlyBlock):
             return self._at_the_middle(self._draw_skip().double().cpu())
         weight = torch.eye(shape[0], dtype=torch.float64).repeat(len(self.features), 1)
         return self._at(weight, identity_position(self.options) or ())
-
-    def is_reproducible(self) -> bool:
-        is_kept = self.storage == "dense" and bool(self.skips)
-        same = not is_kept or torch.equal(self.skip, self._draw_skip().to(self.skip))
-        return same and super().is_reproducible()
 
     def effective(self) -> tuple[Tensor, Tensor]:
         weight, added = self.branch()

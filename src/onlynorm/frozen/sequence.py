@@ -26,6 +26,7 @@ Theory: burkholz2024:thm-2.5
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -125,10 +126,7 @@ class DeepBlock(Block):
         shape = (len(layers), self.width)
         for name, value in (("low", -torch.inf), ("high", torch.inf), ("slope", 1.0), ("offset", 0.0)):
             self.register_buffer(name, torch.full(shape, value, dtype=dtype))
-        if storage == "dense":
-            for i, one in enumerate(layers):
-                self.register_buffer(f"left_{i}", one.left().to(dtype), persistent=False)
-                self.register_buffer(f"right_{i}", one.right().to(dtype), persistent=False)
+        self.store(dtype)
 
     def extra_repr(self) -> str:
         first = self.layers[0]
@@ -143,6 +141,12 @@ class DeepBlock(Block):
 
     def sources(self) -> list[Features]:
         return self.layers
+
+    def frozen(self) -> dict[str, Callable[[], Tensor]]:
+        if self.storage != "dense":
+            return {}
+        sides = [(f"left_{i}", one.left) for i, one in enumerate(self.layers)]
+        return dict(sides + [(f"right_{i}", one.right) for i, one in enumerate(self.layers)])
 
     def settings(self) -> dict[str, Any]:
         layers = [source_settings(one) for one in self.layers]
@@ -243,15 +247,6 @@ class DeepBlock(Block):
         one = self.layers[i]
         return (one.right() if side == "right" else one.left()).to(self.low.device)
 
-    def is_reproducible(self) -> bool:
-        if self.storage != "dense":
-            return True
-        for i, one in enumerate(self.layers):
-            left, right = self.weights("left", i), self.weights("right", i)
-            if not torch.equal(left, one.left().to(left)) or not torch.equal(right, one.right().to(right)):
-                return False
-        return True
-
     @torch.no_grad()
     def to_plain(self) -> nn.Module:
         """W E_L with E_i = slope_i scale_i (W_i (E_{i-1} + A_i S_i)), and what the shifts add."""
@@ -312,9 +307,7 @@ class MultilayerBlock(Block):
         self.layer_norms = nn.ModuleList(make_norm(norms, width, axes=self.axes, dtype=dtype) for width in self.widths)
         for name, value in (("low", -torch.inf), ("high", torch.inf), ("slope", 1.0), ("offset", 0.0)):
             self.register_buffer(name, torch.full((self.n_features,), value, dtype=dtype))
-        if storage == "dense":
-            for i in range(self.n_layers):
-                self.register_buffer(f"weight_{i}", self._draw(i).to(dtype), persistent=False)
+        self.store(dtype)
 
     def extra_repr(self) -> str:
         first = self.groups[0][0]
@@ -436,10 +429,10 @@ class MultilayerBlock(Block):
         parts = values.chunk(len(self.groups))
         return torch.cat([weight @ part for weight, part in zip(weights, parts, strict=True)])
 
-    def is_reproducible(self) -> bool:
+    def frozen(self) -> dict[str, Callable[[], Tensor]]:
         if self.storage != "dense":
-            return True
-        return all(torch.equal(self.weight(i), self._draw(i).to(self.weight(i))) for i in range(self.n_layers))
+            return {}
+        return {f"weight_{i}": functools.partial(self._draw, i) for i in range(self.n_layers)}
 
     @torch.no_grad()
     def to_plain(self) -> nn.Module:

@@ -26,8 +26,9 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
+from onlynorm.frozen import NormOnlyLayer
 from onlynorm.frozen.fast_paths import set_fast_paths
-from onlynorm.frozen.form import Block, find_blocks
+from onlynorm.frozen.form import Block, FrozenLayer, find_blocks, find_frozen
 from onlynorm.intervals.tensor import Box
 from onlynorm.memory import aligned, release_free_memory
 from onlynorm.modules import without_autocast
@@ -236,14 +237,22 @@ def _mismatch(network: nn.Module, sample: tuple[Tensor, ...], wanted: list[Tenso
 
 
 def collapse(network: nn.Module | Reconstruction) -> nn.Module:
-    """A copy in which every block is an ordinary layer again, with the weights that its norms encode."""
+    """A copy in which every frozen layer is an ordinary one again, with the weights that its norms encode.
+
+    Norm-only layers that share their gammas become layers that share their weight.
+    """
     plain = copy_network(as_network("collapse", network))
-    made: dict[Block, nn.Module] = {}
-    for name, block in find_blocks(plain).items():
-        if block not in made:
-            made[block] = block.to_plain()
-            carry_hooks(block, made[block])
-        plain = swap(plain, name, made[block])
+    made: dict[FrozenLayer, nn.Module] = {}
+    tied: dict[nn.Parameter, nn.Parameter] = {}
+    for name, layer in find_frozen(plain).items():
+        if layer not in made:
+            made[layer] = layer.to_plain()
+            carry_hooks(layer, made[layer])
+            if isinstance(layer, NormOnlyLayer):
+                for own, place in ((layer.gamma, "weight"), (layer.beta, "bias")):
+                    if own is not None:
+                        setattr(made[layer], place, tied.setdefault(own, made[layer].get_parameter(place)))
+        plain = swap(plain, name, made[layer])
     return set_fast_paths(plain)
 
 

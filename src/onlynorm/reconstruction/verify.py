@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from onlynorm.errors import ShapeError
-from onlynorm.frozen.form import Block, find_blocks
+from onlynorm.frozen import NormOnlyLayer
+from onlynorm.frozen.form import Block, find_frozen
+from onlynorm.frozen.maps import FrozenMap
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules.affine import Affine
 from onlynorm.modules.norms import NORMS
@@ -119,7 +121,7 @@ def verify(
         relative_error=rest_size / max(wanted_size, 1e-300) if math.isfinite(wanted_size) else math.nan,
         agreement=n_same / n_samples,
         outside=outside.share,
-        is_reproducible=all(block.is_reproducible() for block in set(find_blocks(network).values())),
+        is_reproducible=all(layer.is_reproducible() for layer in set(find_frozen(network).values())),
         n_samples=n_samples,
         n_frozen=n_frozen,
         n_norm=n_norm,
@@ -135,14 +137,13 @@ def count_numbers(network: nn.Module) -> tuple[int, int, dict[str, int]]:
 
     Tensors of whole numbers (counters, tables of positions) are not counted.
     """
-    sources = [one for block in set(find_blocks(network).values()) for one in block.sources()]
-    n_frozen = sum(one.n_frozen for one in sources)
+    n_frozen = sum(layer.n_frozen for layer in set(find_frozen(network).values()))
     n_norm, others = 0, {}
     for place, module in network.named_modules():
         # The buffers of a block are its frozen weights, which `is_reproducible` compares, and its range.
-        buffers = [] if isinstance(module, Block) else [*module.named_buffers(recurse=False)]
+        buffers = [] if isinstance(module, Block | FrozenMap) else [*module.named_buffers(recurse=False)]
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
-            if isinstance(module, (*NORMS, Affine)):
+            if isinstance(module, (*NORMS, Affine, NormOnlyLayer)):
                 n_norm += tensor.numel() * tensor.is_floating_point()
             elif tensor.is_floating_point() or tensor.is_complex():
                 others[f"{place}.{name}" if place else name] = tensor.numel()
