@@ -603,7 +603,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="needs"):
             load_adapter(model, path)
     path.write_bytes(data[:-1])
-    with pytest.raises(FormatError, match="altered or cut short"):
+    with pytest.raises(FormatError, match="altered or truncated"):
         load_adapter(model, path)
     with pytest.raises(StorageError, match="readable file"):
         load_adapter(model, tmp_path / "nothing.safetensors")

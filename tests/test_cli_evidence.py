@@ -121,7 +121,7 @@ def test_a_damaged_record_is_refused_with_its_cure(run: RunCli, tmp_path: Path) 
     (folder / "record.json").write_text("{")
     ran = run("report", "--records", "records", "--out", "page.html")
     assert ran.code == 2
-    assert "damaged or cut short. Delete the file" in ran.err
+    assert "damaged or truncated. Delete the file" in ran.err
     assert not (tmp_path / "page.html").exists()
 
 
@@ -250,7 +250,7 @@ def test_a_killed_run_keeps_its_pieces_and_goes_on(run: RunCli, figure: Callable
     killed = run("reproduce", FIGURE)
     assert killed.code == 130
     assert killed.stdout == ""
-    assert "What is finished is in onlynorm-out/records: the same command goes on from there." in killed.err
+    assert "What is finished is in onlynorm-out/records: the same command resumes from there." in killed.err
     (first,) = (tmp_path / "onlynorm-out").rglob("pieces/*.json")
     written = first.stat().st_mtime_ns
 

@@ -190,7 +190,7 @@ def test_an_interrupted_reconstruction_goes_on_where_it_stopped(
         stopped = run("reconstruct", "mlp")
     assert stopped.code == 130
     assert stopped.stdout == ""
-    assert "Finished layers are in net.safetensors.partial: the same command goes on from there." in stopped.err
+    assert "Finished layers are in net.safetensors.partial: the same command resumes from there." in stopped.err
     assert not (tmp_path / "net.safetensors").exists()
     (kept,) = (tmp_path / "net.safetensors.partial").iterdir()
 

@@ -163,7 +163,7 @@ def test_an_interrupted_run_goes_on_with_the_numbers_of_one_that_was_not(
         stopped = run(*args)
     assert stopped.code == 130
     assert stopped.stdout == ""
-    assert "The run is in adapter.safetensors.run: the same command goes on from there." in stopped.err
+    assert "The run is in adapter.safetensors.run: the same command resumes from there." in stopped.err
     assert not (tmp_path / "adapter.safetensors").exists()
 
     save_file({name: t + 1 for name, t in make_model("mlp_bn").state_dict().items()}, tmp_path / "other.safetensors")

@@ -187,7 +187,7 @@ def test_killed_at_twenty_moments_a_resumed_run_writes_the_same_file(tmp_path: P
 def test_other_arguments_do_not_mix_with_a_partial_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     arguments = {"inputs": X, "activation": nn.ReLU(), "partial": tmp_path / "partial"}
     reconstruct(net(), **arguments)
-    with pytest.raises(FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start anew"):
+    with pytest.raises(FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start again"):
         reconstruct(net(), **{**arguments, **changes})
 
 
@@ -209,7 +209,7 @@ def test_a_damaged_piece_is_refused(tmp_path: Path) -> None:
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 1
     piece.write_bytes(data)
-    with pytest.raises(FormatError, match=r"whole safetensors file.*layer-0001.*Delete the folder .* to start anew"):
+    with pytest.raises(FormatError, match=r"whole safetensors file.*layer-0001.*Delete the folder .* to start again"):
         reconstruct(net(), inputs=X, partial=tmp_path)
     piece.write_bytes((tmp_path / "layer-0000.safetensors").read_bytes())
     with pytest.raises(FormatError, match=r"layer-0001.safetensors needs to hold '2'; it holds '0'"):

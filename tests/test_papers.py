@@ -371,7 +371,7 @@ def test_a_damaged_record_is_an_error_not_a_guess(toy: Toy) -> None:
     path = toy.out / "toy/fig-1/quick/record.json"
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
-    with pytest.raises(FormatError, match="damaged or cut short"):
+    with pytest.raises(FormatError, match="damaged or truncated"):
         read_records(toy.out)
     path.write_text(whole.replace("with a caveat", "reproduced", 1))
     with pytest.raises(FormatError, match="altered or damaged"):

@@ -113,4 +113,4 @@ class StorageError(OnlynormError, OSError):
 
 
 class TrainingError(OnlynormError, ArithmeticError):
-    """Training that cannot go on, as with a loss that is no number; the message says what was kept."""
+    """Training that cannot continue, as with a loss that is NaN or infinite; the message says what was saved."""

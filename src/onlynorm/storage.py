@@ -396,7 +396,7 @@ def parse_json(data: bytes | str) -> Any:
     """The value of a JSON document; ValueError where it is damaged, nested too deeply, or has numbers JSON lacks."""
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
         value = json.loads(data, parse_constant=refuse)
@@ -484,7 +484,7 @@ def _open_seal(data: bytes, name: str, kind: str, cure: str) -> bytes:
 
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or end > len(data):
-        refuse("is none, or was cut short")
+        refuse("is not one, or it is truncated")
     header = data[8:end]
     if _SEAL not in header:
         refuse("has no checksum of ours: it comes from elsewhere or was altered")
@@ -493,7 +493,7 @@ def _open_seal(data: bytes, name: str, kind: str, cure: str) -> bytes:
     seal.update(_BLANK)
     seal.update(memoryview(data)[place + len(_BLANK) :])
     if data[place : place + len(_BLANK)] != seal.hexdigest().encode():
-        refuse("does not match its checksum: it was altered or cut short")
+        refuse("does not match its checksum: it was altered or truncated")
     return header
 
 
@@ -521,7 +521,7 @@ def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
     except OnlynormError:
         raise
     except ValueError as error:
-        raise FormatError(f"the {kind} needs whole JSON; {path.name} is damaged or cut short. {cure}") from error
+        raise FormatError(f"the {kind} needs whole JSON; {path.name} is damaged or truncated. {cure}") from error
     if not isinstance(sealed, dict) or sealed.get("kind") != kind or not isinstance(sealed.get("body"), dict):
         raise FormatError(f"expected a file of kind {kind!r}; {path.name} is something else. {cure}")
     if sealed.get("format") != FORMAT:

@@ -209,7 +209,7 @@ def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat 
     operator = KhatriRao(left, right)  # checks the shapes
     left, right = operator.dense()
     if not bool(left.isfinite().all() and right.isfinite().all()):
-        raise ValueRangeError("align needs finite features; got a NaN or an infinity in left or right. Draw them anew.")
+        raise ValueRangeError("align needs finite features; got a NaN or an infinity in left or right. Draw others.")
     if bool(((left != 0).sum(0) <= 1).all()):
         return _per_output(left, right)
     n, c = operator.equations, operator.n_features

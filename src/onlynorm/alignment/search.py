@@ -4,7 +4,7 @@ The method of the paper's appendix, with its choices kept: the identity to begin
 for each the swap with the row not yet fixed that lowers the missed energy most, if any does. All partners of an output
 are scored at once from the tables, in rows x directions operations. `best_of_random` is what the paper compares with.
 
-Swaps of two rows: the change of all of them in one table, kept up to date instead of computed anew.
+Swaps of two rows: the change of all of them in one table, kept up to date instead of computed again.
 
 With the sum b of the chosen pieces, swapping the rows at outputs i and k adds
 

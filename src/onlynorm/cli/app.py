@@ -75,6 +75,6 @@ def kept_in(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if folder.exists():
-            told = f"What is finished is in {escape(str(folder))}: the same command goes on from there."
+            told = f"What is finished is in {escape(str(folder))}: the same command resumes from there."
             errors.print(told, highlight=False)
         raise

@@ -1,4 +1,4 @@
-"""What commands about networks are told: the model, the data, and the recipe."""
+"""Arguments of commands about networks: the model, the data, and the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data to learn from and data to judge by: a folder of images, a data set by name or file, or what a function makes."""
+"""Training and test data: a folder of images, a data set by name or file, or what a function makes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ AnyData = Annotated[
     ),
 ]
 TEST_SHARE = 0.2
-"""What is put aside to judge by where a folder is not cut in two already."""
+"""Fraction of a folder that becomes the test set where it has no train and test folders."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Samples to learn from and samples to judge by, the number of classes, and images that were left out."""
+    """Training and test samples, the number of classes, and images that were left out."""
 
     train: Pairs
     test: Pairs
@@ -88,7 +88,7 @@ def find_parts(
 def find_batch(
     data: str | None, model: str, *, n_samples: int, image_size: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Samples of the part to learn from, drawn by seed, with their labels if there are any."""
+    """Training samples, drawn by seed, with their labels if there are any."""
     if is_own(data):
         pairs = find_parts(data, model, image_size=image_size, seed=seed).train
         return collate(pairs, draw_places(len(pairs), n_samples, seed))
@@ -106,7 +106,7 @@ def draw_places(n_known: int, n_wanted: int, seed: int) -> list[int]:
 
 
 def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -> Parts:
-    """The images below train/ and test/, or those of one folder of classes with a fifth, drawn by seed, to judge by."""
+    """The images below train/ and test/, or those of one folder of classes with a random fifth as the test set."""
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         train, test = (
             ImageFolder(folder / part, size=size, skip_unreadable=skip_unreadable) for part in ("train", "test")
@@ -123,7 +123,7 @@ def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -
 
 
 def factory_parts(spec: str, *, seed: int) -> Parts:
-    """What the code "package.module:factory" makes: (train, test), or one data set with a fifth put aside to judge by.
+    """What the code "package.module:factory" makes: (train, test), or one data set of which a fifth becomes the test set.
 
     A data set is anything with a length that gives (input, label) by index, or a pair of tensors (inputs, labels).
     """
@@ -152,7 +152,7 @@ def split_parts(split: Split) -> Parts:
 
 
 def _cut(pairs: Pairs, *, seed: int, where: str) -> tuple[Pairs, Pairs]:
-    """Samples to learn from and samples to judge by, drawn by seed."""
+    """Training and test samples, drawn by seed."""
     n_samples = len(pairs)
     if n_samples < 2:
         raise ValueRangeError(

@@ -1,4 +1,4 @@
-"""Data by name, or from a file of one's own."""
+"""Data sets by name or from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set cut in two, where data sets lie, and generators of one's own."""
+"""Train/test splits, and where data sets are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onlynorm.validate import need_integer, need_path, need_text
 
 @dataclass(frozen=True)
 class Split:
-    """A data set cut into a part to learn from and a part to judge by; without labels, those are empty."""
+    """A train/test split; without labels, the label tensors are empty."""
 
     name: str
     train_inputs: Float[Tensor, "n_train ..."]
@@ -26,7 +26,7 @@ class Split:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the part to judge by says what is right."""
+        """Whether the test set has labels."""
         return len(self.test_labels) > 0
 
     def smaller(self, side: int) -> Split:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CurveKind = Literal["line", "points", "line+points", "histogram"]
 ENDINGS = ("svg", "png")
-# Okabe and Ito's colours: told apart with any kind of colour vision.
+# Okabe and Ito's colours: distinguishable with any kind of colour vision.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f")
 INK = "#222222"
 """Text, axes and the first law; in a page they have the colour of its text."""

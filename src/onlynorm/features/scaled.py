@@ -1,4 +1,4 @@
-"""ID cond features with singular values of one's own: M = diag(s), so the effective weight is s * gamma.
+"""ID cond features with given singular values: M = diag(s), so the effective weight is s * gamma.
 
 A gradient step on gamma moves the effective weight by s^2 times the ordinary step: conditioning alone, with nothing
 else changed, so that its price can be measured at any size. A spectrum may be given, or made: random square features

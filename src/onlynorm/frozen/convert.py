@@ -234,7 +234,7 @@ def _need_ordinary(model: nn.Module) -> None:
     if any(isinstance(m, NormOnlyLayer) for m in modules) and not any(type(m) in PLAIN for m in modules):
         raise ConversionError(
             f"norm_only needs Linear or Conv layers; got a {type(model).__name__} that is norm-only already. "
-            "Convert the ordinary model anew, or train this one."
+            "Convert the ordinary model, or train this one."
         )
 
 

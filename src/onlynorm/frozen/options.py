@@ -67,7 +67,7 @@ class Choice:
             raise ValueRangeError("a layer needs one of condition and spectrum; got both. Leave one out.")
         if self.features != "id_cond" and not (self.condition is None and self.spectrum is None):
             raise ValueRangeError(
-                f"a spectrum of one's own needs id_cond features; got {self.features}, whose spectrum is fixed. Leave "
+                f"a custom spectrum needs id_cond features; got {self.features}, whose spectrum is fixed. Leave "
                 "condition and spectrum out, or take id_cond."
             )
         if self.spectrum is not None:  # a copy: what is done to the given one later must not reach the layer

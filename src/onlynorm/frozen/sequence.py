@@ -2,8 +2,8 @@
 
     v_1 = phi(norm_1(W_1 x_1)),   v_i = phi(norm_i(W_i (v_{i-1} + A_i x_i))),   y = W norm_L(W_L (v_{L-1} + A_L x_L))
 
-x_i is the i-th slice of the input's channels, L the number of slices. No activation stands behind the last norm, and no
-norm behind the last frozen layer W: the shift of norm_L brings in the bias. What the paper writes W_1 A_1 is one frozen
+x_i is the i-th slice of the input's channels, L the number of slices. No activation stands after the last norm, and no
+norm after the last frozen layer W: the shift of norm_L brings in the bias. What the paper writes W_1 A_1 is one frozen
 W_1 here, because nothing stands between the two. The kernel of a convolution sits in W_1 and in the skips A_i, all with
 the target's stride and padding; every other frozen layer is 1 x 1.
 
@@ -13,7 +13,7 @@ input that gives the skips the same gain. The papers treat ReLU only and do not 
 
 Theory: giannou2023:thm-2, giannou2023:remark-2, giannou2023:remark-9
 
-The block of the multilayer construction: L frozen layers in a row, a norm behind each, an activation between them.
+The block of the multilayer construction: L frozen layers in a row, a norm after each, an activation between them.
 
     y = norm_L( W_L phi( norm_(L-1)( W_(L-1) ... phi( norm_1( W_1 x ) ) ) ) )
 
@@ -279,7 +279,7 @@ class MultilayerBlock(Block):
 
     `groups[g][l]` is frozen layer l of group g, of which only `right` is used. `layer_norms` has a pair of numbers per
     feature of each layer, group by group. `low` and `high` bound what the features of all hidden layers may see before
-    their norms, one layer behind the other; inside, the activation is slope * z + offset.
+    their norms, one layer after the other; inside, the activation is slope * z + offset.
     """
 
     kind = "multilayer"
@@ -340,7 +340,7 @@ class MultilayerBlock(Block):
         return cls(options, groups, activation=activation, norms=settings["norms"], storage=storage)
 
     def norm(self, i: int) -> Norm:
-        """The norm behind frozen layer i, counted from 0."""
+        """The norm after frozen layer i, counted from 0."""
         norm: Any = self.layer_norms[i]
         return norm
 

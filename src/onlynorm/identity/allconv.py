@@ -41,7 +41,7 @@ def all_convolutional(
     """The all-convolutional residual network with `depth` convolutions, drawn from the seed; as it is, the paper's.
 
     `depth` is 6 n + 1: n blocks in each of three stages, of width, 2 width and 4 width channels. Images may have any
-    size. For comparison: `init="standard"` starts the blocks as usual, `norm="batch"` puts a batch norm behind every
+    size. For comparison: `init="standard"` starts the blocks as usual, `norm="batch"` puts a batch norm after every
     convolution, `head="trained"` trains the projection from the same numbers.
     """
     depth = need_integer("depth of an all-convolutional net", depth, high=6001, cure="Try 7, 19 or 55.")
@@ -71,7 +71,7 @@ def all_convolutional(
 
 
 class ResidualBlock(nn.Module):
-    """x + C2 relu(C1 x), with batch norms behind both convolutions if asked for; nothing follows the sum."""
+    """x + C2 relu(C1 x), with batch norms after both convolutions if asked for; nothing follows the sum."""
 
     def __init__(self, n_in: int, n_out: int, *, stride: int, init: str, norm: str | None) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Rules for intervals in whatever moves, selects, averages or compares numbers without mixing signs.
 
-Such functions are monotone in every number, so they are applied to both bounds. Where no number is used twice, the ball
+Such functions are monotone in every entry, so they are applied to both bounds. Where no entry is used twice, the ball
 moves along.
 """
 
@@ -62,7 +62,7 @@ def move(function: Plain, *args: Any, **options: Any) -> Any:
 
 
 def copy(function: Plain, *args: Any, **options: Any) -> Any:
-    """The function on the bounds, for functions that are monotone in every number and exact."""
+    """The function on the bounds, for functions that are monotone in every entry and exact."""
     low, high = (_each(function, args, options, end) for end in (lambda one: one.low, lambda one: one.high))
     made = tuple(Interval(*bounds) for bounds in zip(low, high, strict=True))
     return made[0] if len(made) == 1 and not _returns_many(function) else made

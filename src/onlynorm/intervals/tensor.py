@@ -111,7 +111,7 @@ class Ball:
     """All tensors lie within `radius` of `centre`, in the Euclidean norm over all their numbers.
 
     After a linear layer the radius is that of its inputs, `inner`, times what the layer stretches, which is found only
-    when asked for: a norm behind the layer changes the stretch, and both at once stretch less than one by one.
+    when asked for: a norm after the layer changes the stretch, and both at once stretch less than one by one.
     """
 
     centre: Float[Tensor, "*shape"]

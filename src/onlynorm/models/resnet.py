@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The residual network of ImageNet's shape: four stages behind a 7 x 7 convolution, for images of any size."""
+    """The residual network of ImageNet's shape: four stages after a 7 x 7 convolution, for images of any size."""
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class Feedforward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feedforward, each behind a layer norm and beside a skip."""
+    """Attention and feedforward, each after a layer norm and beside a skip."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

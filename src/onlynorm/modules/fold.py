@@ -169,7 +169,7 @@ def find_pairs(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[list[Pai
         elif network.get_submodule(name)._forward_hooks:
             reasons[norm] = f"{name} has hooks, which would see other numbers"
         elif calls[0][0].ndim != network.get_submodule(name).weight.ndim:
-            # Channels second in both: a norm behind a Linear with leading axes works along another axis.
+            # Channels second in both: a norm after a Linear with leading axes works along another axis.
             reasons[norm] = f"it works along another axis than {name}"
         else:
             pairs.append((name, norm))
@@ -298,7 +298,7 @@ def unfold(
     if kept is None:
         raise ConversionError(
             f"unfold needs a model that fold made; got {type(network).__name__} without its original numbers. A state "
-            "dict does not hold them: load it into a model folded anew, or take the model that was folded."
+            "dict does not hold them: fold a model again and load it there, or take the model that was folded."
         )
     for original in kept["originals"]:
         _put_back(network, original)

@@ -35,7 +35,7 @@ NORMS = tuple(known for known, _, _ in _TABLE)
 class FoldedNorm(nn.Identity):
     """Where a norm was before it became part of the layer in front of it.
 
-    `n_axes` is how many axes its input has, if the norm would work along another one with more: behind a Linear.
+    `n_axes` is how many axes its input has, if the norm would work along another one with more: after a Linear.
     """
 
     def __init__(self, n_axes: int | None = None) -> None:

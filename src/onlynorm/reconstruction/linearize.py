@@ -5,7 +5,7 @@ A feature x in [low, high] with half-width r passes a norm and an activation phi
     |phi(s x + b) - (m (s x + b) + c)| <= error   for all x in [low, high],   s > 0,   m != 0
 
 so phi(s x + b) = gain x + constant up to `error`, with gain = m s and constant = m b + c; undone by the layers
-behind, it costs the feature error / (|m| s). With z the centre and h the half-width of the window seen by phi,
+after, it costs the feature error / (|m| s). With z the centre and h the half-width of the window seen by phi,
 s = h / r, and the cost is r times error / (|m| h): the best windows of an activation are the same for all ranges.
 
 - Exact pieces, known by type: the side or the piece where phi is a line (ReLU, LeakyReLU, PReLU, ELU, CELU, SELU,
@@ -115,7 +115,7 @@ def linearize(
 
     Exact pieces are taken where they exist; otherwise the largest window whose error and rounding stay within the
     `tolerance` in x, or, where none does, the one of the smallest sum (`is_met` is then false). `shared` gives all
-    features one gain, fit for the widest range and the smallest tolerance: a frozen dense layer behind them needs it,
+    features one gain, fit for the widest range and the smallest tolerance: a frozen dense layer after them needs it,
     because its norm has one number per output and can undo only what all features share. Where these are some of the
     features only, `among` is the extent of all. `dtype` is the precision the
     network will run in; it sets `rounding`. The window itself is float64.

@@ -418,7 +418,7 @@ def _pre_hooks(
     *,
     after: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Calls `note` with (name, arguments) before every call of these modules, and `after` with the name behind it."""
+    """Calls `note` with (name, arguments) before every call of these modules, and `after` with the name after it."""
     hooks = []
     for name, module in modules.items():
 

@@ -97,7 +97,7 @@ def reconstruct(
       which sets its solver tolerance and its window unless they are given, and is measured on a few samples.
     - `box`: certifies the ranges for every input inside, by interval arithmetic, in place of the calibrated ones.
     - `fold_norms`: batch norms that directly follow a layer become part of it first.
-    - `partial`: folder that keeps every finished layer; the same call resumes behind the last one. It stays until
+    - `partial`: folder that keeps every finished layer; the same call resumes after the last one. It stays until
       `save(result, path)` has written the whole.
 
     A layer that ends above its tolerance of 1e-10 is listed in `result.warnings`, with its residual. An
@@ -348,7 +348,7 @@ def _need_reached(reached: float, error: float) -> None:
     if not reached <= error:
         raise ToleranceError(
             f"the network needs a relative output error of at most {error:.1e}; measured {reached:.1e} on the "
-            "calibration batch although every layer kept its share: the layers behind amplify it. Ask for an error "
+            "calibration batch although every layer kept its share: the layers after amplify it. Ask for an error "
             f"smaller by {reached / error:.1g} to give each layer less."
         )
 

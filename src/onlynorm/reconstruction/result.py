@@ -55,7 +55,7 @@ class LayerResult:
             return make_checked(cls, written)
         except ValueError as error:
             raise FormatError(
-                f"a finished layer needs its evidence; the file has others: {error}. Start anew."
+                f"a finished layer needs its evidence; the file has others: {error}. Start again."
             ) from error
 
     def __str__(self) -> str:

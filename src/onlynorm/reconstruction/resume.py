@@ -72,7 +72,7 @@ class Partial:
         path = self._path(number)
         if not path.exists():
             return None
-        cure = f"Delete the folder {self.folder} to start anew."
+        cure = f"Delete the folder {self.folder} to start again."
         document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
         run, evidence = document.get("run"), document.get("evidence")
         if not isinstance(run, dict) or not isinstance(evidence, dict):

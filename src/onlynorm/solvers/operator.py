@@ -1,4 +1,4 @@
-"""The linear operator behind every reconstruction: gamma -> left diag(gamma) right.
+"""The linear operator of every reconstruction: gamma -> left diag(gamma) right.
 
 Column f of the matrix M is the outer product of left[:, f] and right[f, :], so M has out * inp rows and one
 column per feature: a Khatri-Rao product. M itself is never needed. With R of shape (out, inp):
@@ -139,7 +139,7 @@ class KhatriRao:
     def regenerating(
         cls, source: FeatureSource, *, dtype: torch.dtype | None = None, block: int | None = None
     ) -> KhatriRao:
-        """The operator of features that are made anew, block by block, each time they are needed."""
+        """The operator of features that are generated block by block each time they are needed."""
         need_instance("KhatriRao", source, FeatureSource, cure="Pass what draw returns.")
         self = cls.__new__(cls)
         left, right = source.left(0, 1), source.right(0, 1)
@@ -168,7 +168,7 @@ class KhatriRao:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the features lie in memory; otherwise each sweep makes them anew."""
+        """Whether the features lie in memory; otherwise each sweep generates them."""
         return self._source is None
 
     @property

@@ -78,7 +78,7 @@ def preparation_of(model: nn.Module) -> Preparation | None:
 
 
 def need_own_preparation(what: str, model: nn.Module) -> None:
-    """Raises if `only_norms` was called on a module inside the model, such as a wrapper of one's own, and not on it."""
+    """Raises if `only_norms` was called on a module inside the model, such as a custom wrapper, and not on it."""
     if preparation_of(model) is not None:
         return
     for name, module in model.named_modules():
@@ -311,7 +311,7 @@ def _need_no_reducer(wrapper: nn.Module, before: set[nn.Parameter]) -> None:
 
 
 def init_gamma(handle: NormHandle, *, how: str = "uniform", seed: int = 0) -> None:
-    """Draws the scales of frozen random networks anew and sets the shifts to zero, as Frankle et al. compared them.
+    """Draws new scales for frozen random networks and sets the shifts to zero, as Frankle et al. compared them.
 
     "uniform" on [0, 1], "ones", "fixed" at one half, "positive-negative" uniform on [-1, 1]. These are the scales that
     are applied: norms that compute (1 + weight), as Gemma's do, get a weight smaller by one.

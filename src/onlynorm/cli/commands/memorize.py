@@ -67,7 +67,7 @@ def memorize_command(
         raise UnknownNameError("ending of a figure", figure.suffix or figure.name, FIGURES)
     sample = find_sample(data, points)
     if sample.is_real and (noise or figure):
-        raise ValueRangeError("--noise and --figure need classes to judge by; got real targets. Leave them out.")
+        raise ValueRangeError("--noise and --figure need classes; got real targets. Leave them out.")
     with counter("thresholds", hidden=as_json) as step:
         network = memorize(
             sample.inputs, sample.targets, n_classes=sample.n_classes, width=width, projection=projection, seed=seed,

@@ -73,7 +73,7 @@ def reconstruct_command(
 ) -> None:
     """Rebuild a trained network from frozen random weights, by its norms only, and verify it.
 
-    Finished layers are kept in a folder beside the output: interrupted, the same command goes on where it stopped.
+    Finished layers are stored in a folder beside the output, so that the same command resumes after an interruption.
     """
     kind = parse_dtype(dtype)
     choices = recipe_choices(
@@ -97,7 +97,7 @@ def reconstruct_command(
             )
     except KeyboardInterrupt:
         if partial.exists():
-            errors.print(f"Finished layers are in {escape(str(partial))}: the same command goes on from there.")
+            errors.print(f"Finished layers are in {escape(str(partial))}: the same command resumes from there.")
         raise
     save(result, out)
     comparison = None

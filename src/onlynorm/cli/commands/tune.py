@@ -109,8 +109,8 @@ def tune_command(
 ) -> None:
     """Train only the norms of a model, everything else frozen, and write them as an adapter.
 
-    Interrupted, the same command goes on where it stopped, with the numbers of a run that was not. A folder of images
-    has one subfolder per class, or train and test with the classes below. Exits with 1 if the loss is no number.
+    Interrupted, the same command resumes, with the results of a run that was not interrupted. A folder of images
+    has one subfolder per class, or train and test with the classes below. Exits with 1 if the loss is NaN or infinite.
     """
     started = time.perf_counter()
     for kind, name, known in (
@@ -188,7 +188,7 @@ def _train(
             )  # fmt: skip
     except KeyboardInterrupt:
         if kept.exists():
-            errors.print(f"The run is in {escape(str(kept))}: the same command goes on from there.", highlight=False)
+            errors.print(f"The run is in {escape(str(kept))}: the same command resumes from there.", highlight=False)
         raise
     except TrainingError as error:
         errors.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)

@@ -47,7 +47,7 @@ class Slices:
     """The gammas of all layers and what they reach.
 
     `residual` is the relative error of the effective weight, multiplied out from the first layer on; `condition` that
-    of the worst product of layers behind a slice.
+    of the worst product of layers after a slice.
     """
 
     gammas: Float[Tensor, "layers feat"]

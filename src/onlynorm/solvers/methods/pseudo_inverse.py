@@ -65,7 +65,7 @@ class PseudoInverse:
             return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(right.shape)
         op = self.operator
         gram = op.row_gram_apply if n_axes == 2 else op.gram_apply
-        if not bool(right.isfinite().all()):  # the iteration would leave out what is no number, and hide it
+        if not bool(right.isfinite().all()):  # the iteration would skip NaN or infinite entries, and hide them
             return torch.full_like(right, torch.nan)
         return conjugate_gradients(gram, right, n_axes, tolerance=ENOUGH, max_iterations=MAX_ITERATIONS)[0]
 

@@ -24,7 +24,7 @@ from onlynorm.solvers.multilayer.damped import Damped, DenseDamped, KroneckerDam
 from onlynorm.solvers.operator import KhatriRao, Progress
 
 GENTLE, STEEP = 2.0, 1.4
-"""How much further a step may go in a layer than behind it: twice as far in the first as in the last, which saves steps
+"""How much further a step may go in a layer than after it: twice as far in the first as in the last, which saves steps
 at no cost, or 1.4 times from layer to layer. Where a target has few singular values, equal steps would shrink the
 others a little in every layer, until the Jacobian is singular and the descent crawls; steep ones do not."""
 REACH = 4.0
