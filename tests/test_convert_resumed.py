@@ -187,7 +187,9 @@ def test_killed_at_twenty_moments_a_resumed_run_writes_the_same_file(tmp_path: P
 def test_other_arguments_do_not_mix_with_a_partial_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
     arguments = {"inputs": X, "activation": nn.ReLU(), "partial": tmp_path / "partial"}
     reconstruct(net(), **arguments)
-    with pytest.raises(FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start again"):
+    with pytest.raises(
+        FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start again"
+    ):
         reconstruct(net(), **{**arguments, **changes})
 
 

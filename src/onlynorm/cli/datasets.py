@@ -123,7 +123,7 @@ def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -
 
 
 def factory_parts(spec: str, *, seed: int) -> Parts:
-    """What the code "package.module:factory" makes: (train, test), or one data set of which a fifth becomes the test set.
+    """What "package.module:factory" makes: (train, test), or one data set of which a fifth becomes the test set.
 
     A data set is anything with a length that gives (input, label) by index, or a pair of tensors (inputs, labels).
     """
