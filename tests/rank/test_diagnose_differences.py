@@ -30,20 +30,20 @@ def last(h: Tensor) -> LastLayer:
 # ------------------------------------------------------------------------------- contrast
 
 
-def speed(network: nn.Module, inputs: Tensor, wish: Tensor) -> float:
+def speed(network: nn.Module, inputs: Tensor, output_grad: Tensor) -> float:
     """|J^T a|^2 / |a|^2 with the Jacobian formed row by row."""
     output = network(inputs)
     rows = [torch.autograd.grad(one, list(network.parameters()), retain_graph=True) for one in output.flatten()]
     jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-    return float((jacobian.mT @ wish.flatten()).square().sum() / wish.square().sum())
+    return float((jacobian.mT @ output_grad.flatten()).square().sum() / output_grad.square().sum())
 
 
 @pytest.mark.parametrize("norm", ["none", "batch"])
 def test_the_contrast_is_that_of_the_jacobian(norm: str) -> None:
     network, inputs, classes = mlp((64, 8, 6, 10), norm=norm).double(), INPUTS[:12].double(), CLASSES[:12]
-    wish = (network(inputs).softmax(1) - functional.one_hot(classes, 10)).detach()
-    common = wish.mean(0).expand_as(wish)
-    expected = speed(network, inputs, wish - common) / speed(network, inputs, common)
+    output_grad = (network(inputs).softmax(1) - functional.one_hot(classes, 10)).detach()
+    common = output_grad.mean(0).expand_as(output_grad)
+    expected = speed(network, inputs, output_grad - common) / speed(network, inputs, common)
     assert diagnose(network, inputs, classes).contrast == pytest.approx(expected, rel=1e-8)
 
 

@@ -286,7 +286,7 @@ def test_arrays_are_taken_as_inputs_and_targets() -> None:
 
 def test_labels_beyond_the_outputs_are_refused() -> None:
     for odd in (10, -1):
-        with pytest.raises(ValueRangeError, match=f"class labels need to be whole numbers from 0 to 9.*got {odd}"):
+        with pytest.raises(ValueRangeError, match=f"class labels need to be integers from 0 to 9.*got {odd}"):
             diagnose(deep(depth=2), INPUTS, torch.where(CLASSES == 3, odd, CLASSES))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onlynorm.errors import ValueRangeError
-from onlynorm.rank import Diagnosis, Layer, Thresholds, Verdict, judge
+from onlynorm.rank import Diagnosis, HealthVerdict, Layer, Thresholds, judge
 from onlynorm.rank.diagnosis.page import plot_diagnosis, render_diagnosis, write_diagnosis
 
 
@@ -31,7 +31,7 @@ def network(**changes: Any) -> list[Layer]:
     return [layer(1), layer(2), layer(3, **changes), layer(4), layer(5, is_layer_input=False)]
 
 
-def verdict(layers: list[Layer], alignment: float | None = 0.3, input_cosine: float | None = 0.3) -> Verdict:
+def verdict(layers: list[Layer], alignment: float | None = 0.3, input_cosine: float | None = 0.3) -> HealthVerdict:
     return judge(layers, alignment=alignment, input_cosine=input_cosine, thresholds=Thresholds())
 
 
@@ -77,7 +77,7 @@ def test_cosines_are_worth_a_half_at_their_thresholds() -> None:
 
 def differences(
     layers: list[Layer], *, contrast: float = 1.0, directions: float = 3.0, explained: float = 0.2
-) -> Verdict:
+) -> HealthVerdict:
     """A verdict where it was measured what becomes of the samples' differences."""
     return judge(
         layers,
@@ -99,7 +99,7 @@ def test_contrast_and_directions_are_worth_a_half_at_their_thresholds() -> None:
 
 
 def test_a_loss_far_above_that_of_no_outputs_is_told() -> None:
-    def parts(start: float) -> Verdict:
+    def parts(start: float) -> HealthVerdict:
         return judge(network(), alignment=None, input_cosine=None, initial_loss_ratio=start, thresholds=T)
 
     assert parts(1.0 + T.initial_loss).parts["initial_loss"] == pytest.approx(0.5)

@@ -51,10 +51,10 @@ def is_same(model: nn.Module, kept: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_the_model_is_left_alone_and_its_copy_repaired(method: str) -> None:
     model = deep().eval()
-    kept, dice = state(model), torch.get_rng_state()
+    kept, generator_state = state(model), torch.get_rng_state()
     result = repair(model, batch(), method=method, n_steps=5)
     assert is_same(model, kept)
-    assert torch.equal(torch.get_rng_state(), dice)
+    assert torch.equal(torch.get_rng_state(), generator_state)
     assert result.model is not model
     assert not any(module.training for module in result.model.modules())
     assert result.method == ("mirrored" if method == "auto" else method)
@@ -504,7 +504,7 @@ def test_targets_follow_the_one_rule_of_all_verbs() -> None:
     tokens = repair(Tied(), TOKENS, targets=TOKENS)  # classes on the last axis, as in language models
     assert tokens.after
     assert repair(model, inputs.numpy(), targets=(torch.arange(32) % 5).numpy()).method == "mirrored"
-    with pytest.raises(ValueRangeError, match=r"class labels need to be whole numbers from 0 to 4.*got 5"):
+    with pytest.raises(ValueRangeError, match=r"class labels need to be integers from 0 to 4.*got 5"):
         repair(model, inputs, targets=torch.arange(32) % 6)
 
 

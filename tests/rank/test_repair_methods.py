@@ -34,7 +34,7 @@ def linears(model: nn.Module) -> list[nn.Linear]:
     return [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
 
 
-# ---------------------------------------------------------------------------------------------- drawing anew
+# ---------------------------------------------------------------------------------------------- new weights
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.SiLU])

@@ -95,9 +95,9 @@ def test_running_statistics_say_nothing() -> None:
 def trained(model: nn.Module, *, adam: bool, n_steps: int) -> nn.Module:
     """The model after some steps with batches of 64 on the digits."""
     optimizer = torch.optim.Adam(model.parameters(), 1e-3) if adam else torch.optim.SGD(model.parameters(), 0.1)
-    dice = seeded(0)
+    generator = seeded(0)
     for _ in range(n_steps):
-        chosen = torch.randint(len(SPLIT.train_inputs), (64,), generator=dice)
+        chosen = torch.randint(len(SPLIT.train_inputs), (64,), generator=generator)
         loss = nn.functional.cross_entropy(model(SPLIT.train_inputs[chosen]), SPLIT.train_labels[chosen])
         optimizer.zero_grad()
         loss.backward()

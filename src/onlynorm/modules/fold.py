@@ -298,7 +298,7 @@ def unfold(
     if kept is None:
         raise ConversionError(
             f"unfold needs a model that fold made; got {type(network).__name__} without its original numbers. A state "
-            "dict does not hold them: fold a model again and load it there, or take the model that was folded."
+            "dict does not hold them: load it into a newly folded model, or use the model that was folded."
         )
     for original in kept["originals"]:
         _put_back(network, original)

@@ -65,9 +65,9 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
 
 
 def random_projection(seed: int) -> Loss:
-    """A loss for networks without targets: the sum of all returned tensors, each times normal numbers of its shape.
+    """A loss for networks without targets: the sum of all returned tensors, each times a normal tensor of its shape.
 
-    Its gradient shows how gradients grow or shrink on their way back. Floating-point tensors are divided by the number
+    Its gradient shows how gradients grow or shrink from the last layer to the first. Each sum is divided by the number
     of samples.
     """
 
@@ -91,6 +91,6 @@ def _need_outputs(labels: Tensor, n_outputs: int) -> None:
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_outputs:
         odd = int(used.max()) if int(used.max()) >= n_outputs else int(used.min())
         raise ValueRangeError(
-            f"class labels need to be whole numbers from 0 to {n_outputs - 1}, one for each output; got {odd}. Give "
+            f"class labels need to be integers from 0 to {n_outputs - 1}, one for each output; got {odd}. Give "
             "the model more outputs, or number the classes from 0."
         )

@@ -1,8 +1,8 @@
-"""`find_norms`: every normalization layer of a model, by type and by what it looks like.
+"""`find_norms`: every normalization layer of a model, by class or by name.
 
-Torch's own norms are known by type. Others (timm's, transformers', torchvision's, one's own) are recognised without
-importing anything: a class whose name says norm, without weighty children, that scales and perhaps shifts channels by
-one-dimensional tensors. What looks like a norm but has nothing to tune is listed with the reason.
+Norms of torch are found by class. Others (of timm, transformers, torchvision, or custom ones) are recognised without
+importing anything: a class with "norm" in its name, without children that have parameters, that scales and perhaps
+shifts channels by one-dimensional tensors. Norms without parameters to tune are listed with the reason.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NORMS = tuple(known for known, _, _ in _TABLE)
 
 
 class FoldedNorm(nn.Identity):
-    """Where a norm was before it became part of the layer in front of it.
+    """Stands where a norm was before it was folded into the layer before it.
 
-    `n_axes` is how many axes its input has, if the norm would work along another one with more: after a Linear.
+    `n_axes` is the required number of axes of the input after a Linear: with more, the norm would use another axis.
     """
 
     def __init__(self, n_axes: int | None = None) -> None:
@@ -59,15 +59,15 @@ def folded_places(network: nn.Module) -> list[str]:
 
 SCALES = ("weight", "gamma", "scale", "g", "a_2")
 SHIFTS = ("bias", "beta", "shift", "b", "b_2")
-"""Names under which norms keep their two parameters, most common first."""
+"""Names of the two parameters of norms, most common first."""
 _WORDS = (("batch", "batch"), ("instance", "instance"), ("rms", "rms"), ("group", "group"), ("layer", "layer"))
 _ENDINGS = (("GRN", "other"), ("BN", "batch"), ("LN", "layer"))
-"""Short forms with which class names end: global response norm, batch norm, layer norm."""
+"""Endings of class names: global response norm, batch norm, layer norm."""
 _PLACES = ("norm", "bn", "ln")
 _STATISTICS = ("running_", "moving_", "num_batches")
-"""How the buffers begin that hold running statistics."""
+"""Prefixes of the names of buffers with running statistics."""
 _WRAPPER = "_orig_mod"
-"""What torch.compile puts into the names of what is inside a compiled module."""
+"""Part that torch.compile adds to the names of modules and tensors."""
 _MULTIPLY = (*(known.forward for known in NORMS), nn.SyncBatchNorm.forward)
 """The forward passes of torch's norms: their weight is the scale."""
 
@@ -76,7 +76,7 @@ _MULTIPLY = (*(known.forward for known in NORMS), nn.SyncBatchNorm.forward)
 class NormLayer:
     """One norm. `names` lists every place of the same module; `scale` and `shift` name its tensors, if it has them.
 
-    `is_frozen` says that they are buffers, as in a FrozenBatchNorm; `has_statistics`, that running statistics are kept.
+    `is_frozen` says that they are buffers, as in a FrozenBatchNorm; `has_statistics`, that it has running statistics.
     """
 
     names: tuple[str, ...]
@@ -105,7 +105,7 @@ class NormLayer:
 
 @dataclass(frozen=True)
 class SkippedNorm:
-    """Something that is called a norm but has nothing to tune, and why."""
+    """A norm without parameters to tune, and why."""
 
     name: str
     class_name: str
@@ -117,7 +117,7 @@ class SkippedNorm:
 
 @dataclass(frozen=True)
 class Norms:
-    """What `find_norms` found: norms to tune, what was skipped, and weight norms, which normalise weights."""
+    """The result of `find_norms`: norms to tune, skipped norms, and weight norms, which normalise weights."""
 
     norms: tuple[NormLayer, ...]
     skipped: tuple[SkippedNorm, ...]
@@ -137,7 +137,7 @@ def need_module(what: str, model: Any) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or tensor without what torch.compile added to it."""
+    """The name of a module or tensor without the part that torch.compile adds."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER) if _WRAPPER in name else name
 
 
@@ -255,7 +255,7 @@ def can_get_affine(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _uses_scale(norm: nn.Module) -> bool:
-    """Whether a subclass of a norm of torch with a forward pass of its own would use a scale; True if none can tell."""
+    """Whether a subclass of a norm of torch with its own forward pass would use a scale; True if no input shows it."""
     probe = copy.deepcopy(norm).float().eval()
     add_affine(probe, torch.empty(0))
     scale = probe.weight
@@ -289,7 +289,7 @@ def affine_shape(norm: nn.Module) -> tuple[int, ...]:
 
 
 def add_affine(norm: nn.Module, like: Tensor) -> Callable[[], None]:
-    """Gives the norm a scale of one and a shift of zero, which leave its function as it is; returns the inverse."""
+    """Gives the norm a scale of one and a shift of zero; returns a function that removes both."""
     flag = "affine" if hasattr(norm, "affine") else "elementwise_affine"
     own = next((b for b in norm.buffers(recurse=False) if b.is_floating_point()), like)
     shape = affine_shape(norm)
@@ -305,7 +305,7 @@ def add_affine(norm: nn.Module, like: Tensor) -> Callable[[], None]:
 
 
 def remove_affine(norm: nn.Module) -> None:
-    """Takes scale and shift from a norm of torch."""
+    """Removes scale and shift of a norm of torch."""
     norm.register_parameter("weight", None)
     if not isinstance(norm, nn.RMSNorm):
         norm.register_parameter("bias", None)
@@ -320,7 +320,7 @@ def number_like(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def scale_at_zero(module: nn.Module, norm: NormLayer) -> float:
-    """What the norm multiplies by where its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
+    """The factor of the norm where its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
 
     Measured on a copy of the norm, unless it runs the forward pass of a norm of torch.
     """

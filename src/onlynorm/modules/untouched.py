@@ -1,4 +1,4 @@
-"""`untouched`: a block in which a model may run in training mode and leaves no trace, whatever happens inside.
+"""`untouched`: a context in which a model may run in training mode, and that restores it in any case.
 
 Restored are the modes of all modules, all buffers (running statistics, by value and by identity), tensors that modules
 hold as plain attributes (by identity), and the states of the random generators of torch, numpy and Python. Gradients
@@ -39,7 +39,7 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         (module, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, Tensor)  # as older versions of weight_norm and spectral_norm keep them
+        if isinstance(value, Tensor)  # as older versions of weight_norm and spectral_norm store them
     ]
     python, numbers = random.getstate(), np.random.get_state()
     try:
@@ -100,7 +100,7 @@ def need_layers(what: str, model: object) -> nn.Module:
     inner = unwrap(need_model(what, model))
     if any(p.is_inference() for p in inner.parameters()):
         raise ConversionError(
-            f"{what} needs parameters that autograd can follow; got a {type(inner).__name__} made inside "
+            f"{what} needs parameters with autograd; got a {type(inner).__name__} made inside "
             "torch.inference_mode(). Make it outside."
         )
     for name, module in inner.named_modules():
@@ -119,7 +119,7 @@ def need_layers(what: str, model: object) -> nn.Module:
 
 
 def failed_on(what: str, model: nn.Module, inputs: Iterable[Tensor], error: Exception) -> ConversionError:
-    """The error of a verb for whose inputs the model itself raised an error."""
+    """The error to raise where the model itself raised one."""
     shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
     first = str(error).partition("\n")[0]
     return ConversionError(
@@ -137,7 +137,7 @@ def _calls_layers(graph: torch.fx.GraphModule) -> bool:
 
 def reseed(model: nn.Module, seed: int) -> None:
     """Makes dropout and the like draw from this seed, on the CPU and on the model's GPUs; use it inside `untouched`."""
-    torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach GPUs whose state is not put back
+    torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach GPUs whose state is not restored
     random.seed(seed)
     np.random.seed(seed % 2**32)
     for gpu in _gpus(model, ()):

@@ -1,8 +1,6 @@
-"""Calling networks: what goes in, what comes out, what their layers see, and how far outputs differ.
+"""Calling a model and walking over its modules: inputs, outputs, wrappers, and the places of a module.
 
-Where modules sit in a network: one module may have several places.
-
-What a module returns, and the module inside wrappers such as DistributedDataParallel.
+A place is the path of a module in a model, as in `named_modules`; one module may have several.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def without_compiling() -> AbstractContextManager[object]:
-    """A context in which parts that `torch.compile` made run as ordinary Python, hooks that come and go included."""
+    """A context in which compiled modules run eagerly, with all hooks."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     if set_stance is None or "torch._dynamo" not in sys.modules:  # nothing was compiled; loading it takes seconds
         return contextlib.nullcontext()
@@ -111,7 +109,7 @@ def first_samples(inputs: tuple[Tensor, ...], n_samples: int) -> tuple[Tensor, .
 
 
 def accepted_samples(network: nn.Module, inputs: tuple[Tensor, ...], n_samples: int) -> tuple[Tensor, ...]:
-    """The first few samples if the network takes them; all inputs where they are no batch, or one of a fixed size."""
+    """The first few samples if the network accepts them; else all inputs."""
     few = first_samples(inputs, n_samples)
     try:
         run(network, few)
@@ -126,7 +124,7 @@ def as_tuple(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype, device: torch.device | str | None = None) -> tuple[Tensor, ...]:
-    """The inputs with floating numbers in this precision; whole numbers (tokens, masks) stay what they are."""
+    """The inputs with floating-point tensors in this precision; integers (tokens, masks) are not cast."""
     return tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in as_tuple(inputs))
 
 
@@ -171,7 +169,7 @@ def run(network: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 
 
 def outputs_of(returned: object) -> list[Tensor]:
-    """The tensors in what a network returned, whichever containers hold them."""
+    """All tensors in nested lists, tuples and dicts, of any dtype."""
     if isinstance(returned, Tensor):
         return [returned]
     if isinstance(returned, Mapping):
@@ -202,13 +200,13 @@ HOOKS = (
     "_backward_hooks",
     "_is_full_backward_hook",
 )
-"""What torch keeps of the hooks on a module's calls; hooks on its state dict know its weights by name and are apart."""
+"""Attributes in which torch stores the hooks on a module's calls; hooks on its state dict are not among them."""
 SIZES = ("in_features", "out_features", "in_channels", "out_channels", "kernel_size", "stride", "dilation")
 """Attributes of a layer that code around it reads, as in x.view(-1, self.head.in_features)."""
 
 
 def swap(network: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """The network with the module at this place; the module itself where the place is the network's own."""
+    """The network with the module at this place; the module itself if the place is ""."""
     if not name:
         return module
     parent, _, child = name.rpartition(".")
@@ -246,7 +244,7 @@ def places_of(network: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
 
 
 def replace_module(model: nn.Module, old: nn.Module, *, new: nn.Module) -> None:
-    """Puts `new`, in the mode of `old`, wherever that sits in the model."""
+    """Replaces `old` by `new`, in the same mode, at all its places."""
     new.train(old.training)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

@@ -9,7 +9,7 @@ from onlynorm.rank.chains.simulate import ChainAverages, simulate
 from onlynorm.rank.diagnosis.diagnose import diagnose
 from onlynorm.rank.diagnosis.result import Diagnosis
 from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
-from onlynorm.rank.diagnosis.verdict import Thresholds, Verdict, judge
+from onlynorm.rank.diagnosis.verdict import HealthVerdict, Thresholds, judge
 from onlynorm.rank.measures import (
     Cosines,
     as_matrix,
@@ -34,11 +34,11 @@ __all__ = [
     "Cosines",
     "Diagnosis",
     "Estimate",
+    "HealthVerdict",
     "Layer",
     "Repaired",
     "Signal",
     "Thresholds",
-    "Verdict",
     "as_matrix",
     "cosines",
     "diagnose",

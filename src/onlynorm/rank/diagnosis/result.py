@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
-from onlynorm.rank.diagnosis.verdict import Verdict
+from onlynorm.rank.diagnosis.verdict import HealthVerdict
 
 COLUMNS = ("depth", "signal", "kind", "units", "r", "soft rank", "spread", "scale", "dead", "gradient", "of signal")
 MAX_ROWS_SHOWN = 40
@@ -29,7 +29,7 @@ class Diagnosis:
     """
 
     layers: tuple[Layer, ...]
-    verdict: Verdict
+    verdict: HealthVerdict
     loss: float | None
     alignment: float | None
     sample_cosine: float | None

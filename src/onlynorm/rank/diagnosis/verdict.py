@@ -65,7 +65,7 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HealthVerdict:
     """Whether plain SGD is likely to train a network: a word, a score from 0 to 1, its parts by name, and advice."""
 
     score: float
@@ -108,7 +108,7 @@ def judge(
     unobserved: float = 0.0,
     thresholds: Thresholds,
     can_repair: Callable[[], bool] | None = None,
-) -> Verdict:
+) -> HealthVerdict:
     """The verdict on these measures; None means not measured.
 
     `unobserved` is the fraction of the parameters in layers that were not observed. `can_repair` is called before a
@@ -132,11 +132,11 @@ def judge(
     broken = next((layer for layer in layers if not layer.is_finite), None)
     if broken is not None:
         where = f"{broken.label} ({broken.kind}), layer {broken.depth} of {layers[-1].depth}"
-        return Verdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
+        return HealthVerdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
                        _advice_on_nonfinite(broken), thresholds)  # fmt: skip
     if loss is not None and not math.isfinite(loss):
         finding = f"the loss is {loss}, though every signal is finite"
-        return Verdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
+        return HealthVerdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
     differences = [
         *_contrast(contrast, explained_variance, thresholds),
         *_directions(directions, explained_variance, thresholds),
@@ -162,7 +162,7 @@ def judge(
     names = [criterion.name for criterion in problems]
     advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < MIN_TRAINABLE, can_repair=can_repair)
     words = tuple(criterion.text for criterion in problems)
-    return Verdict(score, parts, words or _no_problem(layers, unobserved), advice, thresholds)
+    return HealthVerdict(score, parts, words or _no_problem(layers, unobserved), advice, thresholds)
 
 
 @dataclass(frozen=True)
