@@ -294,19 +294,6 @@ def _run_interval_rule(function: Any) -> Any:
             tensor._RULES.update(before)
 
 
-def _checked(key: Any, function: Any) -> Any:
-    before = dict(registry._checks)
-    try:
-        return registry.check(key)(function)
-    finally:
-        registry._checks.clear()
-        registry._checks.update(before)
-
-
-def _unchecked() -> str:
-    return next(one.key for one in registry.statements() if one.restates)
-
-
 def _random_block(seed: Any) -> None:
     with seeds.own_randomness(seed):
         pass
@@ -447,7 +434,6 @@ CALLS: dict[str, Call] = {
     # ---------------------------------------------------------------------------------------------------- theorems
     "registry.statements": fn(registry.statements, paper="giannou2023"),
     "registry.statement": fn(registry.statement, key="giannou2023:thm-1"),
-    "registry.check": fn(_checked, key=Fresh(_unchecked), function=Fresh(lambda: _unchecked)),
     "registry.has_check": fn(registry.has_check, key="giannou2023:thm-1"),
     "registry.where": fn(registry.where, key="giannou2023:thm-1"),
     "registry.run_check": fn(registry.run_check, key="giannou2023:thm-10", seed=0),

@@ -188,8 +188,9 @@ A_FAILING_CHECK = """
 import sys
 from onlynorm import cli
 from onlynorm.evidence import registry as theorems
+from onlynorm.evidence.papers import table
 fails = theorems.Evidence(theorems.Verdict.FAILS, "measured")
-theorems._checks = {"giannou2023:lemma-2": lambda seed: fails}
+table.CHECKS = {"giannou2023:lemma-2": lambda seed: fails}
 theorems.where = lambda key: ""  # no file, no line
 sys.argv = ["onlynorm", "theorems", "giannou2023:lemma-2", "--check", "--json"]
 cli.main()

@@ -93,7 +93,7 @@ def test_wrong_use_ends_with_2_and_one_line(run: RunCli, tmp_path: Path) -> None
     for args, words in (
         (("resnt20",), "Did you mean 'resnet20'"),
         (("mlp", "--mode", "trian"), "mode needs a known name"),
-        (("mlp", "--plot", "depth.pdf"), "--plot needs a name that ends in .svg or .png"),
+        (("mlp", "--plot", "depth.gif"), "--plot needs a name that ends in .svg, .png or .pdf"),
         (("mlp", "--html", str(tmp_path)), "--html needs the name of a file"),
         (("mlp", "--batch", 1), "Invalid value for '--batch'"),
         (("own_module_of_diagnose:images", "--data", "digits"), "needs samples and labels it can take"),

@@ -17,6 +17,7 @@ from onlynorm.errors import MissingDataError
 from onlynorm.evidence import registry
 from onlynorm.evidence.artifacts import Artifact, Expectation
 from onlynorm.evidence.papers import reproduce as run_module
+from onlynorm.evidence.papers import table
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.evidence.registry import Evidence, Verdict
 
@@ -66,13 +67,13 @@ def figure(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[[Verdict], None]:
-    """Replaces every registered check by one, for one statement, with the verdict asked for."""
+    """Replaces every check by one, for one statement, with the verdict asked for."""
 
     def replace(verdict: Verdict) -> None:
         def measure(seed: int) -> Evidence:
             return Evidence(verdict, f"measured at seed {seed}", {"gap": math.nan, "seed": float(seed)})
 
-        monkeypatch.setattr(registry, "_checks", {CHECKED: measure})
+        monkeypatch.setattr(table, "CHECKS", {CHECKED: measure})
 
     replace(Verdict.HOLDS)
     return replace
@@ -183,7 +184,7 @@ def test_a_check_that_breaks_fails_and_says_why(run: RunCli, monkeypatch: pytest
     def break_down(seed: int) -> Evidence:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr(registry, "_checks", {CHECKED: break_down})
+    monkeypatch.setattr(table, "CHECKS", {CHECKED: break_down})
     ran = run("theorems", CHECKED, "--check", "--json")
     (facts,) = ran.json()
     assert ran.code == 1

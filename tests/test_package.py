@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import onlynorm
+from onlynorm.evidence.artifacts import artifacts
+from onlynorm.evidence.papers import table
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -123,6 +125,32 @@ def test_the_version_is_the_one_the_build_reads() -> None:
     assert written == [onlynorm.__version__]
 
 
+def imported(path: Path) -> set[str]:
+    """The packages that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_everything_that_is_installed_is_imported_and_by_the_right_storey() -> None:
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+
+    def packages(requirements: list[str]) -> set[str]:
+        names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in requirements}
+        return {{"pillow": "PIL", "scikit_learn": "sklearn"}.get(name, name) for name in names}
+
+    below = set().union(*(imported(path) for path in FILES if room_of(path) != "evidence"))
+    above = set().union(*(imported(path) for path in FILES if room_of(path) == "evidence"))
+    library, evidence = packages(project["dependencies"]), packages(project["optional-dependencies"]["evidence"])
+    assert library <= below, "the library does not import these"
+    assert (evidence - {"jinja2"}).isdisjoint(below), "pages need Jinja2, which torch brings"
+    assert evidence <= above | {"jinja2"}
+
+
 # ------------------------------------------------------------------------------- the house rules
 
 
@@ -167,17 +195,19 @@ def test_no_module_is_a_drawer_for_leftovers() -> None:
 def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) -> None:
     tree = parse(path)
     silent = [] if ast.get_docstring(tree) else ["the module"]
+    checks = {function.__name__ for function in table.CHECKS.values()}  # the statement says what a check is
     for node in tree.body:
         is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_named and not node.name.startswith("_") and not ast.get_docstring(node) and not speaks(node):
+        if is_named and not node.name.startswith("_") and not ast.get_docstring(node) and node.name not in checks:
             silent.append(node.name)
     assert silent == []
 
 
-def speaks(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether the statement behind a check says it."""
-    calls = [d.func for d in node.decorator_list if isinstance(d, ast.Call)]
-    return any(isinstance(call, ast.Name) and call.id == "check" for call in calls)
+def test_nothing_registers_itself_when_it_is_imported() -> None:
+    """Tables of checks and artifacts are written out, so that an editor finds who uses a function."""
+    assert set(table.ARTIFACTS) == set(artifacts())
+    listed = {*table.CHECKS.values(), *table.ARTIFACTS.values()}
+    assert all(getattr(importlib.import_module(one.__module__), one.__name__) is one for one in listed)
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if room_of(path) != "cli"], ids=named)

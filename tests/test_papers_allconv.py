@@ -21,7 +21,7 @@ from onlynorm.evidence.papers.hardt_ma2017.allconv import BATCH, HEAD, NEAR_IDEN
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Verdict
 
-FOUND = load_artifacts(Path(hardt_ma2017.__file__).parent / "artifacts.toml", hardt_ma2017)
+FOUND = load_artifacts(Path(hardt_ma2017.__file__).parent / "artifacts.toml", hardt_ma2017.ARTIFACTS)
 TINY: dict[str, Any] = {
     "depth": 7, "width": 4, "image_size": 4, "n_train": 192, "n_test": 60, "n_epochs": 6, "batch_size": 16,
     "rate": 0.05, "n_looks": 5, "n_look": 50,

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.evidence.artifacts import load_artifacts
 from onlynorm.evidence.papers.random_features import scaled_training as module
-from onlynorm.evidence.papers.random_features.scaled import PAPER, compare, fall
+from onlynorm.evidence.papers.random_features.scaled import PAPER, compare, fall, table_1
 from onlynorm.evidence.papers.random_features.scaled_training import (
     GEOMETRIC,
     LAWS,
@@ -234,7 +233,7 @@ source = "Theorem 3.1"
 def test_the_table_stands_beside_the_papers_and_is_made_of_pieces(tmp_path: Path) -> None:
     path = tmp_path / "random_features.toml"
     path.write_text(TOML, encoding="utf-8")
-    one = load_artifacts(path, ModuleType("nothing"))["random_features:table-1"]
+    one = load_artifacts(path, {"random_features:table-1": table_1})["random_features:table-1"]
     (record,) = reproduce(one, out=tmp_path)
     assert record.verdict is Verdict.CAVEAT, str(record)
     assert record.table is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onlynorm.evidence.artifacts import Artifact, load_artifacts
-from onlynorm.evidence.papers.giannou2023 import sparse, sparse_threshold
+from onlynorm.evidence.papers.giannou2023 import ARTIFACTS, sparse, sparse_threshold
 from onlynorm.evidence.papers.giannou2023.sparse import is_full, random_pattern
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Verdict as Outcome
@@ -39,7 +39,8 @@ source = "ours"
 def small(tmp_path: Path) -> Artifact:
     path = tmp_path / "giannou2023.toml"
     path.write_text(TABLE)
-    return load_artifacts(path, sparse_threshold)["giannou2023:remark-3"]
+    id = "giannou2023:remark-3"
+    return load_artifacts(path, {id: ARTIFACTS[id]})[id]
 
 
 def test_a_piece_holds_the_densities_of_every_pattern() -> None:

@@ -238,8 +238,8 @@ def test_the_figure_has_a_panel_for_each_quantity(tmp_path: Path) -> None:
     ):
         assert title in text
     assert plot_diagnosis(diagnosis(network())).save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueRangeError, match="a figure needs svg or png; got 'pdf'"):
-        plot_diagnosis(diagnosis(network())).save(tmp_path / "a.pdf")
+    with pytest.raises(ValueRangeError, match="a figure needs svg, png or pdf; got 'gif'"):
+        plot_diagnosis(diagnosis(network())).save(tmp_path / "a.gif")
 
 
 def test_what_has_no_logarithm_is_left_out_of_the_figure() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 CurveKind = Literal["line", "points", "line+points", "histogram"]
-ENDINGS = ("svg", "png")
+ENDINGS = ("svg", "png", "pdf")
 # Okabe and Ito's colours: distinguishable with any kind of colour vision.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f")
 INK = "#222222"
@@ -125,16 +125,16 @@ class Figure:
         return _draw(self)[0]
 
     def to_bytes(self, ending: str = "svg") -> bytes:
-        """The figure as the content of an SVG or PNG file; equal figures give equal bytes."""
+        """The figure as the content of an SVG, PNG or PDF file; equal figures give equal bytes."""
         if not isinstance(ending, str) or ending not in ENDINGS:
-            raise ValueRangeError(f"a figure needs svg or png; got {shown(ending)}. Name the file figure.svg.")
-        options: dict[str, Any] = {"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}
-        return _saved(self.draw(), format=ending, **options)
+            raise ValueRangeError(f"a figure needs svg, png or pdf; got {shown(ending)}. Name the file figure.svg.")
+        dates: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+        return _saved(self.draw(), format=ending, dpi=160, metadata=dates.get(ending))
 
     def save(self, path: Path | str) -> Path:
         """The path of the file, written as the ending of its name says."""
         path = need_path("save", path)
-        write_atomically(path, self.to_bytes(path.suffix.removeprefix(".")))
+        write_atomically(path, self.to_bytes(path.suffix.lower().removeprefix(".")))
         return path
 
     def write(self, folder: Path, name: str = "figure") -> tuple[Path, ...]:

@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 # What only shows or orders results cannot change them.
 _NOT_COMPUTING = ("cli", "display", "evidence")  # of the evidence only what a result is made with can change it
-_ORDERING = ("artifacts", "cache", "expectations", "harness", "records", "registry", "reproduce")
+_ORDERING = ("artifacts", "cache", "expectations", "harness", "records", "registry", "reproduce", "table")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, StringConstraints, TypeAdapter, ValidationError
 
 from onlynorm.display import Curve, Figure, Panel, Table
 from onlynorm.errors import FormatError, MissingDataError
@@ -22,6 +22,10 @@ from onlynorm.storage import read_sealed, write_sealed
 from onlynorm.validate import need_path
 
 RECORD = "onlynorm-record"
+Filled = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+"""Text that is not empty."""
+STRICT = ConfigDict(extra="forbid")
+"""Configuration of dataclasses for files that people write: a misspelt field must not hide."""
 _T = TypeVar("_T")
 
 
@@ -138,7 +142,7 @@ def read_records(folder: Path) -> tuple[Record, ...]:
 def parse(kind: type[_T], body: Any, *, what: str, cure: str) -> _T:
     """What a file holds as an instance of a dataclass; types are strict, but lists stand for tuples."""
     try:
-        text = json.dumps(body)
+        text = json.dumps(body, default=repr)  # TOML has dates, which no field takes
         json.loads(text, parse_int=_need_float_range)
         made: _T = _adapter(cast("Any", kind)).validate_json(text, strict=True)
     except ArithmeticError as error:

@@ -1,10 +1,11 @@
 """The registry of every numbered statement of the five papers, and of the checks that measure them.
 
 A statement lives in `papers/<paper>/statements.toml`: our wording, its assumptions, and where the paper's text slips.
-The file of a subject beside it registers the check:
+Its check is a function in a file beside it, listed in `CHECKS` of the paper:
 
-    @check("giannou2023:lemma-2")
     def random_products_are_invertible(seed: int) -> Evidence: ...
+
+    CHECKS = {"giannou2023:lemma-2": products.random_products_are_invertible, ...}
 
 `run_check` runs it and returns a `Finding`. Keys read paper:kind-number, as in `hardt_ma2017:lemma-B.1`;
 docstrings cite them after the word Theory, and a test holds both sides together.
@@ -12,24 +13,22 @@ docstrings cite them after the word Theory, and a test holds both sides together
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import inspect
 import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from importlib import resources
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from onlynorm.errors import AccuracyWarning, FormatError, shown
+from onlynorm.errors import AccuracyWarning, FormatError
+from onlynorm.evidence.records import STRICT, Filled, parse
 from onlynorm.features import draw
 from onlynorm.validate import need_callable, need_choice, need_items, need_seed
 
@@ -68,11 +67,13 @@ class Verdict(str, Enum):
 class Paper:
     """One of the five papers; `short` says what it gives us."""
 
-    key: str
-    title: str
-    authors: str
+    key: Filled
+    title: Filled
+    authors: Filled
     year: int
-    short: str
+    short: Filled
+
+    __pydantic_config__ = STRICT
 
     def __str__(self) -> str:
         return f"{self.key}: {self.title} ({self.authors}, {self.year})"
@@ -82,15 +83,17 @@ class Paper:
 class Statement:
     """One statement of a paper in our words; `slips` says where the printed text errs and how we read it."""
 
-    key: str
-    kind: str
-    number: str
-    title: str
-    says: str
-    assumes: tuple[str, ...]
+    key: Filled
+    kind: Filled
+    number: Filled
+    title: Filled
+    says: Filled
+    assumes: tuple[Filled, ...]
     slips: str = ""
     restates: str = ""
     from_elsewhere: bool = False
+
+    __pydantic_config__ = STRICT
 
     @property
     def paper(self) -> str:
@@ -133,9 +136,7 @@ class Finding:
 
 
 Check = Callable[[int], Evidence]
-_C = TypeVar("_C", bound=Check)
-_T = TypeVar("_T", Paper, Statement)
-_checks: dict[str, Check] = {}
+_CURE = "Correct the field in that file."
 
 
 def papers() -> tuple[Paper, ...]:
@@ -156,30 +157,8 @@ def statement(key: str) -> Statement:
     return _registry()[need_choice("statement", key, _registry())]
 
 
-def check(*keys: str) -> Callable[[_C], _C]:
-    """Returns a decorator that makes a function `(seed) -> Evidence` the check of one or more statements."""
-
-    def register(function: _C) -> _C:
-        need_callable("check", function, cure="Write a function of a seed that returns Evidence.")
-        for key in keys:
-            statement(key)
-            if key in _checks:
-                raise FormatError(
-                    f"check needs a statement that has no check yet; got {key!r}, checked at {where(key)}. "
-                    "Extend that check, or remove one of the two."
-                )
-        _checks.update(dict.fromkeys(keys, function))
-        return function
-
-    if not keys:
-        raise FormatError('check needs the key of a statement; got none. Write @check("giannou2023:thm-1").')
-    if len({shown(key) for key in keys}) < len(keys):
-        raise FormatError(f"check needs different keys; got {', '.join(map(shown, keys))}. Name each statement once.")
-    return register
-
-
 def has_check(key: str) -> bool:
-    """Returns whether a check is registered for the statement, or for the one it restates."""
+    """Returns whether the statement, or the one it restates, has a check."""
     return _check_of(key) is not None
 
 
@@ -214,7 +193,7 @@ def run_checks(
     for key in chosen:
         function = _check_of(key)
         if function is None:
-            found = Finding(key, Verdict.UNCHECKED, "no check is registered for this statement", {}, 0.0)
+            found = Finding(key, Verdict.UNCHECKED, "this statement has no check", {}, 0.0)
         else:
             if function not in done:
                 start = time.perf_counter()
@@ -238,10 +217,9 @@ def _run(function: Check, seed: int) -> Evidence:
 
 
 def _check_of(key: str) -> Check | None:
-    restates = statement(key).restates
-    for paper in {one.partition(":")[0] for one in (key, restates) if one}:
-        importlib.import_module(f"onlynorm.evidence.papers.{paper}")  # registers the checks of the paper
-    return _checks.get(key) or _checks.get(restates)
+    from onlynorm.evidence.papers.table import CHECKS  # the papers use this file
+
+    return CHECKS.get(key) or CHECKS.get(statement(key).restates)
 
 
 def _indented(text: str) -> str:
@@ -275,13 +253,13 @@ def _parse(text: str, *, name: str) -> tuple[Paper, tuple[Statement, ...]]:
     if unknown or "paper" not in raw:
         got = f"unknown {', '.join(unknown)}" if unknown else "no [paper]"
         raise FormatError(f"{name} needs one [paper] and [[statement]] tables; got {got}. Check the spelling.")
-    paper = _record(Paper, raw["paper"], where=f"{name}, [paper]")
+    paper = parse(Paper, raw["paper"], what=f"{name}, [paper]:", cure=_CURE)
     if name != f"{paper.key}/statements.toml":
         raise FormatError(f"{name}, [paper]: key needs to be the name of the folder; got {paper.key!r}. Rename one.")
     entries: dict[str, Statement] = {}
     for i, table in enumerate(raw.get("statement", []), start=1):
         place = f"{name}, {table.get('key', f'statement {i}')}"
-        entry = _record(Statement, table, where=place)
+        entry = parse(Statement, table, what=f"{place}:", cure=_CURE)
         expected = f"{paper.key}:{KINDS.get(entry.kind, '?-')}{entry.number}"
         if entry.key != expected:
             raise FormatError(f"{place}: key needs to be {expected!r}; got {entry.key!r}. Mend key, kind or number.")
@@ -289,25 +267,6 @@ def _parse(text: str, *, name: str) -> tuple[Paper, tuple[Statement, ...]]:
             raise FormatError(f"{place}: key needs to be unique; got it twice. Remove or renumber one entry.")
         entries[entry.key] = entry
     return paper, tuple(entries.values())
-
-
-def _record(cls: type[_T], table: Mapping[str, Any], *, where: str) -> _T:
-    """Returns the table as a dataclass, after checking names, presence and types of its fields."""
-    types: dict[str, type] = {"year": int, "assumes": list, "from_elsewhere": bool}
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-    if (missing := sorted(required - table.keys())) or (unknown := sorted(table.keys() - fields.keys())):
-        got = f"{', '.join(missing)} missing" if missing else f"unknown {', '.join(unknown)}"
-        raise FormatError(f"{where}: needs the fields {', '.join(fields)}; got {got}. Add or rename the field.")
-    values = dict(table)
-    for name, value in table.items():
-        expected = types.get(name, str)
-        bad = type(value) is not expected or (value == "" and name in required)
-        if bad or (expected is list and not all(isinstance(item, str) and item for item in value)):
-            kind = "a list of strings" if expected is list else f"a filled {expected.__name__}"
-            raise FormatError(f"{where}: {name} needs {kind}; got {value!r}. Correct the value.")
-        values[name] = tuple(value) if expected is list else value
-    return cls(**values)
 
 
 EPS = torch.finfo(torch.float64).eps

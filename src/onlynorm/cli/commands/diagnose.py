@@ -98,7 +98,7 @@ def _need_files(html: Path | None, plot: Path | None) -> None:
             raise StorageError(f"{option} needs the name of a file; {path} is a folder. Try {path / 'diagnosis.html'}.")
         need_folder(path.parent, what="diagnoses")
     if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
-        raise ValueRangeError(f"--plot needs a name that ends in .svg or .png; got {plot}. Try depth.svg.")
+        raise ValueRangeError(f"--plot needs a name that ends in .svg, .png or .pdf; got {plot}. Try depth.svg.")
 
 
 def _print(found: Diagnosis) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import time
 from pathlib import Path
@@ -17,14 +16,13 @@ from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.memorize_data import ToMemorize, find_sample
 from onlynorm.cli.terminal import counter, errors, make_table, print_facts, print_json, screen
 from onlynorm.data import DATA_SETS
+from onlynorm.display import Curve, Figure, Panel
+from onlynorm.display.figure import ENDINGS
 from onlynorm.errors import StorageError, UnknownNameError, ValueRangeError
 from onlynorm.identity.memorization.generalization import SIZES, OffSample, measure_off_sample
 from onlynorm.identity.memorization.memorize import PROJECTIONS, memorize
 from onlynorm.identity.memorization.memorizer import Memorizer, save_memorizer
 from onlynorm.identity.memorization.points import REAL_LIMIT, relative_errors
-from onlynorm.storage import write_atomically
-
-FIGURES = (".png", ".pdf", ".svg")
 
 
 @app.command(
@@ -63,8 +61,8 @@ def memorize_command(
     """
     for file in (out, figure):
         _need_file(file)
-    if figure is not None and figure.suffix.lower() not in FIGURES:
-        raise UnknownNameError("ending of a figure", figure.suffix or figure.name, FIGURES)
+    if figure is not None and figure.suffix.lower().removeprefix(".") not in ENDINGS:
+        raise UnknownNameError("ending of a figure", figure.suffix or figure.name, [f".{one}" for one in ENDINGS])
     sample = find_sample(data, points)
     if sample.is_real and (noise or figure):
         raise ValueRangeError("--noise and --figure need classes; got real targets. Leave them out.")
@@ -81,7 +79,7 @@ def memorize_command(
         save_memorizer(network, out)
         facts |= {"file": str(out), "bytes": out.stat().st_size}
     if figure is not None and measured is not None:
-        write_atomically(figure, _draw(measured, figure.suffix.lower().removeprefix(".")))
+        _draw(measured).save(figure)
         facts["figure"] = str(figure)
     if as_json:
         print_json(facts | ({} if measured is None else {"off the sample": dataclasses.asdict(measured)}))
@@ -159,33 +157,22 @@ def _print_measured(measured: OffSample) -> None:
         screen.print(note, highlight=False)
 
 
-def _draw(measured: OffSample, kind: str) -> bytes:
-    """The answers under noise as a picture of this kind, with the class radii of the training points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from onlynorm.display.figure import COLOURS
-
+def _draw(measured: OffSample) -> Figure:
+    """The answers under noise, with the class radii of the training points."""
     rows = sorted((size, answers) for size, answers in measured.noise if size > 0.0)
     if not rows:
         raise ValueRangeError("--figure needs noise above zero to draw; got none. Pass --noise 0.01, or leave it out.")
     sizes = [size for size, _ in rows]
-    fractions = [[getattr(answers, name) for _, answers in rows] for name in ("right", "silent", "wrong")]
-    made = Figure(figsize=(6.0, 3.8), layout="constrained")
-    FigureCanvasAgg(made)
-    axes = made.subplots()
-    for name, colour, values in zip(("right", "silent", "wrong"), (2, 7, 5), fractions, strict=True):
-        axes.plot(sizes, values, marker="o", markersize=4, color=COLOURS[colour], label=name)
+    curves = [
+        Curve(name, sizes, [getattr(answers, name) for _, answers in rows], "line+points")
+        for name in ("right", "silent", "wrong")
+    ]
     low, middle, _ = measured.class_radius
-    for place, style, name in ((middle, "--", "median class radius"), (low, ":", "smallest class radius")):
-        if 0.0 < place < math.inf:
-            axes.axvline(place, color="#222222", linestyle=style, linewidth=1.0, label=name)
+    for radius, name in ((middle, "median class radius"), (low, "smallest class radius")):
+        if 0.0 < radius < math.inf:
+            curves.append(Curve(name, (radius, radius), (0.0, 1.0), style="law"))
     if measured.held_out is not None:
-        axes.axhline(measured.held_out.right, color=COLOURS[0], linewidth=1.0, label="right on held-out samples")
-    axes.set(xscale="log", ylim=(-0.03, 1.03), xlabel="length of the noise over the median distance from the mean",
-             ylabel="fraction of the inputs", title="A memorizer off its sample")  # fmt: skip
-    axes.legend(frameon=False, fontsize=8)
-    buffer = io.BytesIO()
-    no_date = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    made.savefig(buffer, format=kind, dpi=160, metadata=no_date)
-    return buffer.getvalue()
+        level = measured.held_out.right
+        curves.append(Curve("right on held-out samples", (sizes[0], sizes[-1]), (level, level), style="law"))
+    x_label, y_label = "length of the noise over the median distance from the mean", "fraction of the inputs"
+    return Figure(curves, [Panel("", "A memorizer off its sample", x_label, y_label, x_log=True)])

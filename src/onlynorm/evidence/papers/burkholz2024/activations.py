@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d
 
 from onlynorm.evidence.papers.giannou2023.sparse import smallest_enough
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
 from onlynorm.features import draw
 from onlynorm.modules.activations import Activation
 from onlynorm.reconstruction.linearize import linearize
@@ -105,7 +105,6 @@ def _cube(n_points: int, channels: int, positions: int, *, seed: int) -> Tensor:
     return x.reshape(n_points, channels, positions)
 
 
-@check("burkholz2024:thm-2.4")
 def almost_any_activation_serves(seed: int) -> Evidence:
     eps = 1e-3
     measured: dict[str, float] = {}
@@ -154,7 +153,6 @@ def _largest_error(source: Source, name: str, *, eps: float, q2: float) -> float
     return float((source.with_activation(x, activation, line) - source.linear(x)).abs().max())
 
 
-@check("burkholz2024:activations")
 def common_activations_have_the_windows_named(seed: int) -> Evidence:
     ours = printed = library = 0.0
     sizes = itertools.product((0.3, 1.0, 3.0, 10.0), (0.5, 1.0, 20.0), (1e-1, 1e-3, 1e-6))
@@ -184,7 +182,6 @@ def common_activations_have_the_windows_named(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("burkholz2024:composition")
 def layers_within_a_share_of_eps_make_a_network_within_eps(seed: int) -> Evidence:
     worst, d = 0.0, 5
     for depth in (2, 4, 6):

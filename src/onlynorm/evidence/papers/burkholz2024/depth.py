@@ -20,7 +20,6 @@ from torch import nn
 import onlynorm as on
 from onlynorm.data import digits
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.features import draw
 from onlynorm.features.draw import check_shape
@@ -134,7 +133,6 @@ def whole_network(*, widths: Sequence[int], n_layers: int, seed: int) -> dict[st
     return {"error": check.relative_error, "agreement": check.agreement, "accuracy": right}
 
 
-@artifact("burkholz2024:width-depth")
 def width_depth(run: Run) -> Outcome:
     """Width, frozen numbers and norm parameters over the number of frozen layers, at equal exactness.
 

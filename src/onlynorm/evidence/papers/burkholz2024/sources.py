@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT
-from onlynorm.evidence.registry import Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import Evidence, normal, relative, verdict
 from onlynorm.features import draw
 from onlynorm.reconstruction.reconstruct import reconstruct
 from onlynorm.reconstruction.verify import verify
@@ -51,7 +51,6 @@ def _solved(shape: tuple[int, int], n_gammas: int, n_layers: int, *, seeds: Sequ
     return sum(residual <= 1e-10 for residual in residuals) / len(seeds)
 
 
-@check("burkholz2024:thm-2.5")
 def deeper_sources_may_be_narrower(seed: int) -> Evidence:
     measured: dict[str, float] = {}
     at_bound, above, is_right = [], [], True
@@ -95,7 +94,6 @@ def _solve_outside(matrix: Tensor, target: Tensor, skip: Tensor, *, as_printed: 
     return relative(target.gather(1, pivot) / made.gather(1, pivot) * made, target)
 
 
-@check("burkholz2024:eq-3")
 def residual_blocks_serve_as_sources(seed: int) -> Evidence:
     shape, ours, printed = (4, 5), 0.0, torch.inf
     for i in range(8):

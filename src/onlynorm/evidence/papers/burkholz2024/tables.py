@@ -9,7 +9,6 @@ import torch
 
 import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.bench.papers_method import solve_as_papers
 from onlynorm.evidence.papers.burkholz2024.vgg_targets import ACTIVATIONS, DEPTHS, rebuild
 from onlynorm.evidence.papers.reproduce import Outcome, Run
@@ -34,13 +33,11 @@ PRINTED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
 """Accuracies in the paper's tables: the target, then one per distribution."""
 
 
-@artifact("burkholz2024:table-1")
 def table_1(run: Run) -> Outcome:
     """Accuracy before and after, for every activation and distribution. Theory: burkholz2024:thm-2.4"""
     return _accuracies(run, printed="CIFAR-10")
 
 
-@artifact("burkholz2024:table-2")
 def table_2(run: Run) -> Outcome:
     """The same on a second data set. Theory: burkholz2024:thm-2.4"""
     return _accuracies(run, printed="CIFAR-100")
@@ -104,7 +101,6 @@ def plan_network(*, channels: int, excess: float) -> list[list[float]]:
     return [[c.equations, c.n_features, c.n_norm_parameters, c.memory, c.error, c.seconds] for c in costs]
 
 
-@artifact("burkholz2024:width-100")
 def width_100(run: Run) -> Outcome:
     """One layer at full size, the whole network by plan. Theory: burkholz2024:thm-2.3"""
     channels, excess = run.sizes["channels"], run.sizes["excess"]
@@ -174,7 +170,6 @@ def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int
     return found
 
 
-@artifact("burkholz2024:reconstruction-error")
 def reconstruction_error(run: Run) -> Outcome:
     """A dense float32 solve with LBFGS behind it, as in the paper, against ours, over the size of the layer.
 

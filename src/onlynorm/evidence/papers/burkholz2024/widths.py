@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
 from onlynorm.solvers.methods.minimum_width import minimum_features
 from onlynorm.solvers.operator import KhatriRao
@@ -27,7 +27,6 @@ def _pivoted(matrix: Tensor, target: Tensor) -> Tensor:
     return (rows - ratio[:, :, None] * at_pivot[:, None, :])[others]
 
 
-@check("burkholz2024:lemma-2.1")
 def a_null_vector_of_the_pivoted_system_is_the_target(seed: int) -> Evidence:
     shape = (6, 3, 3)
     few = minimum_features(6, 9)
@@ -55,7 +54,6 @@ def a_null_vector_of_the_pivoted_system_is_the_target(seed: int) -> Evidence:
     )
 
 
-@check("burkholz2024:thm-2.2")
 def both_norms_save_one_feature_per_output(seed: int) -> Evidence:
     worst, smallest, pivot = 0.0, 1.0, 1.0
     for i, (out, inp) in enumerate([(12, 10), (5, 30), (30, 5), (1, 12), (12, 1)]):
@@ -80,7 +78,6 @@ def both_norms_save_one_feature_per_output(seed: int) -> Evidence:
     )
 
 
-@check("burkholz2024:thm-2.3")
 def one_draw_of_features_serves_every_target(seed: int) -> Evidence:
     shape, n = (6, 4, 3, 3), 216
     features = draw("he_normal", shape, n_features=n, seed=seed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onlynorm.evidence.papers.daneshmand2020.eigenvalues import frobenius_drift, with_eigenvalues
-from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.rank.chains.chain import Chain, walk
 from onlynorm.rank.chains.simulate import simulate
 from onlynorm.rank.measures import exact_rank, rank_ratio, second_moments, unit_rows
@@ -36,7 +36,6 @@ def mean_change(H: Tensor, *, gamma: float, n_pairs: int, seed: int) -> tuple[fl
     return float(change.mean()), float(change.std()) / math.sqrt(len(change)), top
 
 
-@check("daneshmand2020:lemma-12")
 def the_change_of_the_frobenius_norm_has_the_stated_mean(seed: int) -> Evidence:
     d, gamma = 6, 0.01
     starts = [unit_rows(normal(seed, "wide", d, 9)), unit_rows(normal(seed, "narrow", d, 2) @ normal(seed, "x", 2, 7))]
@@ -62,7 +61,6 @@ def the_change_of_the_frobenius_norm_has_the_stated_mean(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:example-14")
 def nearly_collapsed_signals_recover(seed: int) -> Evidence:
     gamma, ok, shown = 0.02, True, []
     measured: dict[str, float] = {}
@@ -80,7 +78,6 @@ def nearly_collapsed_signals_recover(seed: int) -> Evidence:
     return Evidence(verdict(ok), f"gamma = {gamma}: {'; '.join(shown)}; the largest eigenvalue falls in both", measured)
 
 
-@check("daneshmand2020:lemma-4", "daneshmand2020:lemma-10")
 def products_of_random_matrices_become_rank_one(seed: int) -> Evidence:
     d, shown, ok = 8, [], True
     measured: dict[str, float] = {}
@@ -117,7 +114,6 @@ def products_of_random_matrices_become_rank_one(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:lemma-7")
 def rank_one_is_absorbing_for_linear_networks(seed: int) -> Evidence:
     d, n = 6, 10
     gamma = 1 / (8 * d)
@@ -142,7 +138,6 @@ def rank_one_is_absorbing_for_linear_networks(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:thm-5")
 def odd_activations_keep_rank_two(seed: int) -> Evidence:
     d, n = 6, 10
     gamma = 1 / (8 * d)

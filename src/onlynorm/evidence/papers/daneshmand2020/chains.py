@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.rank import Chain, ChainAverages, simulate, top_eigenvalues, unit_rows, walk
 
@@ -92,7 +91,6 @@ SOFT = "soft_rank 0.5"
 Averages = Mapping[str, Any]
 
 
-@artifact("daneshmand2020:fig-1")
 def figure_1(run: Run) -> Outcome:
     """ln rank over depth, with norms and without, for two gammas. Theory: daneshmand2020:lemma-4"""
     sizes, depths = run.sizes, run.sizes["depths"]
@@ -117,7 +115,6 @@ def figure_1(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=(panel,))
 
 
-@artifact("daneshmand2020:fig-2")
 def figure_2(run: Run) -> Outcome:
     """Average rank_1/2 over depth against the width, for several gammas. Theory: daneshmand2020:thm-3"""
     found = _linear_averages(run)
@@ -143,7 +140,6 @@ def figure_2(run: Run) -> Outcome:
     )
 
 
-@artifact("daneshmand2020:fig-3")
 def figure_3(run: Run) -> Outcome:
     """The ten largest eigenvalues of M at growing depth, from rows that are almost equal.
 
@@ -169,7 +165,6 @@ def figure_3(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=(panel,))
 
 
-@artifact("daneshmand2020:fig-4")
 def figure_4(run: Run) -> Outcome:
     """Average of r over the first L layers with tanh, against L. Theory: daneshmand2020:thm-5"""
     sizes, lengths = run.sizes, run.sizes["lengths"]
@@ -199,7 +194,6 @@ def figure_4(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels)
 
 
-@artifact("daneshmand2020:fig-9")
 def figure_9(run: Run) -> Outcome:
     """The regularity constant alpha over the width. Theory: daneshmand2020:lemma-15"""
     found = _linear_averages(run, quantities=("cube", "squares"))
@@ -220,7 +214,6 @@ def figure_9(run: Run) -> Outcome:
     )
 
 
-@artifact("daneshmand2020:fig-10")
 def figure_10(run: Run) -> Outcome:
     """The average of |M|_F^2 over the width. Theory: daneshmand2020:lemma-18"""
     found = _linear_averages(run, quantities=("frobenius", "cube", "squares"))
@@ -247,7 +240,6 @@ def figure_10(run: Run) -> Outcome:
     )
 
 
-@artifact("daneshmand2020:fig-11-chain")
 def figure_11_chain(run: Run) -> Outcome:
     """r with and without taking the mean off, in chains instead of a trained network. Theory: daneshmand2020:thm-3"""
     sizes = run.sizes
@@ -272,7 +264,6 @@ def figure_11_chain(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels)
 
 
-@artifact("daneshmand2020:table-1")
 def table_1(run: Run) -> Outcome:
     """Soft rank with and without norms, linear and tanh, and how it grows with the width.
 

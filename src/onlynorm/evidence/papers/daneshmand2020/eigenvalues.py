@@ -17,7 +17,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from onlynorm.errors import ShapeError
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
 from onlynorm.rank.measures import exact_rank, rank_ratio, regularity, second_moments, soft_rank, unit_rows
 from onlynorm.validate import as_real
 
@@ -59,7 +59,6 @@ def spectra(seed: int, *, d: int, n: int) -> Tensor:
     return sizes * d / sizes.sum(1, keepdim=True)
 
 
-@check("daneshmand2020:lemma-1")
 def the_ratio_bounds_the_rank(seed: int) -> Evidence:
     worst, tried = 0.0, 0
     for i in range(60):
@@ -77,7 +76,6 @@ def the_ratio_bounds_the_rank(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:lemma-2")
 def the_ratio_bounds_the_soft_rank(seed: int) -> Evidence:
     d, least = 64, math.inf
     for i, eigenvalues in enumerate(spectra(seed, d=d, n=40)):
@@ -100,7 +98,6 @@ def the_ratio_bounds_the_soft_rank(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:prop-8")
 def gradients_of_a_rank_one_layer_share_a_line(seed: int) -> Evidence:
     d, n, n_classes = 12, 20, 5
     u, w = normal(seed, "u", d, 1), normal(seed, "w", 1, n)
@@ -127,7 +124,6 @@ def gradients_of_a_rank_one_layer_share_a_line(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:prop-13")
 def the_change_follows_from_eigenvalues(seed: int) -> Evidence:
     worst = 0.0
     for eigenvalues in spectra(seed, d=32, n=20):
@@ -144,7 +140,6 @@ def the_change_follows_from_eigenvalues(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:lemma-15")
 def the_regularity_constant_is_at_most_one(seed: int) -> Evidence:
     largest = 0.0
     for i in range(200):
@@ -166,7 +161,6 @@ def of_eigenvalues(eigenvalues: Tensor) -> float:
     return float(eigenvalues.square().sum() ** 2 / (d * eigenvalues.pow(3).sum()))
 
 
-@check("daneshmand2020:example-16")
 def regularity_one_means_equal_eigenvalues(seed: int) -> Evidence:
     """1 - alpha is a variance: that of lambda under the weights lambda / d, over their second moment."""
     off, smallest = 0.0, 1.0
@@ -187,7 +181,6 @@ def regularity_one_means_equal_eigenvalues(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:example-17")
 def one_dominant_eigenvalue_makes_the_law_regular(seed: int) -> Evidence:
     b = 0.75
 
@@ -217,7 +210,6 @@ def one_dominant_eigenvalue_makes_the_law_regular(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:lemma-20")
 def one_step_moves_every_entry_a_little(seed: int) -> Evidence:
     d, n = 8, 12
     slack, cap = math.inf, math.sqrt(3.0)
@@ -243,7 +235,6 @@ def one_step_moves_every_entry_a_little(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:example-9")
 def the_swap_keeps_the_two_axes(seed: int) -> Evidence:
     swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
     axes = normal(seed, "axes", 20, 1)[:, :, None] * torch.eye(2, dtype=torch.float64)

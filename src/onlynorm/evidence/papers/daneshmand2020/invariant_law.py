@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onlynorm.evidence.papers.daneshmand2020.chain import Z
-from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.rank.chains.chain import Chain, walk
 from onlynorm.rank.chains.simulate import ChainAverages, simulate
 from onlynorm.rank.measures import second_moments, unit_rows
@@ -36,7 +36,6 @@ def distances(values: Tensor, centre: Tensor | float) -> float:
     return float(((values.mean(0) - centre).abs() / errors).max())
 
 
-@check("daneshmand2020:lemma-6")
 def signs_of_rows_do_not_matter(seed: int) -> Evidence:
     found = {
         activation: distances(entries(depth=150, seed=seed, of=lambda x: x, gamma=0.7, activation=activation), 0.0)
@@ -51,7 +50,6 @@ def signs_of_rows_do_not_matter(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:lemma-11")
 def the_order_of_rows_does_not_matter(seed: int) -> Evidence:
     found = {}
     for activation in ("linear", "tanh", "relu"):
@@ -74,7 +72,6 @@ def settled(width: int, gamma: float, *, n_chains: int, n_steps: int, seed: int)
     return simulate(chain, n_steps, quantities=quantities, every=8, burn_in=n_steps // 3)
 
 
-@check("daneshmand2020:lemma-18")
 def the_frobenius_norm_is_of_order_d_to_three_halves(seed: int) -> Evidence:
     gamma, ok, shown = 0.1, True, []
     measured: dict[str, float] = {}
@@ -97,7 +94,6 @@ def the_frobenius_norm_is_of_order_d_to_three_halves(seed: int) -> Evidence:
     )
 
 
-@check("daneshmand2020:thm-3")
 def batch_norms_keep_rank_of_order_sqrt_d(seed: int) -> Evidence:
     ok, shown, ranks = True, [], []
     measured: dict[str, float] = {}

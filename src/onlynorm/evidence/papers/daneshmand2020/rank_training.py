@@ -26,7 +26,6 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.evidence.spread import Spread
 from onlynorm.models import mlp, resnet, vgg
@@ -186,7 +185,6 @@ PILOT = 1_000
 WORDS = {"none": "no norms", "batch": "batch norms"}
 
 
-@artifact("daneshmand2020:fig-5")
 def figure_5(run: Run) -> Outcome:
     """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
     depths, lesson = run.sizes["depths"], run.sizes["lesson"]
@@ -222,7 +220,6 @@ def figure_5(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
-@artifact("daneshmand2020:fig-6")
 def figure_6(run: Run) -> Outcome:
     """Deep MLPs whose rank was raised before the training, beside batch norms, whole and broken.
 
@@ -268,7 +265,6 @@ def figure_6(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
-@artifact("daneshmand2020:fig-7")
 def figure_7(run: Run) -> Outcome:
     """A VGG-19 and a ResNet-50 with batch norms, started as usual and with positive weights.
 
@@ -309,7 +305,6 @@ def figure_7(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
-@artifact("daneshmand2020:fig-8")
 def figure_8(run: Run) -> Outcome:
     """A VGG-19 with and without batch norms, at a hundredfold rate, and on noise. Theory: daneshmand2020:prop-8"""
     rate = run.sizes["rate"]
@@ -352,7 +347,6 @@ def figure_8(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
-@artifact("daneshmand2020:fig-11")
 def figure_11(run: Run) -> Outcome:
     """A VGG-19 whose batch norms take the mean off, and one whose do not. Theory: daneshmand2020:thm-3"""
     words = {"batch": "mean taken off", "meanless": "mean left in"}

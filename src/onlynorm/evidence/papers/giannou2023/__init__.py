@@ -1,29 +1,56 @@
-"""giannou2023: its statements, checks, figures and tables. Importing it registers its checks and artifacts."""
+"""giannou2023: its statements with their checks, and its figures and tables."""
 
+from collections.abc import Mapping
+
+from onlynorm.evidence.artifacts import Function
 from onlynorm.evidence.papers.giannou2023 import (
-    deep as deep,
+    deep,
+    depth,
+    linear_systems,
+    low_rank,
+    products,
+    sgd,
+    sparse,
+    sparse_threshold,
+    wide_networks,
 )
-from onlynorm.evidence.papers.giannou2023 import (
-    depth as depth,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    linear_systems as linear_systems,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    low_rank as low_rank,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    products as products,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    sgd as sgd,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    sparse as sparse,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    sparse_threshold as sparse_threshold,
-)
-from onlynorm.evidence.papers.giannou2023 import (
-    wide_networks as wide_networks,
-)
+from onlynorm.evidence.registry import Check
+
+CHECKS: Mapping[str, Check] = {
+    "giannou2023:remark-1": wide_networks.trainable_numbers_stay_of_the_same_order,
+    "giannou2023:thm-1": wide_networks.a_wide_frozen_network_is_any_relu_network,
+    "giannou2023:cor-1": low_rank.low_rank_needs_fewer_features,
+    "giannou2023:thm-2": deep.deep_and_narrow_layers_with_skips_make_any_layer,
+    "giannou2023:remark-2": low_rank.layers_may_have_unequal_widths,
+    "giannou2023:thm-3": sparse.frozen_weights_may_be_sparse,
+    "giannou2023:remark-3": sparse.density_of_order_log_d_over_d_suffices,
+    "giannou2023:lemma-1": products.a_diagonal_between_two_matrices_is_a_linear_system,
+    "giannou2023:lemma-2": products.random_khatri_rao_products_are_invertible,
+    "giannou2023:lemma-3": products.no_coordinate_of_gamma_vanishes,
+    "giannou2023:thm-4": sparse.smallest_singular_values_of_sparse_matrices,
+    "giannou2023:fact-1": products.a_product_keeps_full_rank_unless_null_and_column_space_meet,
+    "giannou2023:remark-4": products.a_product_keeps_full_rank_unless_null_and_column_space_meet,
+    "giannou2023:thm-5": products.kronecker_and_khatri_rao_products_obey_their_identities,
+    "giannou2023:thm-6": products.kronecker_and_khatri_rao_products_obey_their_identities,
+    "giannou2023:thm-7": linear_systems.ranks_decide_how_many_solutions_a_system_has,
+    "giannou2023:lemma-5": linear_systems.zeros_of_polynomials_fill_no_volume,
+    "giannou2023:remark-5": products.random_khatri_rao_products_are_invertible,
+    "giannou2023:prop-1": linear_systems.statistics_fold_into_gamma_and_beta,
+    "giannou2023:lemma-7": linear_systems.two_layers_with_batch_norms_make_one,
+    "giannou2023:remark-7": low_rank.the_rank_of_the_scaled_target_counts,
+    "giannou2023:remark-8": wide_networks.layers_may_be_padded_to_equal_size,
+    "giannou2023:remark-9": deep.no_activation_follows_the_last_layer,
+    "giannou2023:lemma-9": products.only_the_sparsity_pattern_decides,
+    "giannou2023:lemma-10": sparse.a_sparse_product_covers_no_less_than_independent_entries,
+    "giannou2023:remark-11": sparse.from_the_smallest_singular_value_to_invertibility,
+}
+"""The check of every statement that has one."""
+ARTIFACTS: Mapping[str, Function] = {
+    "giannou2023:fig-4-left": sgd.figure_4_left,
+    "giannou2023:fig-4-right": sgd.figure_4_right,
+    "giannou2023:fig-5a": sgd.figure_5a,
+    "giannou2023:fig-5b": sgd.figure_5b,
+    "giannou2023:remark-3": sparse_threshold.sparse_threshold,
+    "giannou2023:thm-2-errors": depth.deep_errors,
+}
+"""The function of every figure, table and number."""

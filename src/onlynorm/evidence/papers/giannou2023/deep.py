@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT, rebuild, relu_network, unit_ball
-from onlynorm.evidence.registry import Evidence, check, relative, verdict
+from onlynorm.evidence.registry import Evidence, relative, verdict
 from onlynorm.features import draw
 from onlynorm.frozen.sequence import DeepBlock
 
@@ -76,7 +76,6 @@ def is_rebuilt_exactly(target: Matrix, k: int, *, seed: int) -> bool:
     return _product(last, made) == target
 
 
-@check("giannou2023:thm-2")
 def deep_and_narrow_layers_with_skips_make_any_layer(seed: int) -> Evidence:
     d = 4
     cases = [(i, k) for i in range(3) for k in (1, 2, 4)]
@@ -114,7 +113,6 @@ def _deep_networks(d: int, seed: int) -> tuple[float, float, bool]:
     return narrow, eased, is_as_said
 
 
-@check("giannou2023:remark-9")
 def no_activation_follows_the_last_layer(seed: int) -> Evidence:
     target = relu_network([5, 5, 5], seed=seed)
     made, error = rebuild(target, seed=seed, construction="deep", narrow=2, activation=nn.ReLU())

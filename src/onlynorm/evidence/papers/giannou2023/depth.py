@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import AccuracyWarning
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.features import draw
 from onlynorm.features.draw import check_shape
@@ -46,7 +45,6 @@ def _relu_error(d: int, k: int, *, excess: float, seed: int) -> float:
     return on.verify(target, result.network, inputs).relative_error
 
 
-@artifact("giannou2023:thm-2-errors")
 def deep_errors(run: Run) -> Outcome:
     """The error of the deep construction over the excess, beside the paper's unique solution.
 

@@ -13,13 +13,12 @@ from numpy.polynomial.polynomial import polygrid2d, polyval2d
 from torch import Tensor, nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import unit_ball
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
 from onlynorm.modules.affine import Affine, from_affine, to_affine
 from onlynorm.solvers.operator import KhatriRao
 
 
-@check("giannou2023:thm-7")
 def ranks_decide_how_many_solutions_a_system_has(seed: int) -> Evidence:
     agree, kinds = 0, {"none": 0, "one": 0, "many": 0}
     systems = list(itertools.product(range(5), ((6, 4), (6, 6), (6, 9)), (2, 4, 6), (True, False)))
@@ -49,7 +48,6 @@ def ranks_decide_how_many_solutions_a_system_has(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:lemma-5")
 def zeros_of_polynomials_fill_no_volume(seed: int) -> Evidence:
     slowest, fullest = 0.0, 0.0
     for i in range(12):
@@ -105,7 +103,6 @@ def _determinants(seed: int, *, is_zero: bool) -> Tensor:
     return torch.linalg.det(columns / columns.norm(dim=1, keepdim=True))
 
 
-@check("giannou2023:prop-1")
 def statistics_fold_into_gamma_and_beta(seed: int) -> Evidence:
     n, worst = 12, 0.0
     weight = normal(seed, "weight", n, 7)
@@ -142,7 +139,6 @@ def activating_shift(gamma: Tensor, mean: Tensor, scale: float, rows: Tensor) ->
     return (mean.abs().max() + rows.norm(dim=1).max()) / scale * gamma.abs()
 
 
-@check("giannou2023:lemma-7")
 def two_layers_with_batch_norms_make_one(seed: int) -> Evidence:
     d, worst, lowest, below = 8, 0.0, torch.inf, torch.inf
     for i in range(10):

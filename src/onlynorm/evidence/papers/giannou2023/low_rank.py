@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT, rebuild, rebuild_error, relu_network
-from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.frozen.form import find_blocks
 
 
@@ -24,7 +24,6 @@ def _layer(weight: Tensor, *, seed: int) -> nn.Sequential:
     return nn.Sequential(layer)
 
 
-@check("giannou2023:cor-1")
 def low_rank_needs_fewer_features(seed: int) -> Evidence:
     d, worst, least, is_narrow = 10, 0.0, 1.0, True
     for rank in (1, 2, 4, 9):
@@ -46,7 +45,6 @@ def low_rank_needs_fewer_features(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-7")
 def the_rank_of_the_scaled_target_counts(seed: int) -> Evidence:
     d, n_on = 10, 3
     weight = normal(seed, "weight", d, d) / d
@@ -64,7 +62,6 @@ def the_rank_of_the_scaled_target_counts(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-2")
 def layers_may_have_unequal_widths(seed: int) -> Evidence:
     sizes = [5, 9, 3, 7]
     products = [a * b for a, b in itertools.pairwise(sizes)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.giannou2023.norm_training import construct_norms, train_norms
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 
@@ -66,7 +65,6 @@ class Point:
         return min(self.loss(method) for method in ALGORITHMS)
 
 
-@artifact("giannou2023:fig-4-left")
 def figure_4_left(run: Run) -> Outcome:
     """Losses over the teacher's width d, with d^2 features. Theory: giannou2023:thm-1"""
     run.announce(2 * len(run.sizes["widths"]))
@@ -81,7 +79,6 @@ def figure_4_left(run: Run) -> Outcome:
     return _outcome(values, _in_both_scales(points, "width"))
 
 
-@artifact("giannou2023:fig-4-right")
 def figure_4_right(run: Run) -> Outcome:
     """Losses over the number of features, for one width of the teacher. Theory: giannou2023:thm-1"""
     run.announce(1 + len(run.sizes["features"]))
@@ -101,7 +98,6 @@ def figure_4_right(run: Run) -> Outcome:
     return _outcome(values, _in_both_scales(points, "features"))
 
 
-@artifact("giannou2023:fig-5a")
 def figure_5a(run: Run) -> Outcome:
     """Both panels with sparse frozen weights, at a density that wide layers bear. Theory: giannou2023:thm-3"""
     left, right = _both_panels(run)
@@ -118,7 +114,6 @@ def figure_5a(run: Run) -> Outcome:
     return _outcome(values, [View(left, "width", note), View(right, "features", note)])
 
 
-@artifact("giannou2023:fig-5b")
 def figure_5b(run: Run) -> Outcome:
     """Both panels with weights so sparse that no features reach the target. Theory: giannou2023:thm-3"""
     left, right = _both_panels(run)

@@ -35,7 +35,7 @@ from scipy.special import bdtrc, lambertw
 from torch import nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import rebuild_error, relu_network
-from onlynorm.evidence.registry import EPS, Evidence, check, verdict
+from onlynorm.evidence.registry import EPS, Evidence, verdict
 from onlynorm.features import draw
 from onlynorm.features.draw import Features
 from onlynorm.features.matching import is_generically_invertible
@@ -109,7 +109,6 @@ def share_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str
     return sum(found) / n_patterns
 
 
-@check("giannou2023:thm-3")
 def frozen_weights_may_be_sparse(seed: int) -> Evidence:
     failing: dict[int, float] = {}
     for d in (8, 16):  # networks of d layers: one layer that is not full spoils its network
@@ -142,7 +141,6 @@ def frozen_weights_may_be_sparse(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-3")
 def density_of_order_log_d_over_d_suffices(seed: int) -> Evidence:
     sizes = {8: 40, 16: 40, 32: 40, 64: 12}
     measured: dict[str, float] = {}
@@ -186,7 +184,6 @@ def density_of_order_log_d_over_d_suffices(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:lemma-10")
 def a_sparse_product_covers_no_less_than_independent_entries(seed: int) -> Evidence:
     shares = [0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]  # values of 2 q d
     close = 32 * EPS
@@ -272,7 +269,6 @@ def squares(n: int, density: float, *, seed: int) -> Squares:
     return Squares(values[:, -1].numpy(), is_singular.numpy(), has_zero_line.numpy())
 
 
-@check("giannou2023:thm-4")
 def smallest_singular_values_of_sparse_matrices(seed: int) -> Evidence:
     c1, C, c = CONSTANTS
     measured: dict[str, float] = {}
@@ -299,7 +295,6 @@ def smallest_singular_values_of_sparse_matrices(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-11")
 def from_the_smallest_singular_value_to_invertibility(seed: int) -> Evidence:
     rest, right, tried = 0.0, 0, 0
     for n in (10.0**k for k in range(2, 9)):

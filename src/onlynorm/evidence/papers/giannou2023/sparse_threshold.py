@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Float
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.giannou2023 import sparse
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 
@@ -30,7 +29,6 @@ def n_features(d: int, excess: float) -> int:
     return sparse.random_pattern((d, d), 1.0, seed=0, excess=excess).n_features
 
 
-@artifact("giannou2023:remark-3")
 def sparse_threshold(run: Run) -> Outcome:
     """Shares of full patterns over the density, and the density of one half over d, beside their law.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
-from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.features import draw
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.modules.affine import affine
@@ -77,7 +77,6 @@ def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
     return covers
 
 
-@check("giannou2023:thm-1")
 def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
     d, depth, worst, covered, tried = 8, 3, 0.0, 0, 0
     shapes = set()
@@ -101,7 +100,6 @@ def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-1")
 def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
     depth, counts = 2, []
     for d in (4, 8, 16):
@@ -126,7 +124,6 @@ def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
     )
 
 
-@check("giannou2023:remark-8")
 def layers_may_be_padded_to_equal_size(seed: int) -> Evidence:
     widths = [5, 9, 3]
     target = relu_network(widths, seed=seed)

@@ -22,7 +22,6 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.evidence.spread import Spread
 from onlynorm.identity import AllConvolutional, all_convolutional, branch_bounds
@@ -122,7 +121,6 @@ PRINTED = {NEAR_IDENTITY: "6.38 (Ours)", BATCH: "6.43 (ResNet)"}
 """Errors on CIFAR-10 in the paper's table 2 that belong beside ours."""
 
 
-@artifact("hardt_ma2017:table-1")
 def table_1(run: Run) -> Outcome:
     """The network of the paper layer by layer, as we build it. Theory: hardt_ma2017:thm-2.2"""
     counts: Sequence[int] = run.sizes["n_classes"]
@@ -161,7 +159,6 @@ def architecture(*, n_classes: int, seed: int) -> dict[str, Any]:
     return {"rows": rows, "side": side, **counts, "bounds": branch_bounds(network)}
 
 
-@artifact("hardt_ma2017:table-2")
 def table_2(run: Run) -> Outcome:
     """Errors of the network and of its variants, each with every seed. Theory: hardt_ma2017:thm-2.2"""
     run.announce(len(VARIANTS) * len(run.seeds))
@@ -195,7 +192,6 @@ def table_2(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=(panel,), table=Table(columns, rows))
 
 
-@artifact("hardt_ma2017:fig-1")
 def fig_1(run: Run) -> Outcome:
     """Errors of the network over the steps of one longer training. Theory: hardt_ma2017:thm-2.2"""
     run.announce(1)

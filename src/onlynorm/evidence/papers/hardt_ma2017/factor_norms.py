@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.hardt_ma2017.landscape import positive
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.identity import factorize, paper_bound, random_matrix, spiral_bound
@@ -31,7 +30,6 @@ def norms_at(*, dim: int, depth: int, seed: int) -> dict[str, Any]:
     }
 
 
-@artifact("hardt_ma2017:factor-norms")
 def factor_norms(run: Run) -> Outcome:
     """Largest norm of the factors over the depth, for the paper's construction and two of ours.
 

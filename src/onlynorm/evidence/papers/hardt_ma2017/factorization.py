@@ -8,7 +8,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.identity.factorization.bounds import least_norm, paper_bound, spiral_bound
 from onlynorm.identity.factorization.decompositions import METHODS, Parts
 from onlynorm.identity.factorization.factorize import factorize
@@ -31,7 +31,6 @@ def positive_targets(seed: int) -> list[Tensor]:
     return [*made, -torch.eye(4, dtype=torch.float64), stretched, skewed, 1e-2 * made[2]]
 
 
-@check("hardt_ma2017:thm-2.1")
 def products_of_layers_near_the_identity_reach_every_target(seed: int) -> Evidence:
     worst, worst_spiral, error, risk, tried = 0.0, 0.0, 0.0, 0.0, 0
     for target in positive_targets(seed):
@@ -70,7 +69,6 @@ def _stages_at_depth_8() -> tuple[float, float]:
     return max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs), paper_bound(found.stretch, 8)
 
 
-@check("hardt_ma2017:negative-determinant")
 def one_extra_dimension_flips_the_determinant(seed: int) -> Evidence:
     worst, error, stretched, flipped = 0.0, 0.0, 0.0, 0.0
     for dim in (1, 2, 3, 4, 7):
@@ -101,7 +99,6 @@ def one_extra_dimension_flips_the_determinant(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("hardt_ma2017:positive-definite")
 def roots_of_positive_definite_targets_are_near_the_identity(seed: int) -> Evidence:
     largest, error = 0.0, 0.0
     for i in range(6):
@@ -122,7 +119,6 @@ def roots_of_positive_definite_targets_are_near_the_identity(seed: int) -> Evide
     )
 
 
-@check("hardt_ma2017:claim-A.1")
 def orthogonal_2_by_2_matrices_go_in_small_steps(seed: int) -> Evidence:
     worst, error, missed, tried = 0.0, 0.0, 0, 0
     shift = float(normal(seed, "shift", 1, 1)) * 1e-3
@@ -152,7 +148,6 @@ def _turn(theta: float) -> Tensor:
     return torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
 
 
-@check("hardt_ma2017:claim-C.1")
 def real_normal_matrices_are_block_diagonal(seed: int) -> Evidence:
     n, outside, error = 9, 0.0, 0.0
     basis = torch.linalg.qr(normal(seed, "basis", n, n))[0]
@@ -183,7 +178,6 @@ def _outside_blocks(matrix: Tensor) -> tuple[float, float]:
     return relative(blocks, D) if float(D.norm()) else 0.0, relative(S @ blocks @ S.mT, matrix)
 
 
-@check("hardt_ma2017:claim-C.2")
 def a_factor_keeps_its_smallest_share_of_the_frobenius_norm(seed: int) -> Evidence:
     least, equal = math.inf, 0.0
     for i in range(40):

@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.identity import Landscape, factorize, random_matrix
 
 
@@ -35,7 +34,6 @@ def covariance(dim: int, seed: int, *, rank: int | None = None) -> Tensor:
     return half @ half.mT / half.shape[1]
 
 
-@check("hardt_ma2017:claim-2.3")
 def the_risk_is_a_distance_of_matrices(seed: int) -> Evidence:
     dim, depth, worst, without = 4, 3, 0.0, math.inf
     x = normal(seed, "inputs", 7, dim)  # a distribution on seven points, so that expectations are finite sums
@@ -59,7 +57,6 @@ def the_risk_is_a_distance_of_matrices(seed: int) -> Evidence:
     )
 
 
-@check("hardt_ma2017:lemma-2.4")
 def the_gradient_has_a_closed_form(seed: int) -> Evidence:
     worst, printed = 0.0, math.inf
     for dim, depth in ((2, 5), (5, 4), (3, 8)):
@@ -96,7 +93,6 @@ def _chain(factors: list[Tensor], start: Tensor) -> Tensor:
     return start
 
 
-@check("hardt_ma2017:ineq-2.3")
 def the_gradient_is_large_where_the_risk_is(seed: int) -> Evidence:
     dim, least, tried = 3, math.inf, 0
     for depth, tau, i in itertools.product((1, 2, 3, 6), (0.1, 0.5, 0.9), range(4)):
@@ -120,7 +116,6 @@ def the_gradient_is_large_where_the_risk_is(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("hardt_ma2017:thm-2.2")
 def critical_points_near_the_identity_are_minima(seed: int) -> Evidence:
     dim, inside, inside_negative, outside, bad, worst = 2, 0, 0, 0, 0, 0.0
     full, thin = covariance(dim, seed), covariance(dim, seed, rank=1)
@@ -225,7 +220,6 @@ def _target(dim: int, seed: int) -> Tensor:
     return positive(torch.eye(dim, dtype=torch.float64) + 0.7 * random_matrix(dim, seed=seed))
 
 
-@artifact("hardt_ma2017:landscape")
 def landscape(run: Run) -> Outcome:
     """Level lines and descents of two layers, and descents of deep networks, in both parameterizations.
 

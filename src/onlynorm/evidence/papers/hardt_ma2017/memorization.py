@@ -11,12 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
 from onlynorm.identity.memorization.memorize import memorize
 from onlynorm.identity.memorization.thresholds import by_length, fit_outgoing, separate
 
 
-@check("hardt_ma2017:lemma-B.1")
 def one_block_moves_its_points_and_leaves_the_rest(seed: int) -> Evidence:
     rho, k, n = 0.1, 40, 200
     points = _shell(seed, n, k, rho)
@@ -57,7 +56,6 @@ def one_block_moves_its_points_and_leaves_the_rest(seed: int) -> Evidence:
     )
 
 
-@check("hardt_ma2017:lemma-B.2")
 def blocks_carry_all_points_to_their_class_vectors(seed: int) -> Evidence:
     rho, k, n, r = 0.1, 60, 300, 10
     plain = _shell(seed, n, k, rho)
@@ -86,7 +84,6 @@ def blocks_carry_all_points_to_their_class_vectors(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("hardt_ma2017:thm-3.2")
 def residual_networks_memorize_any_sample(seed: int) -> Evidence:
     d, r, constants, right, tried = 30, 10, [], 0, 0
     for n in (200, 800, 3200):

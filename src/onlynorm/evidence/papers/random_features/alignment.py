@@ -22,16 +22,14 @@ import onlynorm as on
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
 from onlynorm.alignment.align import align
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.random_features import match_bounds
 from onlynorm.evidence.papers.random_features.match_bounds import Mask, fits_inside
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.registry import Evidence, check, normal, verdict
+from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
 
 
-@check("random_features:thm-4.1")
 def a_permutation_misses_its_energy_outside_the_column_space(seed: int) -> Evidence:
     rows, cols, n_features = 5, 6, 17
     features = draw("he_normal", (rows, cols), n_features=n_features, seed=seed)
@@ -75,7 +73,6 @@ def exact_chance(target: Mask, density: float) -> float:
     return chance
 
 
-@check("random_features:thm-4.2")
 def no_target_fits_more_often_than_the_bound(seed: int) -> Evidence:
     p = 0.5 + 0.05 * (seed % 5)
     lone = np.zeros((4, 2), dtype=np.bool_)
@@ -104,7 +101,6 @@ def no_target_fits_more_often_than_the_bound(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("random_features:thm-4.3")
 def the_outputs_that_a_random_target_needs(seed: int) -> Evidence:
     setting = {"target_density": 0.5, "density": 0.5}
     printed = match_bounds.printed_outputs_per_row(1, 10, chance=0.9, **setting)
@@ -201,7 +197,6 @@ def aligned_sparse(
     ]
 
 
-@artifact("random_features:fig-4")
 def figure_4(run: Run) -> Outcome:
     """Errors before and after alignment: two panels of low-rank targets and one of sparse ones.
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 
 PLAIN = "LBFGS"
@@ -146,7 +145,6 @@ def over_systems(run: Run, ways: Sequence[str]) -> dict[str, dict[Key, float]]:
     return {way: {key: _geometric_mean([one[way] for one in row]) for key, row in found.items()} for way in ways}
 
 
-@artifact("random_features:fig-2-a")
 def figure_2_a(run: Run) -> Outcome:
     """Errors of LBFGS over the size of the target. Theory: random_features:thm-2.2"""
     errors = over_systems(run, (PLAIN, OURS))
@@ -161,7 +159,6 @@ def figure_2_a(run: Run) -> Outcome:
     return _outcome(run, values, errors, "relative error")
 
 
-@artifact("random_features:fig-2-b")
 def figure_2_b(run: Run) -> Outcome:
     """Condition numbers over the size of the target. Theory: random_features:thm-2.2"""
     chosen = systems(run)
@@ -193,13 +190,11 @@ def figure_2_b(run: Run) -> Outcome:
     return _outcome(run, values, {"measured": measured, "law": law}, "condition number")
 
 
-@artifact("random_features:fig-2-c")
 def figure_2_c(run: Run) -> Outcome:
     """Errors of LBFGS on a system preconditioned by its singular values. Theory: random_features:thm-2.2"""
     return _preconditioned_outcome(run, SCALED)
 
 
-@artifact("random_features:fig-2-d")
 def figure_2_d(run: Run) -> Outcome:
     """Errors of a direct solve of the preconditioned system, improved by LBFGS. Theory: random_features:thm-2.2"""
     return _preconditioned_outcome(run, SOLVED)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.harness import best_lr
 from onlynorm.evidence.papers.random_features.scaled_training import spectrum_change, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
@@ -26,7 +25,6 @@ PAPER = {1.0: (81.89, 76.89), 5413.0: (79.06, 75.84), 10123.0: (79.1, 75.6), 154
 _PANEL = Panel(title="ID cond with a spectrum", x_label="condition number", y_label="accuracy, %", x_log=True)
 
 
-@artifact("random_features:table-1")
 def table_1(run: Run) -> Outcome:
     """Accuracies at the paper's condition numbers, all at the learning rate that suits the ordinary network best."""
     lrs, training = run.sizes["lrs"], run.sizes["training"]

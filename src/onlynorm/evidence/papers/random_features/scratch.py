@@ -13,7 +13,6 @@ from dataclasses import asdict
 from typing import Any
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.random_features.scratch_training import Method, Training, choose_lr, train
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.evidence.spread import Spread
@@ -37,7 +36,6 @@ STATED = {ORDINARY: "in the order of 94", PLAIN: "86.64 ± 0.08", WARMED: "90.08
 """What the paper has for them, in per cent."""
 
 
-@artifact("random_features:section-5")
 def section_5(run: Run) -> Outcome:
     """Test accuracies after training from scratch, each method at the learning rate that was best for it.
 

@@ -11,7 +11,6 @@ from scipy import integrate
 
 import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.artifacts import artifact
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 
 _N_BINS = 48
@@ -28,7 +27,6 @@ def singular_values(*, distribution: str, n_channels: int, n_features: int, seed
     return sorted(values.tolist())
 
 
-@artifact("random_features:fig-3")
 def figure_3(run: Run) -> Outcome:
     """Histograms of singular values against the law, and which scale of the law the data prefer.
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
 from onlynorm.solvers.operator import KhatriRao
 from onlynorm.solvers.solve import solve_features
@@ -20,7 +20,6 @@ def kolmogorov(values: Tensor, n_equations: int, n_features: int) -> float:
     return float(max(np.max(law - ranks[:-1]), np.max(ranks[1:] - law)))
 
 
-@check("random_features:thm-2.2")
 def singular_values_follow_the_law(seed: int) -> Evidence:
     side = 30
     measured: dict[str, float] = {}
@@ -60,7 +59,6 @@ def singular_values_follow_the_law(seed: int) -> Evidence:
     )
 
 
-@check("random_features:orthogonal-weights")
 def orthogonal_weights_are_not_well_conditioned(seed: int) -> Evidence:
     side, c = 16, 256
     left = torch.linalg.qr(normal(seed, "left", c, side))[0].mT
@@ -79,7 +77,6 @@ def orthogonal_weights_are_not_well_conditioned(seed: int) -> Evidence:
     )
 
 
-@check("random_features:ortho-cond")
 def ortho_cond_features_are_perfectly_conditioned(seed: int) -> Evidence:
     shape = (20, 24)
     features = draw("ortho_cond", shape, seed=seed)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm, relu
 
-from onlynorm.evidence.registry import Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import Evidence, normal, relative, verdict
 from onlynorm.features import Features, draw
 from onlynorm.solvers import KhatriRao
 
@@ -67,7 +67,6 @@ def starting_weights(seed: int) -> list[Tensor]:
     return [normal(seed, f"weight {i}", out, inp) / inp**0.5 for i, (out, inp) in enumerate(pairs)]
 
 
-@check("random_features:thm-3.1")
 def id_cond_features_train_like_ordinary_weights(seed: int) -> Evidence:
     shapes = [(SIZES[1], SIZES[0]), (SIZES[2], SIZES[1])]
     features = [draw("id_cond", shape, seed=seed) for shape in shapes]
@@ -110,7 +109,6 @@ def id_cond_features_train_like_ordinary_weights(seed: int) -> Evidence:
     )
 
 
-@check("random_features:conclusion")
 def random_masks_and_random_id_cond_features_are_one_network(seed: int) -> Evidence:
     density, shapes = 0.2, [(SIZES[1], SIZES[0]), (SIZES[2], SIZES[1])]
     features = [draw("id_cond", shape, density=density, seed=seed, layer=f"{i}") for i, shape in enumerate(shapes)]

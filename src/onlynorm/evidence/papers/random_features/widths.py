@@ -6,14 +6,13 @@ import torch
 
 from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.papers.burkholz2024.widths import EXACT
-from onlynorm.evidence.registry import EPS, Evidence, check, normal, relative, verdict
+from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
 from onlynorm.solvers.methods.minimum_width import minimum_features
 from onlynorm.solvers.operator import KhatriRao
 from onlynorm.solvers.solve import solve, solve_features
 
 
-@check("random_features:thm-2.1")
 def as_many_features_as_weights_suffice(seed: int) -> Evidence:
     shape, n = (12, 11), 132
     target = normal(seed, "target", *shape)
@@ -47,7 +46,6 @@ def as_many_features_as_weights_suffice(seed: int) -> Evidence:
     )  # fmt: skip
 
 
-@check("random_features:eq-3")
 def id_cond_at_minimum_width_reads_the_target_off(seed: int) -> Evidence:
     shape = (24, 20)
     features = draw("id_cond_minimal", shape, seed=seed)
