@@ -5,11 +5,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-portable lint types docs bench showcase clean
+.PHONY: help demo test test-fast test-portable lint types docs bench showcase clean
 
 help:
 	@echo "make demo      set up, train a small network and rebuild all of it by its norms only"
 	@echo "make test      set up and run every test (slow ones and the browser test included)"
+	@echo "make test-fast  the quick tests of the library, without evidence and commands"
 	@echo "make test-portable  the numerical tests, rounded as an older processor does it (7 minutes)"
 	@echo "make lint      ruff, format check"
 	@echo "make types     mypy"
@@ -34,6 +35,10 @@ demo: $(VENV)/.run
 # A process for every core, one thread each.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto
+
+test-fast: $(VENV)/.dev
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto -m "not slow" \
+	  --ignore=tests/cli --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
 
 # Without AVX, fused multiplications and threads, sums are rounded in another order: no threshold may depend on it.
 test-portable: $(VENV)/.dev

@@ -124,7 +124,7 @@ def written_normal(u: float, tables: list[tuple[float, ...]]) -> float:
 
 
 def test_normals_are_bit_for_bit_those_of_the_written_format() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "features.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "features.md").read_text(encoding="utf-8")
     lines = text.split("| A | B | C | D | E | F |\n")[1].splitlines()[1:9]
     rows = [[float(cell) for cell in line.strip("|").split("|")] for line in lines]
     tables = list(zip(*rows, strict=True))
