@@ -122,6 +122,29 @@ def test_the_report_is_the_diagnosis_of_the_network_before_and_of_the_result_aft
     assert result.before.score < 0.5 < 0.9 < result.after.score
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.Sigmoid])
+@pytest.mark.parametrize("norm", ["none", "batch"])
+def test_repair_acts_where_diagnose_advises_it(norm: str, activation: type[nn.Module]) -> None:
+    n_advised = 0
+    for init in ("standard", "asymmetric"):
+        model, labels = deep(activation, norm=norm, init=init), torch.arange(32) % 5
+        found = diagnose(model, batch(), labels)
+        result = repair(model, batch(), labels)
+        if "run repair" in found.verdict.advice:
+            n_advised += 1
+            assert result.method != NOTHING
+            assert result.after.score > found.score
+        elif found.verdict.word == "healthy":
+            assert result.method == NOTHING
+            assert result.after is result.before
+    assert n_advised
+
+
+def test_a_loss_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueRangeError, match="repair needs finite signals; the loss is nan"):
+        repair(deep(), batch(), torch.full((32, 5), math.nan))
+
+
 def test_gradients_are_those_of_a_plain_backward_pass() -> None:
     model, inputs, labels = deep(), batch(), torch.arange(32) % 5
     found = repair(model, inputs, labels).before.weighted_layers
