@@ -45,6 +45,12 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "vision transformer, 2 layers of width 48, id_cond": {"network": "vit", "sizes": [48, 2], "features": "id_cond"},
     "ResNet-8, id_cond": {"network": "resnet", "sizes": [8], "features": "id_cond"},
+    "MiniLM's shape (6 layers of width 384), id_cond, 16 samples": {
+        "network": "transformer", "sizes": [384, 12, 1536, 6], "features": "id_cond", "n_samples": 16
+    },
+    "ResNet-56, id_cond, 16 samples": {
+        "network": "resnet", "sizes": [56], "features": "id_cond", "n_samples": 16
+    },
     "ResNet-56, he_normal, 16 samples": {"network": "resnet", "sizes": [56], "n_samples": 16},
 }  # fmt: skip
 
