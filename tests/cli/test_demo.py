@@ -56,7 +56,7 @@ def test_the_steps_are_told_in_order_and_the_sizes_are_those_of_the_networks() -
     assert words == ["planning", "training", "rebuilding", "writing", "comparing"]
     check = made.comparison.check
     blocks = [module for module in made.result.network.modules() if isinstance(module, Block)]
-    frozen = sum(source.left().numel() + source.right().numel() for block in blocks for source in block.sources())
+    frozen = sum(source.n_frozen for block in blocks for source in block.sources())
     assert check.n_frozen == frozen
     assert made.whole_size == made.file_size + 8 * frozen
     # Every norm of the network is in the file, in float64.

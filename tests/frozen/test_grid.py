@@ -150,6 +150,19 @@ def test_a_rebuilt_grid_is_its_target_and_collapses_to_it(
     assert len(made.network[0].low) == (3 if kernel == "second" else 27)
 
 
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("activation", [None, nn.ReLU()], ids=["none", "relu"])
+def test_no_sample_gives_no_output(layer: str, features: str, activation: nn.Module | None) -> None:
+    target = LAYERS[layer]().double()
+    empty = inputs_of(target, n=0)
+    for kernel in ("first", "second"):
+        block = make_block(target, features, kernel, activation=activation)
+        assert block(empty).shape == target(empty).shape
+        with torch.no_grad():
+            assert block(empty).shape == target(empty).shape
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("storage", ["dense", "seed"])
 def test_files_of_an_earlier_version_are_the_same_function(name: str, storage: str) -> None:

@@ -43,7 +43,7 @@ from onlynorm.errors import (
 )
 from onlynorm.features import Features
 from onlynorm.frozen.fast_paths import plain_kind
-from onlynorm.frozen.form import LOWEST, Block
+from onlynorm.frozen.form import LOWEST, Block, find_blocks
 from onlynorm.frozen.maps import count_features
 from onlynorm.frozen.norm_only import PLAIN, NormOnlyLayer, Plain, wrap
 from onlynorm.frozen.options import Choice, make_choice
@@ -76,7 +76,7 @@ def save_norm_only(model: nn.Module, path: Path | str) -> None:
             f"save_norm_only needs a model with norm-only layers; got none in {type(model).__name__}. Pass the result "
             "of norm_only, or save an ordinary model with torch."
         )
-    tensors, aliases = _tensors_of(model)
+    tensors, aliases = collect_tensors("save_norm_only", model)
     entries = []
     for layer, places in layers.items():
         choice, frozen = layer.frozen.choice, layer.frozen
@@ -175,19 +175,34 @@ def _choice(entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Choice:
     return dataclasses.replace(choice, spectrum=tensors[_join(entry["places"][0], _SPECTRUM)])
 
 
-def _tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the model once, and the other names under which tied ones are known."""
+def collect_tensors(
+    verb: str, network: nn.Module, *, dtype: torch.dtype | None = None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of the network that is not frozen, once, and the other names under which tied ones are known.
+
+    With a `dtype` floating numbers are cast to it, but those of blocks never below float32.
+    """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[Tensor, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            raise ConversionError(f"save_norm_only needs a state of tensors; got {type(value).__name__} at {name!r}.")
-        if value in first:
-            aliases[name] = first[value]
-        else:
-            first[value] = name
-            tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    first: dict[int, str] = {}
+    inside = tuple(f"{place}." if place else "" for place in find_blocks(network))
+    for name, value in network.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            raise ConversionError(
+                f"{verb} needs a network whose state is dense tensors; got {type(value).__name__} at {name!r}. Keep "
+                "such state outside the network."
+            )
+        if id(value) in first:
+            aliases[name] = first[id(value)]
+            continue
+        first[id(value)] = name
+        stored = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if dtype is not None and value.is_floating_point():
+            cast = stored.to(LOWEST if name.startswith(inside) and dtype.itemsize < LOWEST.itemsize else dtype)
+            if not torch.equal(torch.isfinite(cast), torch.isfinite(stored)):
+                raise ValueRangeError(f"{name!r} needs to fit into {dtype}; it overflows. Save it as torch.float64.")
+            stored = cast
+        tensors[name] = stored
     return tensors, aliases
 
 

@@ -175,8 +175,8 @@ class NormOnlyBlock(Block):
             return self.convolve(inputs, weight) + constant.reshape(-1, *(1,) * self.axes)
         learns = torch.is_grad_enabled() and (inputs.requires_grad or norm.weight.requires_grad)
         n_parts = 1
-        if not trains and len(self.features) == 1 and len(inputs):
-            n_parts = min(len(inputs), -(-self._n_patch_bytes(inputs, features) // PATCH_BYTES))
+        if not trains and len(self.features) == 1:
+            n_parts = max(1, min(len(inputs), -(-self._n_patch_bytes(inputs, features) // PATCH_BYTES)))
         missing = missing_features(features, inputs)
         made = []
         for part in inputs.tensor_split(n_parts):

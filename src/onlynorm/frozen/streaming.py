@@ -199,7 +199,7 @@ def _summed(
     hidden = hidden + shift if learns else hidden.add_(shift)
     flat = hidden.flatten(1)  # a channel per feature, as the activation of an ordinary network would see it
     active = flat.relu_() if type(activation) is nn.ReLU and not learns else activation(flat)
-    active = active.view(hidden.shape)
+    active = active.reshape(hidden.shape)
     if missing is not None:
         active = active.masked_fill(missing[which], 0.0)
     return active.sum(2)

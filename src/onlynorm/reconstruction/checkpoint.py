@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError, FormatError, ValueRangeError, shown
 from onlynorm.frozen.checkpoint import (
     BlockEntry,
+    collect_tensors,
     count_hooks,
     describe_block,
     describe_structure,
@@ -27,7 +28,7 @@ from onlynorm.frozen.checkpoint import (
     parse_entry,
 )
 from onlynorm.frozen.fast_paths import set_fast_paths
-from onlynorm.frozen.form import LOWEST, Block, find_blocks
+from onlynorm.frozen.form import Block, find_blocks
 from onlynorm.frozen.options import STORAGES
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR
 from onlynorm.modules.norms import FoldedNorm, folded_places
@@ -78,7 +79,7 @@ def save(
         entries.append(describe_block(block, names).as_dict())
         if step is not None:
             step(names[0], number + 1, len(places))
-    tensors, aliases = _tensors_of(made, dtype)
+    tensors, aliases = collect_tensors("save", made, dtype=dtype)
     document = {
         "blocks": entries, "folded": folded_places(made), "aliases": aliases,
         "dtype": str(dtype or precision(made)).removeprefix("torch."),
@@ -144,32 +145,6 @@ def load(
 def _need_step(step: Step | None) -> None:
     if step is not None:
         need_callable("step", step, cure="It is called with (block, blocks done, blocks in all).")
-
-
-def _tensors_of(network: nn.Module, dtype: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the network that is not frozen, once, and the other names under which tied ones are known."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    inside = tuple(f"{place}." if place else "" for place in find_blocks(network))
-    for name, value in network.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise ConversionError(
-                f"save needs a network whose state is dense tensors; got {type(value).__name__} at {name!r}. Keep "
-                "such state outside the network."
-            )
-        if id(value) in first:
-            aliases[name] = first[id(value)]
-            continue
-        first[id(value)] = name
-        stored = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        if dtype is not None and value.is_floating_point():
-            cast = stored.to(LOWEST if name.startswith(inside) and dtype.itemsize < LOWEST.itemsize else dtype)
-            if not torch.equal(torch.isfinite(cast), torch.isfinite(stored)):
-                raise ValueRangeError(f"{name!r} needs to fit into {dtype}; it overflows. Save it as torch.float64.")
-            stored = cast
-        tensors[name] = stored
-    return tensors, aliases
 
 
 def _parse(

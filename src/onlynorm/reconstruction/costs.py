@@ -63,7 +63,11 @@ NORM_SECONDS = 150e-9
 """Per feature of a grid, for choosing its norm parameters."""
 UNFOLD_SECONDS = 4e-9
 """Per number of the patches that a float64 convolution makes."""
-GRID_SECONDS = 1.2e-9
+GRID_LAYER_SECONDS = 0.0065
+"""Python's own time for a layer of structured features."""
+SEEN_SECONDS = 20e-9
+"""Per distinct input of a grid on the calibration batch, for picking it and for its range, mean and variance."""
+GRID_SECONDS = 1.6e-9
 """Per hidden value of a grid in a forward pass: norm, activation and sum."""
 CONVOLUTION = 0.5
 """Speed of a float64 convolution relative to a product of matrices."""
@@ -207,8 +211,9 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
     outputs = 16 * few * load.n_positions * one.shape[0] * n_groups
     gamma = 8 * n_features
     memory = stored + max(gamma + calibrating, gamma + choosing, measuring + outputs)
-    seconds = solving.seconds + LAYER_SECONDS + NORM_SECONDS * n_features
-    seconds += load.n_samples * positions * n_seen * HIDDEN_SECONDS + load.n_samples * n_seen * HELD_SECONDS
+    seconds = solving.seconds + GRID_LAYER_SECONDS + NORM_SECONDS * n_features
+    seconds += load.n_samples * positions * n_seen * SEEN_SECONDS
+    seconds += load.n_samples * (1 if axes else positions) * n_seen * HELD_SECONDS  # every row of a linear layer
     rate = RATES[torch.float64]
     if one.has_factors:
         n_rows = n_groups * positions * (load.n_samples + few)
