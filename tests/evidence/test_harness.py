@@ -47,6 +47,7 @@ class ToySizes(Sizes):
     seeds: int = setting(3, quick=2, high=50, help="Seeds.", is_key=False)
     steps: int = setting(100, quick=10, help="Steps.")
     decay: float = 0.5
+    damping: float = setting(0.5, help="Damping.", is_key=False)
     epochs: int | None = setting(None, help="Epochs.")
     rates: tuple[float, ...] = (0.1, 0.2)
 
@@ -326,6 +327,11 @@ def test_the_command_shows_tables_and_exits_with_1_when_a_goal_is_missed(
     toy.clear()
     run("bench", "toy", "--quick", "--steps", 7, "--out", "records", *how)
     assert toy == []
+
+
+def test_an_option_can_be_zero(run: RunCli, toy: list[tuple[Any, ...]]) -> None:
+    assert run("bench", "toy", "--quick", "--damping", 0, "--json").json()["sizes"]["damping"] == 0.0
+    assert run("bench", "toy", "--quick", "--json").json()["sizes"]["damping"] == 0.5
 
 
 def test_the_command_refuses_bad_options_and_knows_its_own(run: RunCli, toy: list[tuple[Any, ...]]) -> None:

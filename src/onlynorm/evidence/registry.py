@@ -219,7 +219,8 @@ def _run(function: Check, seed: int) -> Evidence:
 def _check_of(key: str) -> Check | None:
     from onlynorm.evidence.papers.table import CHECKS  # the papers use this file
 
-    return CHECKS.get(key) or CHECKS.get(statement(key).restates)
+    one = statement(key)
+    return CHECKS.get(one.key) or CHECKS.get(one.restates)
 
 
 def _indented(text: str) -> str:

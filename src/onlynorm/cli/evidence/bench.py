@@ -59,7 +59,7 @@ def make_command(one: Benchmark[Any]) -> Any:
     """The command that runs a benchmark."""
 
     def command(*, quick: bool, markdown: bool, as_json: bool, out: Path, force: bool, **given: Any) -> None:
-        sizes = one.sizes.make(quick=quick, **{name: value or None for name, value in given.items()})
+        sizes = one.sizes.make(quick=quick, **{name: None if value == [] else value for name, value in given.items()})
         with kept_in(out), spinner(f"bench {one.name}", hidden=False) as say:
             result = one.run(
                 sizes, out=out, force=force, progress=say,
