@@ -54,7 +54,7 @@ class ConvertedLayer:
 class Conversion:
     """The norm-only layers of a model, and the modules with weights that stayed as they were.
 
-    `warnings` name the layers that did not start with their weight although their features should reach it.
+    `warnings` name the layers that do not start with their weight, and how far off they are.
     """
 
     layers: tuple[ConvertedLayer, ...]
@@ -84,10 +84,9 @@ def norm_only(
     but norms would be left. Further `choices` are fields of `Choice`: excess, condition, n_blocks and so on. Features
     below the width bound, or a mask, reach the model's weights only in part; the copy starts with the nearest.
 
-    A layer with at least one feature per weight should start with its weight. Where it is off by more than half of the
-    digits of its precision (sqrt(eps), relative), an `AccuracyWarning` says by how much, and `converted(copy).warnings`
-    keeps the message: the features are too sparse, too heavy-tailed or too few above the bound. With fewer features
-    than weights an approximation was asked for, and nothing is said.
+    Where a layer starts off its weight by more than half of the digits of its precision (sqrt(eps), relative),
+    `converted(copy).warnings` says by how much. An `AccuracyWarning` says so too, unless fewer features than weights
+    were asked for (`excess` below 1, a mask): the features are too sparse, too heavy-tailed or too few above the bound.
 
     Theory: random_features:thm-3.1, random_features:conclusion
     """
@@ -119,19 +118,24 @@ def norm_only(
     made: dict[Tensor, NormOnlyLayer] = {}
     shifts: dict[Tensor, nn.Parameter | None] = {}
     short: list[str] = []
+    approximate: set[str] = set()  # those that were asked for
     for name, plain in chosen.items():
         layer = _convert(name, plain, choice, made.get(plain.weight))
         if plain.weight not in made:
             made[plain.weight] = layer
-            short += _shortfall(name, layer, plain.weight)
+            found_short = _shortfall(name, layer, plain.weight)
+            short += found_short
+            if _is_approximate(layer):
+                approximate.update(found_short)
         if plain.bias is not None:
             layer.beta = shifts.setdefault(plain.bias, layer.beta)
         for place in places[plain]:
             network = swap(network, place, layer)
     network.__dict__[_NOTE], network.__dict__[_SHORT] = tuple(left), tuple(short)
-    if short:
-        more = f"; and {len(short) - 3} more layers" if len(short) > 3 else ""
-        warnings.warn(f"{'; '.join(short[:3])}{more}.", AccuracyWarning, stacklevel=2)
+    missed = [text for text in short if text not in approximate]
+    if missed:
+        more = f"; and {len(missed) - 3} more layers" if len(missed) > 3 else ""
+        warnings.warn(f"{'; '.join(missed[:3])}{more}.", AccuracyWarning, stacklevel=2)
     return network
 
 
@@ -169,12 +173,16 @@ def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None
     return layer
 
 
+def _is_approximate(layer: NormOnlyLayer) -> bool:
+    """Whether the layer was asked to have fewer features than weights."""
+    return layer.frozen.n_features < layer.frozen.equations and layer.output_gamma is None
+
+
 @torch.no_grad()
 def _shortfall(name: str, layer: NormOnlyLayer, weight: Tensor) -> list[str]:
-    """What to warn of where the layer does not start with its weight although it has a feature for every entry."""
+    """How far the layer starts from its weight, where that is more than rounding."""
     frozen = layer.frozen
-    is_minimal = layer.output_gamma is not None
-    if weight.is_meta or (frozen.n_features < frozen.equations and not is_minimal):
+    if weight.is_meta:
         return []
     wanted = weight.detach().double()
     size = float(torch.linalg.vector_norm(wanted))
