@@ -83,6 +83,10 @@ def make(kind: str, sizes: list[int], n_samples: int) -> tuple[nn.Module, Tensor
         channels, size = sizes
         layers = [nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2)]
         return nn.Sequential(layers[0], nn.ReLU(), layers[1]), torch.randn(n_samples, channels, size, size)
+    if kind == "layer":
+        channels, size = sizes
+        layer = nn.Conv2d(channels, channels, 3, padding=1)
+        return nn.Sequential(layer), torch.randn(n_samples, channels, size, size)
     if kind == "transformer":
         width, heads, hidden, depth = sizes
         blocks = [Layer(width, heads, hidden) for _ in range(depth)]

@@ -319,6 +319,15 @@ def test_the_planned_memory_is_what_a_run_takes(case: dict[str, Any]) -> None:
     assert planned / 1.5 <= measured <= 1.5 * planned
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["relu", "linear"])
+def test_structured_features_take_at_most_six_numbers_per_weight(activation: str) -> None:
+    case = {"network": "layer", "sizes": [512, 7], "features": "id_cond", "n_samples": 8, "activation": activation}
+    limit = 6 * 8 * 512 * 512 * 9
+    measured = (measure_in_subprocess(case)["memory"] for _ in range(3))  # fragments of the allocator only ever add
+    assert any(memory <= limit for memory in measured)
+
+
 def test_a_layer_that_the_batch_does_not_reach_is_named() -> None:
     class Spare(nn.Module):
         def __init__(self) -> None:

@@ -46,6 +46,8 @@ def kernel_margins(kernel: Kernel, source_kernel: Kernel) -> tuple[tuple[int, in
 def embed(weight: Tensor, source_kernel: Kernel) -> Tensor:
     """The weight (out, inp, *kernel) with zeros around its kernel, (out, inp, *source_kernel)."""
     margins = kernel_margins(tuple(weight.shape[2:]), source_kernel)
+    if not any(behind for _, behind in margins):  # a pad of nothing would be a copy
+        return weight
     return functional.pad(weight, [n for pair in reversed(margins) for n in pair])
 
 

@@ -204,7 +204,7 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
     unfolded = values if one.has_factors and one.n_kernel > 1 else 0
     calibrating = batch + chunk + max(chunk, unfolded)
     part = 8 * min(n_features, PART)
-    choosing = max(NORM_VECTORS * part, 8 * n_features + 8 * part)
+    choosing = max(NORM_VECTORS * part, 0 if one.is_full_grid else 80 * n_features)
     few = min(N_MEASURED, load.n_samples)
     measured = dataclasses.replace(load, n_samples=few)
     measuring = grid_pass_memory(groups, measured, is_linear=is_linear)

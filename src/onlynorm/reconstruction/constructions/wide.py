@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
 from onlynorm.features import Features, draw
+from onlynorm.features.draw import factor_rows
 from onlynorm.frozen.pair import PART, NormOnlyBlock
 from onlynorm.memory import release_free_memory
 from onlynorm.modules.activations import Ray, known
@@ -122,6 +123,7 @@ def settle(
     need_room(block.padding, block.options, seen.inputs.shape)
     release_free_memory()  # what drawing and solving freed would else stay resident beside the hidden values
     ranges = find_ranges(block, seen, margin=recipe.margin)
+    release_free_memory()
     dtype = torch.float32 if recipe.precision == "float32" else torch.float64
     error = choose_norms(block, solutions, bias, ranges, window=recipe.window, dtype=dtype, unit_gain=unit_gain)
     worst = max(solutions, key=lambda solution: solution.residual)
@@ -152,6 +154,7 @@ def choose_norms(
     parts = [slice(start, min(start + PART, len(gamma))) for start in range(0, len(gamma), PART)]
 
     def bounds(which: slice) -> tuple[Tensor, Tensor]:
+        release_free_memory()  # many small vectors leave the memory of the C library in fragments
         low, high = (gamma[which] * block.spread(bound, which) for bound in (ranges.low, ranges.high))
         low, high = torch.minimum(low, high), torch.maximum(low, high)
         return _as_wide_as_the_edge(block.activation, low, high) if unit_gain else (low, high)
@@ -304,18 +307,23 @@ def _output_gamma(features: Features, solution: Solution) -> Tensor:
 
 def _row_sums(block: NormOnlyBlock, group: int, features: Features) -> Tensor:
     """What the constants of a group's features add to each output, summed over kernel positions."""
-    structure, total = features.structure, torch.zeros(features.rows, dtype=torch.float64, device=block.low.device)
-    width = 1 if structure is not None else features.rows
-    step = min(PART, max(1, SUMMED // width))
-    constants = total.new_empty(features.n_features if structure is not None else 0)
-    for start in range(0, features.n_features, step):
+
+    def constants(start: int, stop: int) -> Tensor:
         release_free_memory()
-        stop = min(start + step, features.n_features)
-        _, constant = block.line(block.where(group, start, stop))
-        if structure is None:
-            total += features.left(start, stop).to(constant) @ constant
-        else:
-            constants[start:stop] = constant
-    if structure is not None:
-        total = structure.constant(constants)
+        return block.line(block.where(group, start, min(stop, features.n_features)))[1]
+
+    if features.is_full_grid:  # row by row of the grid, so that no vector has a number per feature
+        step = max(1, PART // features.cols) * features.cols
+        starts = range(0, features.n_features, step)
+        total = torch.cat([constants(start, start + step).view(-1, features.cols).sum(1) for start in starts])
+        if features.has_factors:
+            total = total @ factor_rows(features, "left").to(total)
+    elif features.structure is not None:
+        total = features.structure.constant(constants(0, features.n_features))
+    else:
+        total = torch.zeros(features.rows, dtype=torch.float64, device=block.low.device)
+        step = max(1, SUMMED // features.rows)
+        for start in range(0, features.n_features, step):
+            made = constants(start, start + step)
+            total += features.left(start, start + len(made)).to(made) @ made
     return total.reshape(features.shape[0], -1).sum(1)
