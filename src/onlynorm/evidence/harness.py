@@ -28,6 +28,7 @@ import functools
 import math
 import statistics
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,7 +179,7 @@ class Voice:
     tell: Say
 
 
-class Benchmark(Generic[_S]):
+class Benchmark(ABC, Generic[_S]):
     """A name, one line about it, its sizes and how it is run; `is_stored` if it caches pieces in a folder."""
 
     is_stored = False
@@ -206,9 +207,9 @@ class Benchmark(Generic[_S]):
         voice = Voice(_listener("progress", progress), _listener("on_row", on_row))
         return self.work(sizes, folder, need_flag("force", force), voice)
 
+    @abstractmethod
     def work(self, sizes: _S, folder: Path, force: bool, voice: Voice) -> Result:
         """What the kind of benchmark does; arguments are checked."""
-        raise NotImplementedError
 
 
 def _listener(name: str, value: Any) -> Say:
