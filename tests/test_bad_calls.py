@@ -225,8 +225,8 @@ def methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
-    monkeypatch.chdir(shared)
+def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, shared: Path, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # a path that is missing for one call may be written by another
     monkeypatch.setenv("ONLYNORM_DATA", str(shared))
     monkeypatch.setattr(public_calls, "FOLDER", shared)
 

@@ -126,9 +126,10 @@ def test_blocks_refuse_what_their_layers_would_refuse() -> None:
 
 
 def test_a_file_with_blocks_in_half_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onlynorm.reconstruction import checkpoint
+    from onlynorm.frozen import checkpoint
 
-    monkeypatch.setattr(checkpoint, "LOWEST", torch.float16)  # as files were written before
-    on.save(on.reconstruct(convnet(), inputs=IMAGES), tmp_path / "net", dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "LOWEST", torch.float16)  # as files were written before
+        on.save(on.reconstruct(convnet(), inputs=IMAGES), tmp_path / "net", dtype=torch.bfloat16)
     with pytest.raises(FormatError, match=r"torch.bfloat16, which has too few digits"):
         on.load(tmp_path / "net", into=convnet())

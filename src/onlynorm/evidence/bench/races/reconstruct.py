@@ -162,10 +162,9 @@ class ReconstructBench:
 
     def tables(self) -> list[Table]:
         """The rebuilt networks, the papers' method beside ours on a few layers, and cost against size."""
-        return [
-            Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers),
-            Table(SCALING_COLUMNS, [_scaling_cells(row) for row in self.scaling], WIDTH),
-        ]  # fmt: skip
+        tables = [Table(COLUMNS, [_cells(row) for row in self.rows], WIDTH), _papers_table(self.papers)]
+        scaling = Table(SCALING_COLUMNS, [_scaling_cells(row) for row in self.scaling], WIDTH)
+        return [*tables, scaling] if self.scaling else tables
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
