@@ -36,8 +36,8 @@ from onlynorm.solvers.operator import Operator
 Substitute = Callable[[Tensor], Tensor]
 """Solves with the factors: (n, k) float64 right-hand sides in, (n, k) float64 out."""
 Vector = NDArray[np.floating[Any]]
-Measure = Callable[[Tensor], Tensor]
-"""The norms of what features can still remove of k residuals (n, k)."""
+Project = Callable[[Tensor], Tensor]
+"""What features can still remove of k residuals (n, k), in coordinates in which its norm is theirs."""
 MAX_REFINEMENTS, MAX_RESTARTS = 12, 3
 GMRES_RESTART = 40
 LANCZOS = 3
@@ -81,7 +81,7 @@ def solve_lu(
             "Use Krylov or Cholesky for other shapes."
         )
     substitute, condition, precondition = _factor_lu(operator, dtype)
-    gamma, count, error = _refine(operator, target, substitute, _lengths, tolerance)
+    gamma, count, error = _refine(operator, target, lambda rest: rest, substitute, tolerance)
     for _ in range(MAX_RESTARTS):
         if error <= tolerance or not math.isfinite(error):
             break
@@ -116,19 +116,18 @@ def solve_cholesky(
     def half(right: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(factor, right.to(dtype), upper=False)
 
+    def other_half(right: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(factor.mT, right, upper=True).to(operator.dtype)
+
     def transpose(rest: Tensor) -> Tensor:
         return operator.transpose(rest.mT.unflatten(-1, (operator.out, operator.inp))).mT
 
-    def substitute(rest: Tensor) -> Tensor:
-        right = transpose(rest) if least_squares else rest
-        y = torch.linalg.solve_triangular(factor.mT, half(right), upper=True).to(rest.dtype)
-        return y if least_squares else transpose(y)
-
-    def projected(rest: Tensor) -> Tensor:
-        return _lengths(half(transpose(rest)))
-
-    measure = projected if least_squares else _lengths
-    gamma, count, error = _refine(operator, target, substitute, measure, tolerance)
+    if least_squares:
+        gamma, count, error = _refine(operator, target, lambda rest: half(transpose(rest)), other_half, tolerance)
+    else:
+        gamma, count, error = _refine(
+            operator, target, lambda rest: rest, lambda rest: transpose(other_half(half(rest))), tolerance
+        )
     return DirectResult(gamma, count, _condition(factor), error)
 
 
@@ -314,24 +313,25 @@ def _lengths(rest: Tensor) -> Tensor:
 
 
 def _refine(
-    operator: Operator, target: Tensor, substitute: Substitute, measure: Measure, tolerance: float
+    operator: Operator, target: Tensor, project: Project, substitute: Substitute, tolerance: float
 ) -> tuple[Tensor, int, float]:
-    """Repeats gamma += substitute(target - M gamma) while it at least halves what `measure` finds in the rest.
+    """Repeats gamma += substitute(project(target - M gamma)) while that at least halves the norm of the projection.
 
-    Returns the best gamma, the number of substitutions and the relative size of what is left.
+    `project` gives what features can still remove of a residual, as `substitute` takes it. Returns the best gamma, the
+    number of substitutions and the relative size of what is left.
     """
     tiny = torch.finfo(target.dtype).tiny
     size = torch.linalg.vector_norm(target, dim=(-2, -1)).clamp_min(tiny)
     gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
     best, error, count = gamma, 1.0, 0
-    rest = (target / size[..., None, None]).reshape(-1, operator.equations).mT
+    left = project((target / size[..., None, None]).reshape(-1, operator.equations).mT)
     is_least_squares = operator.n_features < operator.equations
     floor = tolerance if is_least_squares else FLOOR * tolerance  # what is left of least squares counts squared
     while error > floor and count < MAX_REFINEMENTS:
-        gamma = gamma + substitute(rest).mT.reshape(gamma.shape) * size[..., None]
-        rest = ((target - operator.apply(gamma)) / size[..., None, None]).reshape(-1, operator.equations).mT
+        gamma = gamma + substitute(left).mT.reshape(gamma.shape) * size[..., None]
+        left = project(((target - operator.apply(gamma)) / size[..., None, None]).reshape(-1, operator.equations).mT)
         count += 1
-        now = float(measure(rest).max())
+        now = float(_lengths(left).max())
         if not now < error:
             break
         stalled = now > 0.5 * error
