@@ -13,8 +13,8 @@ from torch import nn
 import onlynorm as on
 from onlynorm.evidence.artifacts import Artifact, artifacts
 from onlynorm.evidence.papers.giannou2023.norm_training import (
-    Lesson,
     NormNet,
+    TeacherTask,
     construct_norms,
     constructed,
     draw_frozen,
@@ -31,11 +31,11 @@ TINY: dict[str, Any] = {"widths": [3, 5], "width": 5, "features": [5, 25, 30], "
 EXACT = 1e-20  # squared, relative: systems of a few dozen equations solved in float64
 
 
-def lesson(width: int = 5, seeds: tuple[int, ...] = (0, 1, 2), **changes: Any) -> Lesson:
-    return Lesson(width=width, seeds=seeds, **{**TRAINING, **changes})
+def task(width: int = 5, seeds: tuple[int, ...] = (0, 1, 2), **changes: Any) -> TeacherTask:
+    return TeacherTask(width=width, seeds=seeds, **{**TRAINING, **changes})
 
 
-def as_config(one: Lesson) -> dict[str, Any]:
+def as_config(one: TeacherTask) -> dict[str, Any]:
     return dataclasses.asdict(one)
 
 
@@ -133,31 +133,31 @@ def test_the_table_summarises_the_kept_repeats_of_the_pieces(records: dict[str, 
 
 
 def test_sgd_on_the_norms_lowers_the_loss() -> None:
-    taught = lesson()
+    taught = task()
     left, right = draw_frozen(taught, n_features=25, density=1.0)
     fresh = NormNet(left, right)
     fresh.keep_statistics(next(taught.inputs("train", n_samples=5_000, size=5_000)))
     before = taught.loss(fresh)
-    after = train_norms(n_features=25, density=1.0, rates=[0.1], lesson=as_config(taught))["losses"]
+    after = train_norms(n_features=25, density=1.0, rates=[0.1], task=as_config(taught))["losses"]
     assert bool((after < 0.5 * before).all())
 
 
 def test_training_that_diverges_is_never_chosen() -> None:
-    made = train_norms(n_features=25, density=1.0, rates=[1e6, 0.1], lesson=as_config(lesson()))
+    made = train_norms(n_features=25, density=1.0, rates=[1e6, 0.1], task=as_config(task()))
     assert made["rate"] == 0.1
-    made = construct_norms(n_features=[], density=1.0, rates=[1e6, 0.1], lesson=as_config(lesson()))
+    made = construct_norms(n_features=[], density=1.0, rates=[1e6, 0.1], task=as_config(task()))
     assert made["rate"] == 0.1
 
 
 def test_the_dense_student_learns_more_than_a_linear_function_could() -> None:
-    made = construct_norms(n_features=[25], density=1.0, rates=[0.3], lesson=as_config(lesson(n_train=20_000)))
+    made = construct_norms(n_features=[25], density=1.0, rates=[0.3], task=as_config(task(n_train=20_000)))
     # The linear part of a sum of ReLUs leaves about 0.4 of its variance.
     assert float(made["student"].max()) < 0.2
 
 
 def test_with_too_few_features_the_construction_is_the_least_squares_one() -> None:
-    taught = lesson(seeds=(0,))
-    made = construct_norms(n_features=[10], density=1.0, rates=[0.1], lesson=as_config(taught))
+    taught = task(seeds=(0,))
+    made = construct_norms(n_features=[10], density=1.0, rates=[0.1], task=as_config(taught))
     left, right = (side[0] for side in draw_frozen(taught, n_features=10, density=1.0))
     matrix = torch.einsum("if,fj->ijf", left, right).reshape(25, 10)
     gamma = torch.linalg.lstsq(matrix, taught.teacher.reshape(25, 1)).solution[:, 0]
@@ -168,8 +168,8 @@ def test_with_too_few_features_the_construction_is_the_least_squares_one() -> No
 
 
 def test_sparse_features_that_lack_rank_leave_an_error() -> None:
-    taught = lesson(seeds=(0, 1))
-    made = construct_norms(n_features=[25], density=0.2, rates=[0.1], lesson=as_config(taught))
+    taught = task(seeds=(0, 1))
+    made = construct_norms(n_features=[25], density=0.2, rates=[0.1], task=as_config(taught))
     left, right = draw_frozen(taught, n_features=25, density=0.2)
     assert not any(structural_rank(one != 0, other != 0).is_full for one, other in zip(left, right, strict=True))
     assert float(made["from teacher"][0].min()) > 0.01
@@ -177,7 +177,7 @@ def test_sparse_features_that_lack_rank_leave_an_error() -> None:
 
 @pytest.mark.parametrize("density", [1.0, 0.2, 0.05])
 def test_frozen_weights_have_the_stated_density(density: float) -> None:
-    left, right = draw_frozen(lesson(width=20), n_features=400, density=density)
+    left, right = draw_frozen(task(width=20), n_features=400, density=density)
     for side in (left, right):
         share = float((side != 0).double().mean())
         # Five standard errors of a share out of 3 * 400 * 20 weights.
@@ -186,14 +186,14 @@ def test_frozen_weights_have_the_stated_density(density: float) -> None:
 
 def test_repeats_share_nothing() -> None:
     """A repeat's result is the same alone and among others, up to float32 sums in another order."""
-    together = train_norms(n_features=25, density=1.0, rates=[0.1], lesson=as_config(lesson(seeds=(0, 1))))
-    alone = train_norms(n_features=25, density=1.0, rates=[0.1], lesson=as_config(lesson(seeds=(1,))))
+    together = train_norms(n_features=25, density=1.0, rates=[0.1], task=as_config(task(seeds=(0, 1))))
+    alone = train_norms(n_features=25, density=1.0, rates=[0.1], task=as_config(task(seeds=(1,))))
     torch.testing.assert_close(together["losses"][1:], alone["losses"], rtol=1e-3, atol=0.0)
     assert abs(float(together["losses"][0] / together["losses"][1]) - 1) > 1e-2
 
 
 def test_equal_seeds_give_equal_teachers_and_samples_at_every_number_of_features() -> None:
-    one, other = lesson(), lesson()
+    one, other = task(), task()
     assert torch.equal(one.teacher, other.teacher)
     assert not torch.equal(one.teacher, one.weights("student"))
     first, second = (torch.cat(list(x.inputs("train", n_samples=120, size=50)), 1) for x in (one, other))
@@ -218,7 +218,7 @@ def plain_network(left: torch.Tensor, right: torch.Tensor) -> nn.Sequential:
 
 
 def test_training_follows_torch_batch_norms_step_by_step() -> None:
-    taught = lesson(width=4, seeds=(7, 8), n_train=500)
+    taught = task(width=4, seeds=(7, 8), n_train=500)
     left, right = draw_frozen(taught, n_features=16, density=1.0)
     net = NormNet(left, right)
     taught.teach(net, net.parameters, rates=[0.05, 0.1])
@@ -242,7 +242,7 @@ def test_training_follows_torch_batch_norms_step_by_step() -> None:
 
 
 def test_kept_statistics_make_outputs_independent_of_the_batch() -> None:
-    taught = lesson()
+    taught = task()
     net = NormNet(*draw_frozen(taught, n_features=25, density=1.0))
     x = next(taught.inputs("test", n_samples=100, size=100))
     net.keep_statistics(x)
@@ -252,14 +252,14 @@ def test_kept_statistics_make_outputs_independent_of_the_batch() -> None:
 
 
 def test_the_constructed_network_equals_its_collapsed_weights_on_gaussian_inputs() -> None:
-    taught = lesson(seeds=(3,))
+    taught = task(seeds=(3,))
     left, right = draw_frozen(taught, n_features=30, density=1.0)
     gamma = on.solve(left[0], right[0], taught.teacher[0]).gamma[None]
     assert float(taught.loss(constructed(left, right, gamma))) <= EXACT
 
 
 def test_loss_is_relative_to_the_best_constant() -> None:
-    taught = lesson(n_test=20_000)
+    taught = task(n_test=20_000)
     outputs = torch.cat(
         [
             torch.relu(x.double() @ taught.teacher.mT).sum(-1)

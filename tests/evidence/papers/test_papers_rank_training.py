@@ -27,10 +27,10 @@ from onlynorm.evidence.records import Record
 from onlynorm.seeds import seeded
 
 FIGURES = ("fig-5", "fig-6", "fig-7", "fig-8", "fig-11")
-LESSON: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_looks": 2, "batch_size": 16}
+TRAINING: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_looks": 2, "batch_size": 16}
 TINY: dict[str, Any] = {
     "width": 2, "depths": [1, 3], "depth": 3, "pretraining": [1, 2], "rates": [0.01, 0.1],
-    "lesson": {**LESSON, "n_train": 32, "n_epochs": 1},
+    "training": {**TRAINING, "n_train": 32, "n_epochs": 1},
 }  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_a_dead_signal_has_neither_rank_nor_alignment() -> None:
 
 
 def test_a_training_learns_and_is_a_function_of_its_seed() -> None:
-    settings = {**LESSON, "n_train": 160, "n_epochs": 6, "network": {"kind": "mlp", "depth": 1, "width": 32}}
+    settings = {**TRAINING, "n_train": 160, "n_epochs": 6, "network": {"kind": "mlp", "depth": 1, "width": 32}}
     first, again, other = (train(rate=0.1, seed=seed, **settings) for seed in (3, 3, 4))
     assert first == again
     assert first["loss"] != other["loss"]
@@ -145,14 +145,14 @@ def test_a_training_learns_and_is_a_function_of_its_seed() -> None:
 
 
 def test_pretraining_raises_the_rank_of_the_start() -> None:
-    settings = {**LESSON, "n_train": 128, "network": {"kind": "mlp", "depth": 8, "width": 32}}
+    settings = {**TRAINING, "n_train": 128, "network": {"kind": "mlp", "depth": 8, "width": 32}}
     plain, raised = (train(rate=0.01, seed=0, pretraining=steps, **settings) for steps in (0, 50))
     assert raised["rank"][0] > 2 * plain["rank"][0]
 
 
 def test_noise_replaces_the_images_and_keeps_their_labels() -> None:
-    images, labels = rank_training._lesson("stripes", 64, False, 5)
-    noise, same = rank_training._lesson("stripes", 64, True, 5)
+    images, labels = rank_training._training_images("stripes", 64, False, 5)
+    noise, same = rank_training._training_images("stripes", 64, True, 5)
     assert torch.equal(labels, same)
     assert float(noise.min()) >= float(images.min())
     assert float(noise.max()) <= float(images.max())
@@ -162,12 +162,12 @@ def test_noise_replaces_the_images_and_keeps_their_labels() -> None:
 
 
 def test_a_training_that_breaks_off_counts_as_guessing_and_keeps_its_length() -> None:
-    made = train(rate=1e30, seed=0, network={"kind": "mlp", "depth": 2, "width": 8}, **LESSON)
+    made = train(rate=1e30, seed=0, network={"kind": "mlp", "depth": 2, "width": 8}, **TRAINING)
     assert made["step"] == [0, 4, 8]
     assert made["accuracy"][-1] == 10.0
     assert made["loss"][-1] == pytest.approx(math.log(10.0))
 
 
 def test_the_best_rate_is_the_one_that_learns() -> None:
-    settings = {**LESSON, "n_train": 160, "n_epochs": 4, "network": {"kind": "mlp", "depth": 1, "width": 32}}
+    settings = {**TRAINING, "n_train": 160, "n_epochs": 4, "network": {"kind": "mlp", "depth": 1, "width": 32}}
     assert best_rate(rates=[1e-6, 0.1], seed=0, **settings) == 0.1

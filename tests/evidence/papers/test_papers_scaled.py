@@ -157,12 +157,12 @@ def test_a_training_that_diverges_counts_as_guessing() -> None:
 
 def test_trials_are_tested_on_validation_images_which_nobody_trains_on() -> None:
     aside = {tuple(image.flatten().tolist()) for image in validation_images("stripes")[0]}
-    lessons = [
+    samples = [
         {tuple(i.flatten().tolist()) for i in training_images("stripes", n_train=128, seed=s)[0]} for s in (0, 1)
     ]
-    assert (len(aside), len(lessons[0])) == (100, 128)
-    assert not aside & (lessons[0] | lessons[1])
-    assert lessons[0] != lessons[1]
+    assert (len(aside), len(samples[0])) == (100, 128)
+    assert not aside & (samples[0] | samples[1])
+    assert samples[0] != samples[1]
     tried, judged = (train(condition=None, lr=0.1, seed=0, is_trial=is_trial, **LESSON) for is_trial in (True, False))
     assert tried["loss"] == judged["loss"]
     assert tried["accuracy"] != judged["accuracy"]

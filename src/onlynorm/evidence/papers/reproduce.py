@@ -1,4 +1,4 @@
-"""Running artifacts piece by piece: every finished piece is kept, so a killed run goes on where it stopped.
+"""Running artifacts piece by piece: every finished piece is kept, so that a killed run resumes.
 
 The key of a piece is the digest of
   - the artifact's id, the piece's name and its configuration,

@@ -2,7 +2,7 @@
 
 A row is rebuilt with a ReLU between the frozen layers, calibrated on training images, and compared with the trained
 network on test images: in float64 and in float32 through its blocks, and collapsed. Finished rows are kept as records,
-and so are the finished layers of an unfinished row: a killed run goes on where it stopped.
+and so are the finished layers of an unfinished row: a killed run resumes.
 
 A second table has the papers' own method, a dense float32 solve and LBFGS, on layers of the same network beside ours.
 A third one shows what whole networks of the shape of ResNet-50 cost with id_cond features, at several widths.

@@ -55,7 +55,7 @@ def train(
     are the paper's steps of ascent on the rank, layer by layer, before the training. A training whose
     loss is no longer a number stops there: its loss and accuracy are those of guessing, the rest is what was last seen.
     """
-    inputs, labels = _lesson(data, n_train, noise, seed)
+    inputs, labels = _training_images(data, n_train, noise, seed)
     made = build(seed=seed, inputs=inputs, **network)
     watched = inputs[:_N_WATCHED], labels[:_N_WATCHED]
     if pretraining:
@@ -161,7 +161,7 @@ def _has_rank(signal: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=2)
-def _lesson(data: str, n_train: int, noise: bool, seed: int) -> tuple[Tensor, Tensor]:
+def _training_images(data: str, n_train: int, noise: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Training images drawn with the seed, and their labels."""
     split = _split(data)
     generator = seeded(seed)
@@ -187,7 +187,7 @@ WORDS = {"none": "no norms", "batch": "batch norms"}
 
 def figure_5(run: Run) -> Outcome:
     """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
-    depths, lesson = run.sizes["depths"], run.sizes["lesson"]
+    depths, training = run.sizes["depths"], run.sizes["training"]
     run.announce(2 * len(depths) * (1 + len(run.seeds)))
     curves: list[Curve] = []
     rows: list[Row] = []
@@ -197,7 +197,7 @@ def figure_5(run: Run) -> Outcome:
         for depth in depths:
             network = {"kind": "mlp", "norm": norm, "depth": depth, "width": run.sizes["width"]}
             rate = run.piece(f"rate {norm} depth={depth}", best_rate, rates=run.sizes["rates"], seed=PILOT,
-                             network=network, **lesson)  # fmt: skip
+                             network=network, **training)  # fmt: skip
             looks = _trained(run, f"{norm} depth={depth}", network=network, rate=rate)
             accuracies.append(Spread.of([look["accuracy"][-1] for look in looks]))
             ranks.append(Spread.of([look["rank"][0] for look in looks]))
@@ -240,7 +240,7 @@ def figure_6(run: Run) -> Outcome:
         network = {**shape, **{name: value for name, value in way.items() if name != "pretraining"}}
         settings = {"network": network, **({"pretraining": way["pretraining"]} if "pretraining" in way else {})}
         rate = run.piece(f"rate, {word}", best_rate, rates=run.sizes["rates"], seed=PILOT, **settings,
-                         **run.sizes["lesson"])  # fmt: skip
+                         **run.sizes["training"])  # fmt: skip
         looks = _trained(run, word, rate=rate, **settings)
         curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
         ends[word], starts[word] = (
@@ -375,7 +375,9 @@ def figure_11(run: Run) -> Outcome:
 
 def _trained(run: Run, name: str, **settings: Any) -> list[Looks]:
     """What was seen along one training per seed."""
-    return [run.piece(f"{name} seed={seed}", train, seed=seed, **settings, **run.sizes["lesson"]) for seed in run.seeds]
+    return [
+        run.piece(f"{name} seed={seed}", train, seed=seed, **settings, **run.sizes["training"]) for seed in run.seeds
+    ]
 
 
 def _courses(looks: Sequence[Looks], panels: Mapping[str, str], *, label: str) -> list[Curve]:

@@ -34,11 +34,9 @@ _PILOT = 1_000_003  # the seed of the repeat that only chooses rates
 # ------------------------------------------------------------------------------- pieces
 
 
-def train_norms(
-    *, n_features: int, density: float, rates: Sequence[float], lesson: Mapping[str, Any]
-) -> dict[str, Any]:
+def train_norms(*, n_features: int, density: float, rates: Sequence[float], task: Mapping[str, Any]) -> dict[str, Any]:
     """The best rate on a repeat of its own, and with it the relative test losses of all repeats after SGD."""
-    taught = Lesson(**lesson)
+    taught = TeacherTask(**task)
     pilot = replace(taught, seeds=[_PILOT] * len(rates))
     rate = _best(rates, pilot.loss(_trained_net(pilot, n_features, density, rates)))
     net = _trained_net(taught, n_features, density, [rate] * len(taught.seeds))
@@ -46,13 +44,13 @@ def train_norms(
 
 
 def construct_norms(
-    *, n_features: Sequence[int], density: float, rates: Sequence[float], lesson: Mapping[str, Any]
+    *, n_features: Sequence[int], density: float, rates: Sequence[float], task: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Relative test losses of a dense student, and of both constructions for every number of features.
 
     The student is trained as the norms are: on the same samples, at the rate that was best on a repeat of its own.
     """
-    taught = Lesson(**lesson)
+    taught = TeacherTask(**task)
     pilot = replace(taught, seeds=[_PILOT] * len(rates))
     rate = _best(rates, pilot.loss(functools.partial(relu_sums, _trained_student(pilot, rates))))
     student = _trained_student(taught, [rate] * len(taught.seeds))
@@ -73,7 +71,7 @@ def construct_norms(
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TeacherTask:
     """A random teacher of this width and its data, for every repeat; each training sample is seen once."""
 
     width: int
@@ -139,9 +137,9 @@ def relu_sums(
     return torch.relu(x.to(weights.dtype) @ weights.mT).sum(-1)
 
 
-def _trained_student(lesson: Lesson, rates: Sequence[float]) -> Float[Tensor, "repeats width width"]:
-    student = lesson.weights("student").float().requires_grad_()
-    lesson.teach(functools.partial(relu_sums, student), [student], rates=rates)
+def _trained_student(task: TeacherTask, rates: Sequence[float]) -> Float[Tensor, "repeats width width"]:
+    student = task.weights("student").float().requires_grad_()
+    task.teach(functools.partial(relu_sums, student), [student], rates=rates)
     return student.detach().double()
 
 
@@ -154,12 +152,12 @@ def _best(rates: Sequence[float], losses: Float[Tensor, " rates"]) -> float:
 
 
 def draw_frozen(
-    lesson: Lesson, *, n_features: int, density: float
+    task: TeacherTask, *, n_features: int, density: float
 ) -> tuple[Float[Tensor, "repeats width feat"], Float[Tensor, "repeats feat width"]]:
     """Left and right frozen weights of every repeat; below density 1 each weight is kept with that probability."""
-    shape = lesson.width, lesson.width
+    shape = task.width, task.width
     name, thinned = ("he_normal", None) if density == 1.0 else ("sparse_he_normal", density)
-    drawn = [on.draw(name, shape, n_features=n_features, seed=seed, density=thinned) for seed in lesson.seeds]
+    drawn = [on.draw(name, shape, n_features=n_features, seed=seed, density=thinned) for seed in task.seeds]
     return torch.stack([features.left() for features in drawn]), torch.stack([features.right() for features in drawn])
 
 
@@ -199,10 +197,10 @@ class NormNet:
         return hidden @ self.left.mT
 
 
-def _trained_net(lesson: Lesson, n_features: int, density: float, rates: Sequence[float]) -> NormNet:
-    net = NormNet(*draw_frozen(lesson, n_features=n_features, density=density))
-    lesson.teach(net, net.parameters, rates=rates)
-    net.keep_statistics(next(lesson.inputs("train", n_samples=_CHUNK, size=_CHUNK)))
+def _trained_net(task: TeacherTask, n_features: int, density: float, rates: Sequence[float]) -> NormNet:
+    net = NormNet(*draw_frozen(task, n_features=n_features, density=density))
+    task.teach(net, net.parameters, rates=rates)
+    net.keep_statistics(next(task.inputs("train", n_samples=_CHUNK, size=_CHUNK)))
     return net
 
 

@@ -150,7 +150,7 @@ def _points(run: Run, width: int, n_features: Sequence[int]) -> list[Point]:
     shared: dict[str, Any] = {
         "density": run.sizes["density"],
         "rates": run.sizes["rates"],
-        "lesson": {"width": width, "seeds": run.seeds, **training},
+        "task": {"width": width, "seeds": run.seeds, **training},
     }
     made = run.piece(f"construct d={width}", construct_norms, n_features=n_features, **shared)
     points = []
