@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -100,14 +102,22 @@ def test_too_little_memory_names_need_limit_and_cure() -> None:
         need_memory("a matrix", 2000, 1000, "Take less.")
 
 
-def test_memory_that_was_freed_is_seen_again_after_its_release() -> None:
-    piece, count = 2**16, 1024  # small enough to be kept for reuse when freed
+FREED = """
+import numpy as np
+from onlynorm.memory import MemoryMeter, release_free_memory
 
-    def fill() -> int:
-        return len([np.ones(piece, dtype=np.uint8) for _ in range(count)])
+def fill():
+    return len([np.ones(2**16, dtype=np.uint8) for _ in range(1024)])  # pieces that are kept for reuse when freed
 
+fill()
+release_free_memory()
+with MemoryMeter() as meter:
     fill()
-    release_free_memory()
-    with MemoryMeter() as meter:
-        assert fill() == count
-    assert meter.peak >= piece * count - SLACK
+print(meter.peak)
+"""
+
+
+def test_memory_that_was_freed_is_seen_again_after_its_release() -> None:
+    """In a process of its own: where others ran before, some pieces come from pages that cannot be released."""
+    ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    assert int(ran.stdout) >= 2**26 - SLACK
