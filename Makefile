@@ -32,18 +32,20 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.run
 	$(BIN)/onlynorm demo
 
-# A process for every core, one thread each.
+# A process for every core, one thread each. Some tests start Python many times, which is faster with compiled files.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal
+
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto -m "not slow" \
+	$(PYTEST) -m "not slow" \
 	  --ignore=tests/cli --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
 
 # Without AVX, fused multiplications and threads, sums are rounded in another order: no threshold may depend on it.
 test-portable: $(VENV)/.dev
-	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 \
-	  xargs $(BIN)/python -m pytest -n auto -m "not slow" < tests/numerical.txt
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	  xargs $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" < tests/numerical.txt
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

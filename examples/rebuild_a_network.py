@@ -13,12 +13,12 @@ on.fit(trained, (data.train_inputs, data.train_labels), schedule=on.Schedule(epo
 
 target = trained.double().eval()  # float64 keeps 1e-10, float32 about 1e-6
 inputs = data.train_inputs[:256].double()
-print(on.plan(target, inputs=inputs))  # width, memory, conditioning and time, before anything is computed
+print(on.plan(target, inputs))  # width, memory, conditioning and time, before anything is computed
 
-made = on.reconstruct(target, inputs=inputs)
+made = on.reconstruct(target, inputs)
 with TemporaryDirectory() as folder:
     path = Path(folder) / "digits.safetensors"
     on.save(made, path)
-    again = on.load(path, into=mlp((64, 32, 10), seed=1).double())
+    again = on.load(path, like=mlp((64, 32, 10), seed=1).double())
 
 print(on.verify(target, again, data.test_inputs.double()))

@@ -18,8 +18,8 @@ def learn(name: str, network: nn.Module, *, follow_weights: bool = False) -> Non
 
 
 learn("ordinary network", mlp((64, 32, 10), seed=0))
-learn("id_cond features", on.norm_only(mlp((64, 32, 10), seed=0), features="id_cond"))
-random = on.norm_only(mlp((64, 32, 10), seed=0), features="he_normal", excess=1.25)
+learn("id_cond features", on.to_norm_only(mlp((64, 32, 10), seed=0), features="id_cond"))
+random = on.to_norm_only(mlp((64, 32, 10), seed=0), features="he_normal", excess=1.25)
 learn("random features", random)
-random = on.norm_only(mlp((64, 32, 10), seed=0), features="he_normal", excess=1.25)
+random = on.to_norm_only(mlp((64, 32, 10), seed=0), features="he_normal", excess=1.25)
 learn("random features that follow the weights", random, follow_weights=True)

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 # Systems in tests are small: a second thread waits more than it works, and on a busy machine tenfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do.
-_ROOMS = ("features", "solvers", "alignment", "reconstruction", "layers", "optim", "tuning", "rank", "identity")
+# The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do. Compiled files
+# remember whether they are checked: delete __pycache__ after a change of this list.
+_ROOMS = (
+    "modules", "intervals", "features", "solvers", "alignment", "optim", "reconstruction", "tuning", "rank",
+    "identity",
+)  # fmt: skip
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 jaxtyping.install_import_hook([f"onlynorm.{room}" for room in _ROOMS], _CHECKER)
 

@@ -1,4 +1,5 @@
-"""Files of rebuilt networks as an earlier version wrote them, with a number per feature for statistics, range and line.
+"""Files as earlier versions wrote them: rebuilt networks, with a number per feature for statistics, range and line, and
+models of norm-only layers, when these had a kind of file of their own.
 
     PYTHONPATH=<that version>/src:tests python tests/earlier_files.py
 
@@ -52,6 +53,28 @@ def make_target(name: str) -> tuple[nn.Module, Tensor]:
                 mask = on.draw("id_cond", tuple(parameter.shape), density=0.5, layer="0").structure
                 parameter.mul_(mask.apply(torch.ones(mask.n_features)).reshape(parameter.shape))
     return network, sines(8, 4, 5, 5, step=0.37)
+
+
+NORM_ONLY: dict[str, Callable[[], nn.Sequential]] = {
+    "norm_only_linear": lambda: nn.Sequential(*(nn.Linear(4, 4, bias=i != 4) for i in range(7))),
+    "norm_only_conv": lambda: nn.Sequential(
+        nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 1)
+    ),
+}
+"""Layers with features of every kind, seed 3: a mask, a condition number, a spectrum, ortho_cond, id_cond_minimal, two
+blocks of he_normal, id_cond; and he_normal in groups (half precision), ortho_cond, a norm (bfloat16), and ortho_cond
+with the gammas of the one before."""
+
+
+def norm_only_target(name: str) -> nn.Sequential:
+    """The ordinary model that a file of norm-only layers was made from, in float64."""
+    model = NORM_ONLY[name]()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(sines(*parameter.shape, step=0.7 + number))
+        if name == "norm_only_conv":
+            model[3].weight = model[1].weight
+    return model.double()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -62,13 +63,12 @@ from onlynorm.evidence.records import (
     Check,
     PieceNote,
     Record,
-    Verdict,
+    RecordVerdict,
     parse,
     read_record,
     write_record,
 )
-from onlynorm.frozen import load_norm_only, norm_only, save_norm_only
-from onlynorm.identity import load_factors, load_memorizer, save_factors, save_memorizer
+from onlynorm.frozen import to_norm_only
 from onlynorm.models import load_weights, mlp
 from onlynorm.rank import Chain, simulate
 from onlynorm.storage import seal, seal_json, to_plain
@@ -321,13 +321,19 @@ def tiny(seed: int = 0) -> nn.Sequential:
     return mlp((3, 2, 2), seed=seed).double().eval()
 
 
+def wide(seed: int = 0) -> nn.Sequential:
+    return mlp((3, 3, 3, 2), seed=seed).double().eval()
+
+
 def norms_model() -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def need_usable(network: nn.Module, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> None:
+def need_usable(
+    network: nn.Module, shape: tuple[int, ...], tensors: dict[str, Tensor], *, inputs: Tensor | None = None
+) -> None:
     """Raises unless the network runs and its tensors are those of the file."""
     held = network.state_dict()
     for name, value in tensors.items():
@@ -339,7 +345,7 @@ def need_usable(network: nn.Module, shape: tuple[int, ...], tensors: dict[str, T
         return  # a model may have several precisions, and whoever made it knows how it is called
     dtype = dtypes.pop()
     with torch.no_grad():
-        need(tuple(network(X.to(dtype)).shape) == shape, "an output of another shape")
+        need(tuple(network((X if inputs is None else inputs).to(dtype)).shape) == shape, "an output of another shape")
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
@@ -348,20 +354,20 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
 
 def sealed_kinds(samples: Samples) -> None:
     def read_network(path: Path) -> None:
-        network = on.load(path, into=tiny(1))
+        network = on.load(path, like=tiny(1))
         tensors = tensors_in(path)
         need_usable(network, (9, 2), tensors)
         for name, value in network.state_dict().items():
             norm = name.endswith(("weight", "bias", "running_mean", "running_var"))
             need(not norm or value.isfinite().all(), f"{name} is not finite")
 
-    recipes: dict[str, dict[str, Any]] = {
-        "wide": {"activation": nn.ReLU()}, "id_cond": {"features": "id_cond"}, "affine": {"norms": "affine"},
-        "low_rank": {"construction": "low_rank"}, "residual": {"construction": "residual", "activation": nn.GELU()},
-        "deep": {"construction": "deep"}, "multilayer": {"construction": "multilayer"},
+    constructions = {
+        "wide": on.Wide(activation=nn.ReLU()), "id_cond": on.Wide(features="id_cond"),
+        "affine": on.Wide(norms="affine"), "low_rank": on.LowRank(), "residual": on.Residual(activation=nn.GELU()),
+        "deep": on.Deep(), "multilayer": on.Multilayer(),
     }  # fmt: skip
-    for name, choices in recipes.items():
-        result = on.reconstruct(tiny(), inputs=X, **choices)
+    for name, construction in constructions.items():
+        result = on.reconstruct(tiny(), X, construction)
         samples.add_tensors(
             f"reconstruction, {name}",
             read_network,
@@ -370,7 +376,7 @@ def sealed_kinds(samples: Samples) -> None:
         )
 
     partial = samples.folder / "partial"
-    on.reconstruct(tiny(), inputs=X, partial=partial)
+    on.reconstruct(tiny(), X, partial=partial)
     pieces = {path.name: path.read_bytes() for path in partial.iterdir()}
 
     def read_piece(path: Path) -> None:
@@ -378,7 +384,7 @@ def sealed_kinds(samples: Samples) -> None:
         folder.mkdir(exist_ok=True)
         for name, data in pieces.items():
             (folder / name).write_bytes(path.read_bytes() if name == "layer-0000.safetensors" else data)
-        result = on.reconstruct(tiny(), inputs=X, partial=folder)
+        result = on.reconstruct(tiny(), X, partial=folder)
         need(len(str(result)) > 0 and result.layers[0].shape == (2, 3), "evidence of another layer")
         need_usable(result.network, (9, 2), {})
 
@@ -388,32 +394,59 @@ def sealed_kinds(samples: Samples) -> None:
     )
 
     def read_norm_only(path: Path) -> None:
-        model = load_norm_only(path, into=tiny(1))
+        model = on.load(path, like=tiny(1))
         need_usable(model, (9, 2), tensors_in(path))
 
     for features in ("id_cond", "he_normal"):
-        model = norm_only(tiny(), features=features, seed=3)
-        samples.add_tensors(f"norm-only model, {features}", read_norm_only, functools.partial(save_norm_only, model), 5)
+        model = to_norm_only(tiny(), features=features, seed=3)
+        samples.add_tensors(f"norm-only model, {features}", read_norm_only, functools.partial(on.save, model), 5)
+
+    def read_earlier(path: Path) -> None:
+        like = nn.Sequential(*(nn.Linear(4, 4, bias=i != 4) for i in range(7)))
+        need_usable(on.load(path, like=like), (9, 4), tensors_in(path), inputs=torch.ones(9, 4))
+
+    earlier = Path(__file__).with_name("files") / "norm_only_linear.safetensors"
+    samples.add_tensors("norm-only model, earlier", read_earlier, functools.partial(shutil.copy, earlier), 5)
 
     factors = on.factorize(torch.tensor([[0.5, 0.2], [-0.9, 1.5]], dtype=torch.float64), depth=6)
 
     def read_factors(path: Path) -> None:
-        found = load_factors(path)
+        found = on.load(path)
         need(str(found) and found.product().shape == (found.dim + found.n_extra,) * 2, "a product of another shape")
         need(found.depth > 1000 or found.apply(torch.ones(1, found.dim)).isfinite().all(), "infinite outputs")
 
-    samples.add_tensors("factorization", read_factors, functools.partial(save_factors, factors))
+    samples.add_tensors("factorization", read_factors, functools.partial(on.save, factors))
 
     points = torch.linspace(-1.0, 1.0, 10, dtype=torch.float64).reshape(5, 2)
     memorizer = on.memorize(points, torch.tensor([0, 1, 1, 0, 1]))
 
     def read_memorizer(path: Path) -> None:
-        found = load_memorizer(path)
+        found = on.load(path)
         need(found(torch.ones(1, found.n_inputs)).shape == (1, found.n_outputs), "an output of another shape")
         need(all(p.isfinite().all() for p in found.parameters()), "weights that are not finite")
         need(found.facts is None or str(found.facts), "facts")
 
-    samples.add_tensors("memorizer", read_memorizer, functools.partial(save_memorizer, memorizer))
+    samples.add_tensors("memorizer", read_memorizer, functools.partial(on.save, memorizer))
+
+    by_norms = on.memorize_norms(points, torch.tensor([0, 1, 1, 0, 1]))
+
+    def read_norm_memorizer(path: Path) -> None:
+        found = on.load(path)
+        rows, columns = found.features.shape
+        need(found(torch.ones(1, columns)).shape == (1, rows), "an output of another shape")
+        need(found.code == "real" or found.classify(torch.ones(1, columns)).shape == (1,), "no class")
+        need(all(p.isfinite().all() for p in found.parameters()), "norms that are not finite")
+        need(all(torch.equal(p, tensors_in(path)[name]) for name, p in found.named_parameters()), "other norms")
+        need(found.facts is None or str(found.facts), "facts")
+
+    samples.add_tensors("norm memorizer", read_norm_memorizer, functools.partial(on.save, by_norms))
+
+    def read_repaired(path: Path) -> None:
+        need_usable(on.load(path, like=wide(1)), (9, 2), tensors_in(path))
+
+    for method in ("lsuv", "batch_norm", "residual"):
+        result = on.repair(wide(), X, method=method)
+        samples.add_tensors(f"repaired, {method}", read_repaired, functools.partial(on.save, result), 4)
 
 
 def chain_kinds(samples: Samples) -> None:
@@ -448,6 +481,12 @@ def tuning_kinds(samples: Samples) -> None:
         need_values(fresh, adapter.tensors)
 
     samples.add_tensors("adapter", read_adapter, functools.partial(save_adapter, model))
+
+    def describe_adapter(path: Path) -> None:
+        adapter = on.load(path)
+        need(str(adapter) and adapter.values, "an adapter without a text")
+
+    samples.add_tensors("adapter, described", describe_adapter, functools.partial(save_adapter, model), 4)
 
     folder = samples.folder / "peft"
     write_peft(take_adapter(model), folder)
@@ -488,7 +527,8 @@ def tuning_kinds(samples: Samples) -> None:
 def record_kinds(samples: Samples) -> None:
     record = Record(
         artifact="toy:fig-1", title="Squares", claim="Squares grow.", kind="figure", scale="quick",
-        verdict=Verdict.CAVEAT, reasons=("Quick.",), values={"slope": 2.0}, sizes={"n": 4, "names": ["a"]}, seeds=(0,),
+        verdict=RecordVerdict.CAVEAT, reasons=("Quick.",), values={"slope": 2.0},
+        sizes={"n": 4, "names": ["a"]}, seeds=(0,),
         checks=(Check("slope", 2.0, True, "2 +- 0.1", "Fig. 1", value=2.0), Check("tail", math.nan, False, "0", "law")),
         curves=(Curve("data", [0, 1, 2], [1, 4], kind="histogram", panel="left"), Curve("law", [0.5], [math.nan])),
         panels=(Panel("left", "Left", "x", "y"),), table=Table(["name", "value"], [["a", 1.5]]),

@@ -21,10 +21,10 @@ import scipy.linalg
 import scipy.sparse.linalg
 import scipy.special  # noqa: F401
 import torch
+from rebuilding import plan_with, reconstruct_with
 from torch import Tensor, nn
 from torch.nn import functional
 
-import onlynorm as on
 from onlynorm.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.models import CifarResNet, mlp, vit
 from onlynorm.seeds import own_randomness
@@ -97,7 +97,7 @@ def make(kind: str, sizes: list[int], n_samples: int) -> tuple[nn.Module, Tensor
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """The row of one case: a kind of network, its sizes, and fields of the recipe."""
+    """The row of one case: a kind of network, its sizes, and options of the reconstruction."""
     torch.set_num_threads(1)
     choices = dict(case)
     kind, sizes, n_samples = choices.pop("network"), choices.pop("sizes"), choices.pop("n_samples", 64)
@@ -107,14 +107,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         small = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 6)).eval()
         images = torch.randn(4, 3, 4, 4)
     # Libraries are loaded and buffers made by a small run of the same kind.
-    on.reconstruct(small, inputs=images, **choices)
-    on.plan(network.eval(), inputs=inputs, **choices)
-    planned = on.plan(network, inputs=inputs, **choices)
+    reconstruct_with(small, images, **choices)
+    plan_with(network.eval(), inputs, **choices)
+    planned = plan_with(network, inputs, **choices)
     gc.collect()
     release_free_memory()
     start = time.process_time()
     with MemoryMeter() as meter:
-        made = on.reconstruct(network, inputs=inputs, **choices)
+        made = reconstruct_with(network, inputs, **choices)
     seconds = time.process_time() - start
     return {
         **case, "planned memory": planned.memory.total, "memory": meter.peak, "planned seconds": planned.seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import tempfile
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from tensors import normal
+from torch import nn
 
 import onlynorm as on
 from onlynorm import (
@@ -37,7 +39,7 @@ from onlynorm.evidence.papers.burkholz2024 import depth as width_depth
 from onlynorm.evidence.papers.daneshmand2020 import eigenvalues
 from onlynorm.evidence.papers.giannou2023 import depth, equal_size
 from onlynorm.evidence.report import page
-from onlynorm.features.distributions import _REGISTRY
+from onlynorm.features.distributions import _REGISTRY, STRUCTURED
 from onlynorm.solvers import spectrum
 
 
@@ -71,10 +73,6 @@ _numbers = itertools.count()
 def out(name: str) -> Fresh:
     """A path in a folder that exists, not yet taken."""
     return Fresh(lambda: FOLDER / f"{next(_numbers)}-{name}")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 X = normal(8, 3)
@@ -111,8 +109,8 @@ def _folded_normed() -> Any:
     return modules.fold(_normed(), X)
 
 
-def _rebuilt() -> on.Reconstruction:
-    return on.reconstruct(_net(), inputs=X, features="id_cond")
+def _rebuilt() -> on.reconstruction.Reconstruction:
+    return on.reconstruct(_net(), X, on.Wide(features="id_cond"))
 
 
 def _rebuilt_network() -> nn.Module:
@@ -120,14 +118,14 @@ def _rebuilt_network() -> nn.Module:
 
 
 def _norm_only() -> nn.Module:
-    return on.norm_only(_net())
+    return on.to_norm_only(_net())
 
 
 def _norm_only_random() -> nn.Module:
-    return on.norm_only(_net(), features="he_normal")
+    return on.to_norm_only(_net(), features="he_normal")
 
 
-def _verification() -> on.Verification:
+def _verification() -> on.reconstruction.Verification:
     return on.verify(_net(), _rebuilt_network(), X)
 
 
@@ -135,7 +133,7 @@ def _box() -> on.Box:
     return on.Box(X.amin(0) - 0.1, X.amax(0) + 0.1)
 
 
-def _memorizer() -> on.Memorizer:
+def _memorizer() -> on.identity.Memorizer:
     return on.memorize(X, LABELS)
 
 
@@ -143,15 +141,19 @@ def _norm_memorizer() -> Any:
     return on.memorize_norms(X, LABELS)
 
 
-def _factorization() -> on.Factorization:
+def _repaired() -> on.rank.Repaired:
+    return on.repair(_net(), X, LABELS, method="lsuv")
+
+
+def _factorization() -> on.identity.Factorization:
     return on.factorize(normal(2, 2), 4)
 
 
-def _diagnosis() -> on.Diagnosis:
+def _diagnosis() -> on.rank.Diagnosis:
     return on.diagnose(_net(), X, LABELS)
 
 
-def _drawn() -> on.Features:
+def _drawn() -> on.features.Features:
     return on.draw("he_normal", (2, 3))
 
 
@@ -176,8 +178,8 @@ def _per_output() -> Any:
     return alignment.find_directions(drawn.left(), drawn.right())
 
 
-def _operator() -> on.KhatriRao:
-    return on.KhatriRao(LEFT, RIGHT)
+def _operator() -> on.solvers.KhatriRao:
+    return on.solvers.KhatriRao(LEFT, RIGHT)
 
 
 def _landscape() -> Any:
@@ -218,16 +220,12 @@ def _split() -> Any:
 def _file(kind: str) -> Path:
     """A file of this kind, written once."""
     path = FOLDER / f"written-{kind}.safetensors"
-    if kind == "network":
-        on.save(_rebuilt(), path)
-    elif kind == "norm_only":
-        on.save_norm_only(_norm_only(), path)
-    elif kind == "adapter":
-        on.save_adapter(_normed(), path)
-    elif kind == "factors":
-        identity.save_factors(_factorization(), path)
-    elif kind == "memorizer":
-        identity.save_memorizer(_memorizer(), path)
+    saved = {
+        "network": _rebuilt, "norm_only": _norm_only, "adapter": _adapter, "factors": _factorization,
+        "memorizer": _memorizer, "norm_memorizer": _norm_memorizer, "repaired": _repaired,
+    }  # fmt: skip
+    if kind in saved:
+        on.save(saved[kind](), path)
     elif kind == "weights":
         from safetensors.torch import save_file
 
@@ -240,7 +238,7 @@ def _file(kind: str) -> Path:
         np.save(path, X.numpy())
     elif kind == "records":
         path = FOLDER / "written-records"
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         records.write_record(path / "a.json", _record())
     return path
 
@@ -260,7 +258,7 @@ def _figure() -> Any:
 def _record() -> Any:
     return records.Record(
         artifact="giannou2023:fig-1", title="t", claim="c", kind="figure", scale="quick",
-        verdict=next(iter(records.Verdict)), reasons=(), checks=(), values={"a": 1.0}, sizes={"n": 1}, seeds=(0,),
+        verdict=next(iter(records.RecordVerdict)), reasons=(), checks=(), values={"a": 1.0}, sizes={"n": 1}, seeds=(0,),
     )  # fmt: skip
 
 
@@ -283,15 +281,14 @@ def _all_numbers(**options: Any) -> None:
 
 
 def _run_interval_rule(function: Any) -> Any:
-    from onlynorm.intervals import tensor
+    from onlynorm.intervals.rules import RULES
 
-    before = dict(tensor._RULES) if hasattr(tensor, "_RULES") else None
+    before = dict(RULES)
     try:
         return intervals.interval_rule(function)
     finally:
-        if before is not None:
-            tensor._RULES.clear()
-            tensor._RULES.update(before)
+        RULES.clear()
+        RULES.update(before)
 
 
 def _random_block(seed: Any) -> None:
@@ -326,22 +323,26 @@ def method(make: Callable[[], Any], called: str, /, **arguments: Any) -> Call:
     return Call(lambda: getattr(copy.deepcopy(_cached(make)), called), arguments)
 
 
-RECIPE = ("construction", "features", "excess", "density", "seed", "activation", "norms", "storage", "tolerance",
-          "window", "precision", "margin", "kernel", "width", "source_kernel", "rank", "rank_tolerance", "n_layers",
-          "narrow", "skip")  # fmt: skip
-CHOICE = ("features", "excess", "density", "seed", "layer", "condition", "spectrum", "n_blocks", "shared_column")
+def _with_options(verb: Callable[..., Any], kind: type[reconstruction.Construction]) -> Call:
+    """A call of `plan` or `reconstruct` whose arguments are the options of a construction."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    return fn(lambda **options: verb(_net(), X, kind(**options)), also=names)
+
+
+KINDS = {kind.__name__: kind for kind in (on.Wide, on.LowRank, on.Residual, on.Deep, on.Multilayer)}
 net, normed, rebuilt_network = copied(_net), copied(_normed), copied(_rebuilt_network)
 H = normal(3, 4)
 
 CALLS: dict[str, Call] = {
     # ---------------------------------------------------------------------------------------------------- features
+    "features.check_shape": fn(features.check_shape, shape=(2, 3)),
     "features.draw": fn(on.draw, name="er_normal", shape=(2, 3), excess=1.5, seed=1, layer="a", density=0.5),
     **{
         f"features.draw({name})": fn(
             _all_numbers, name=name, shape=(2, 3), excess=None, n_features=None, seed=1, layer="a", kernel="first",
             density=None, shared_column=0, untried=("name", "dtype", "device", "layer", "seed"),
         )
-        for name in ("he_normal", "orthogonal", "er_sign", "id_cond", "id_cond_minimal", "ortho_cond")
+        for name in ("he_normal", "orthogonal", "er_sign", *STRUCTURED)
     },
     "features.register": fn(features.register, name="never added", density=0.5),
     "features.register()": Call(_registered, {"fill": _drawn}),
@@ -364,12 +365,13 @@ CALLS: dict[str, Call] = {
     "solvers.solve_multilayer": fn(
         solvers.solve_multilayer, weights=[normal(5, 3), normal(2, 5)], target=TARGET, max_steps=3
     ),
+    "solvers.need_tolerance": fn(solvers.need_tolerance, tolerance=1e-6),
     "solvers.widths_for": fn(solvers.widths_for, shape=(2, 3), n_layers=3, excess=1.1),
     "solvers.choose": fn(
-        on.choose, n_outputs=2, n_inputs=3, n_features=7, memory=10**9, tolerance=1e-10, condition=10.0, block=4
+        on.solvers.choose, n_outputs=2, n_inputs=3, n_features=7, memory=10**9, tolerance=1e-10, condition=10.0, block=4
     ),
-    "solvers.KhatriRao": fn(on.KhatriRao, left=LEFT, right=RIGHT, block=4),
-    "solvers.KhatriRao.regenerating": fn(on.KhatriRao.regenerating, source=once(_drawn), block=4),
+    "solvers.KhatriRao": fn(on.solvers.KhatriRao, left=LEFT, right=RIGHT, block=4),
+    "solvers.KhatriRao.regenerating": fn(on.solvers.KhatriRao.regenerating, source=once(_drawn), block=4),
     "solvers.KhatriRao.apply": method(_operator, "apply", gamma=normal(7)),
     "solvers.KhatriRao.transpose": method(_operator, "transpose", residual=TARGET),
     "solvers.KhatriRao.gram": method(_operator, "gram", is_whole=True),
@@ -393,8 +395,10 @@ CALLS: dict[str, Call] = {
         spectrum.predict_condition, n_outputs=4, n_inputs=5, n_features=30, density=0.5, is_orthogonal=True
     ),
     "spectrum.predict_iterations": fn(spectrum.predict_iterations, prediction=10.0, tolerance=1e-6),
-    "spectrum.condition_of_rows": fn(spectrum.condition_of_rows, operator=on.KhatriRao(LEFT, RIGHT)),
-    "spectrum.estimate_condition": fn(spectrum.estimate_condition, operator=on.KhatriRao(LEFT, RIGHT), n_products=5),
+    "spectrum.condition_of_rows": fn(spectrum.condition_of_rows, operator=on.solvers.KhatriRao(LEFT, RIGHT)),
+    "spectrum.estimate_condition": fn(
+        spectrum.estimate_condition, operator=on.solvers.KhatriRao(LEFT, RIGHT), n_products=5
+    ),
     "spectrum.iterations_for": fn(spectrum.iterations_for, condition=10.0, tolerance=1e-6),
     "spectrum.condition_for": fn(spectrum.condition_for, iterations=10, tolerance=1e-6),
     "spectrum.features_for_condition": fn(spectrum.features_for_condition, n_equations=4, condition=10.0),
@@ -429,7 +433,7 @@ CALLS: dict[str, Call] = {
     "seeds.own_randomness": fn(_random_block, seed=1),
     "models.make_model": fn(models.make_model, spec="mlp"),
     "models.load_model": fn(models.load_model, spec="mlp"),
-    "models.load_weights": fn(models.load_weights, network=net, path=written("weights")),
+    "models.load_weights": fn(models.load_weights, model=net, path=written("weights")),
     "models.run_factory": fn(models.run_factory, spec="torch.nn:ReLU", what="a model"),
     # ---------------------------------------------------------------------------------------------------- theorems
     "registry.statements": fn(registry.statements, paper="giannou2023"),
@@ -444,23 +448,28 @@ CALLS: dict[str, Call] = {
     ),
     "optim.release": fn(on.optim.release, model=copied(_norm_only)),
     # ---------------------------------------------------------------------------------------------- reconstruction
-    "reconstruction.plan": fn(on.plan, network=net, inputs=X, also=RECIPE),
-    "reconstruction.reconstruct": fn(on.reconstruct, network=net, inputs=X, features="id_cond", also=RECIPE),
+    "reconstruction.plan": fn(on.plan, model=net, inputs=X, construction=on.Wide()),
+    "reconstruction.reconstruct": fn(
+        on.reconstruct, model=net, inputs=X, construction=on.Wide(features="id_cond"), ranges=on.Ranges(margin=0.1)
+    ),
+    **{f"reconstruction.plan({name})": _with_options(on.plan, kind) for name, kind in KINDS.items()},
+    **{f"reconstruction.reconstruct({name})": _with_options(on.reconstruct, kind) for name, kind in KINDS.items()},
+    **{f"reconstruction.{name}": fn(kind, excess=1.25) for name, kind in KINDS.items()},
+    "reconstruction.Construction": fn(reconstruction.Construction, excess=1.25),
+    "reconstruction.Ranges": fn(on.Ranges, window=1e-10, margin=0.1, precision="float32", box=once(_box)),
+    "reconstruction.Settings": fn(reconstruction.Settings, seed=1, tolerance=1e-8, ranges=on.Ranges()),
     "reconstruction.verify": fn(
-        on.verify, target=net, network=rebuilt_network, inputs=X, batch_size=4, box=once(_box)
+        on.verify, model=net, network=rebuilt_network, inputs=X, batch_size=4, box=once(_box)
     ),
     "reconstruction.collapse": fn(on.collapse, network=rebuilt_network),
-    "reconstruction.save": fn(on.save, network=rebuilt_network, path=out("saved")),
-    "reconstruction.load": fn(on.load, path=written("network"), into=net),
     "intervals.Box": fn(on.Box, low=X.amin(0), high=X.amax(0)),
-    "reconstruction.Recipe": fn(reconstruction.Recipe, excess=1.25, seed=1, window=1e-10, margin=0.1),
     "modules.Affine": fn(modules.Affine, num_features=3),
     "reconstruction.certified_price": fn(
-        reconstruction.certified_price, network=net, inputs=X, box=once(_box), n_features=2, seed=1
+        reconstruction.certified_price, model=net, inputs=X, box=once(_box), n_features=2, seed=1
     ),
     "evidence.deep_table": fn(depth.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
-    "modules.find_layers": fn(modules.find_layers, network=net),
-    "modules.fold_network": fn(modules.fold_network, network=normed, inputs=X),
+    "modules.find_layers": fn(modules.find_layers, model=net, keep="2", is_trained=True),
+    "modules.fold_network": fn(modules.fold_network, model=normed, inputs=X),
     "intervals.interval_rule": fn(_run_interval_rule, function=torch.atan2),
     "reconstruction.linearize": fn(
         reconstruction.linearize, activation=Fresh(nn.Tanh), low=-1.0, high=1.0, tolerance=1e-6
@@ -469,7 +478,7 @@ CALLS: dict[str, Call] = {
     "evidence.tradeoff": fn(
         width_depth.tradeoff, shape=(2, 3), n_layers=(2, 3), excess=1.5, measured=(3, 3), seed=1
     ),
-    "evidence.unique_solution": fn(depth.unique_solution, target=normal(4, 4), narrow=2, seed=1),
+    "evidence.unique_solution": fn(depth.unique_solution, target=normal(4, 4), inputs_per_slice=2, seed=1),
     "reconstruction.LayerResult.from_dict": fn(
         reconstruction.LayerResult.from_dict, written=Fresh(lambda: _layer_result())
     ),
@@ -483,22 +492,39 @@ CALLS: dict[str, Call] = {
     ),
     "reconstruction.Verification.is_same": method(_verification, "is_same", tolerance=1e-6),
     # ------------------------------------------------------------------------------------------------------ layers
-    "frozen.NormOnlyLinear": fn(on.NormOnlyLinear, n_in=3, n_out=2, seed=1, also=CHOICE),
-    "frozen.NormOnlyConv1d": fn(frozen.NormOnlyConv1d, n_in=4, n_out=2, kernel_size=2, groups=2, seed=1),
-    "frozen.NormOnlyConv3d": fn(frozen.NormOnlyConv3d, n_in=3, n_out=2, kernel_size=1, padding="same", seed=1),
-    "frozen.NormOnlyConv2d": fn(on.NormOnlyConv2d, n_in=3, n_out=2, kernel_size=2, stride=1, padding=1, seed=1),
-    "frozen.norm_only": fn(on.norm_only, model=net, seed=1, keep="2", also=CHOICE),
-    "frozen.converted": fn(on.converted, model=copied(_norm_only)),
-    "frozen.save_norm_only": fn(on.save_norm_only, model=copied(_norm_only), path=out("saved")),
-    "frozen.load_norm_only": fn(on.load_norm_only, path=written("norm_only"), into=net),
-    "features.semicircle_spectrum": fn(on.semicircle_spectrum, n=4, condition=10.0, seed=1, layer="a"),
-    "frozen.Choice": fn(frozen.Choice, features="he_normal", excess=1.5, seed=1),
+    "frozen.NormOnlyLinear": fn(
+        on.NormOnlyLinear, in_features=3, out_features=2, bias=True, features="he_normal", excess=1.5, n_blocks=2,
+        seed=1, layer="a",
+    ),
+    "frozen.NormOnlyConv1d": fn(
+        frozen.NormOnlyConv1d, in_channels=4, out_channels=2, kernel_size=2, groups=2, density=0.5, seed=1
+    ),
+    "frozen.NormOnlyConv3d": fn(
+        frozen.NormOnlyConv3d, in_channels=3, out_channels=2, kernel_size=1, padding="same", spectrum=9.0, seed=1
+    ),
+    "frozen.NormOnlyConv2d": fn(
+        on.NormOnlyConv2d, in_channels=3, out_channels=2, kernel_size=2, stride=1, padding=1, seed=1
+    ),
+    "frozen.to_norm_only": fn(on.to_norm_only, model=net, features="he_normal", excess=1.5, seed=1, keep="2"),
+    "frozen.find_blocks": fn(frozen.find_blocks, network=copied(_norm_only)),
+    "frozen.converted": fn(on.frozen.converted, model=copied(_norm_only)),
+    "features.semicircle_spectrum": fn(on.features.semicircle_spectrum, n=4, condition=10.0, seed=1, layer="a"),
+    "frozen.FrozenOptions": fn(frozen.FrozenOptions, features="he_normal", excess=1.5),
     "features.draw_blocks": fn(features.draw_blocks, name="he_normal", shape=(2, 3), n_blocks=2, excess=1.5, seed=1),
     "features.BlockFeatures.left": method(_blocks, "left", start=1, stop=3),
     "features.BlockFeatures.right": method(_blocks, "right", start=1, stop=3),
     "features.BlockFeatures.as_blocks": method(_blocks, "as_blocks", weight=TARGET),
-    "frozen.wrap": fn(frozen.wrap, plain=copied(_plain_linear), choice=Fresh(frozen.Choice)),
-    "frozen.NormOnlyLayer": fn(frozen.NormOnlyLayer, plain=copied(_plain_linear), choice=Fresh(frozen.Choice)),
+    "frozen.wrap": fn(
+        frozen.wrap, plain=copied(_plain_linear), options=Fresh(frozen.FrozenOptions), seed=1, layer="a"
+    ),
+    "frozen.NormOnlyLayer": fn(
+        frozen.NormOnlyLayer, plain=copied(_plain_linear), options=Fresh(frozen.FrozenOptions), seed=1
+    ),
+    "frozen.NormOnlyLayer.from_settings": fn(
+        frozen.NormOnlyLayer.from_settings, settings=Fresh(lambda: _norm_only()[0].settings()), activation=None,
+        storage="seed",
+    ),
+    "frozen.NormOnlyLayer.needs_float32": Call(lambda: _norm_only()[0].needs_float32, {"tensor": normal(4, 3)}),
     "frozen.NormOnlyLayer.set_weight": Call(lambda: _norm_only()[0].set_weight, {"weight": normal(4, 3)}),
     # ------------------------------------------------------------------------------------------------------ tuning
     "tuning.Adapters": fn(on.Adapters, model=normed),
@@ -518,7 +544,7 @@ CALLS: dict[str, Call] = {
         legal=(("devices", "-1"),),
     ),
     "tuning.accuracy": fn(tuning.accuracy, model=net, data=(X, LABELS), batch_size=4),
-    "modules.find_norms": fn(on.find_norms, model=normed),
+    "modules.find_norms": fn(on.modules.find_norms, model=normed),
     "modules.fold": fn(on.fold, model=normed, inputs=X),
     "modules.unfold": fn(on.unfold, model=copied(_folded_normed)),
     "tuning.only_norms": Call(lambda: on.only_norms, {"model": normed, "also": ("1",)}),
@@ -527,8 +553,6 @@ CALLS: dict[str, Call] = {
     "tuning.take_adapter": fn(tuning.take_adapter, model=normed),
     "tuning.save_adapter": fn(on.save_adapter, model=normed, path=out("adapter")),
     "tuning.load_adapter": fn(on.load_adapter, model=normed, path=written("adapter")),
-    "tuning.read_adapter": fn(tuning.read_adapter, path=written("adapter")),
-    "tuning.write_adapter": fn(tuning.write_adapter, adapter=once(_adapter), path=out("adapter")),
     "tuning.apply_adapter": fn(tuning.apply_adapter, model=normed, adapter=once(_adapter)),
     "tuning.read_peft": fn(tuning.read_peft, model=normed, folder=written("peft")),
     "tuning.write_peft": fn(tuning.write_peft, adapter=once(_adapter), folder=out("peft")),
@@ -571,19 +595,19 @@ CALLS: dict[str, Call] = {
     # ---------------------------------------------------------------------------------------------------- identity
     "identity.factorize": fn(on.factorize, matrix=normal(2, 2), depth=4, tolerance=1e-6),
     "identity.Factorization.apply": method(_factorization, "apply", x=normal(3, 2)),
-    "identity.memorize": fn(on.memorize, x=X, labels=LABELS, width=8, n_classes=2, seed=1),
-    "identity.Memorizer": fn(on.Memorizer, n_inputs=3, n_outputs=2, width=4, n_blocks=2, n_cues=2),
+    "identity.memorize": fn(on.memorize, inputs=X, labels=LABELS, width=8, n_classes=2, seed=1),
+    "identity.Memorizer": fn(on.identity.Memorizer, n_inputs=3, n_outputs=2, width=4, n_blocks=2, n_cues=2),
     "identity.Memorizer.forward": method(_memorizer, "forward", x=X),
     "identity.Memorizer.rows": method(_memorizer, "rows", x=X),
     "identity.Memorizer.classify": method(_memorizer, "classify", x=X),
-    "identity.memorize_norms": fn(on.memorize_norms, x=X, labels=LABELS, excess=1.25, seed=1),
+    "identity.memorize_norms": fn(on.memorize_norms, inputs=X, labels=LABELS, excess=1.25, seed=1),
     "identity.NormMemorizer": fn(identity.NormMemorizer, features=once(_drawn), code="number"),
     "identity.NormMemorizer.forward": method(_norm_memorizer, "forward", x=X),
     "identity.NormMemorizer.classify": method(_norm_memorizer, "classify", x=X),
-    "identity.activation_distances": fn(identity.activation_distances, network=copied(_memorizer), x=X),
-    "identity.class_radii": fn(identity.class_radii, network=copied(_memorizer), x=X),
+    "identity.activation_distances": fn(identity.activation_distances, network=copied(_memorizer), inputs=X),
+    "identity.class_radii": fn(identity.class_radii, network=copied(_memorizer), inputs=X),
     "identity.measure_off_sample": fn(
-        identity.measure_off_sample, network=copied(_memorizer), x=X, labels=LABELS, held_out=(X, LABELS),
+        identity.measure_off_sample, network=copied(_memorizer), inputs=X, labels=LABELS, held_out=(X, LABELS),
         sizes=(0.0, 0.1), most=4, seed=1,
     ),
     "identity.all_convolutional": fn(
@@ -596,10 +620,6 @@ CALLS: dict[str, Call] = {
     "identity.spiral_bound": fn(identity.spiral_bound, stretch=1.5, depth=20),
     "identity.random_matrix": fn(identity.random_matrix, dim=2, seed=1, name="a"),
     "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2)),
-    "identity.save_factors": fn(identity.save_factors, factors=once(_factorization), path=out("factors")),
-    "identity.load_factors": fn(identity.load_factors, path=written("factors")),
-    "identity.save_memorizer": fn(identity.save_memorizer, network=copied(_memorizer), path=out("memorizer")),
-    "identity.load_memorizer": fn(identity.load_memorizer, path=written("memorizer")),
     "identity.Landscape": fn(
         identity.Landscape, target=normal(2, 2), covariance=torch.eye(2, dtype=torch.float64), noise=0.5
     ),
@@ -614,6 +634,21 @@ CALLS: dict[str, Call] = {
     "identity.Landscape.on_plane": method(
         _landscape, "on_plane", across=0.1 * normal(3, 2, 2), up=0.1 * normal(3, 2, 2, seed=1), reach=1.0, n_places=3
     ),
+    # ------------------------------------------------------------------------------------------------------- files
+    "files.save": fn(on.save, obj=rebuilt_network, path=out("saved")),
+    "files.save of norm-only layers": fn(on.save, obj=copied(_norm_only), path=out("saved")),
+    "files.save of factors": fn(on.save, obj=once(_factorization), path=out("saved")),
+    "files.save of a memorizer": fn(on.save, obj=copied(_memorizer), path=out("saved")),
+    "files.save of a norm memorizer": fn(on.save, obj=copied(_norm_memorizer), path=out("saved")),
+    "files.save of a repaired model": fn(on.save, obj=once(_repaired), path=out("saved")),
+    "files.save of an adapter": fn(on.save, obj=once(_adapter), path=out("saved"), dtype=torch.float32),
+    "files.load": fn(on.load, path=written("network"), like=net),
+    "files.load of norm-only layers": fn(on.load, path=written("norm_only"), like=net),
+    "files.load of factors": fn(on.load, path=written("factors")),
+    "files.load of a memorizer": fn(on.load, path=written("memorizer")),
+    "files.load of a norm memorizer": fn(on.load, path=written("norm_memorizer")),
+    "files.load of a repaired model": fn(on.load, path=written("repaired"), like=net),
+    "files.load of an adapter": fn(on.load, path=written("adapter")),
     # -------------------------------------------------------------------------------------------------------- data
     "data.Split.smaller": method(_split, "smaller", side=2),
     "data.corrupt": fn(
@@ -629,6 +664,7 @@ CALLS: dict[str, Call] = {
     "display.Figure.to_bytes": method(_figure, "to_bytes", ending="png"),
     "display.Figure.write": method(_figure, "write", folder=out("figures"), name="a"),
     "display.Panel": fn(display.Panel, name="a", x_names=("b",)),
+    "display.ShownResult.to_html": method(_diagnosis, "to_html", path=out("page.html"), title="a"),
     "display.Table": fn(display.Table, columns=("a", "b"), rows=((1.0, "c"),)),
     "records.read_record": fn(records.read_record, path=Fresh(record_file)),
     "records.read_records": fn(records.read_records, folder=written("records")),

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
+from tensors import normal
 from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.models import mlp
-
-
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from onlynorm.reconstruction import Construction
 
 
 def net(*widths: int) -> nn.Sequential:
     return mlp(widths or (6, 5, 4)).double().eval()
 
 
-X = batch(30, 6)
+X = normal(30, 6)
 
 
 def is_untouched(network: nn.Module, before: dict[str, Tensor]) -> bool:
@@ -51,5 +50,29 @@ def with_norm() -> nn.Sequential:
     return network.eval()
 
 
-def rebuilt(network: nn.Module, inputs: Tensor, **options: Any) -> on.Reconstruction:
-    return on.reconstruct(network.eval(), inputs=inputs, **options)
+CONSTRUCTIONS: dict[str, type[Construction]] = {
+    kind.name: kind for kind in (on.Deep, on.LowRank, on.Multilayer, on.Residual, on.Wide)
+}
+
+
+def split_options(construction: str = "wide", **loose: Any) -> tuple[Construction, dict[str, Any]]:
+    """The construction, and the keywords of `reconstruct`, from one table of both, as parametrized tests hold them."""
+    kind = CONSTRUCTIONS[construction]
+    own = {field.name: loose.pop(field.name) for field in fields(kind) if field.name in loose}
+    ranges = {field.name: loose.pop(field.name) for field in fields(on.Ranges) if field.name in loose}
+    return kind(**own), loose | ({"ranges": on.Ranges(**ranges)} if ranges else {})
+
+
+def reconstruct_with(model: nn.Module, inputs: Any, /, **loose: Any) -> on.reconstruction.Reconstruction:
+    construction, keywords = split_options(**loose)
+    return on.reconstruct(model, inputs, construction, **keywords)
+
+
+def plan_with(model: nn.Module, inputs: Any, /, **loose: Any) -> on.reconstruction.Plan:
+    """The plan; ranges, which it does not take, are left out."""
+    construction, keywords = split_options(**loose)
+    return on.plan(model, inputs, construction, **{k: v for k, v in keywords.items() if k != "ranges"})
+
+
+def rebuilt(network: nn.Module, inputs: Tensor, **loose: Any) -> on.reconstruction.Reconstruction:
+    return reconstruct_with(network.eval(), inputs, **loose)

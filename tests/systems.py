@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensors import normal
 from torch import Tensor
 
 from onlynorm.evidence.bench.competitors import System
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def draw_system(out: int, inp: int, feat: int, *batch: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,10 +29,6 @@ def least_squares(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
     flat = target.flatten(-2).reshape(-1, target.shape[-2] * target.shape[-1])
     found = torch.linalg.lstsq(materialise(left, right) / lengths, flat.mT, driver="gelsd").solution.mT / lengths
     return found.reshape(*target.shape[:-2], -1)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def rebuild(left: Tensor, right: Tensor, gamma: Tensor) -> Tensor:

@@ -32,11 +32,17 @@ from public_calls import CALLS, Call, Fresh
 from onlynorm.errors import OnlynormError, shown
 
 ROOMS = ("display", "modules", "data", "models", "intervals", "features", "solvers", "spectrum", "alignment", "frozen",
-         "optim", "reconstruction", "tuning", "rank", "identity", "registry", "records", "page")  # fmt: skip
+         "optim", "reconstruction", "tuning", "rank", "identity", "files", "registry", "records", "page")  # fmt: skip
 INSIDE = {"spectrum": "solvers", "registry": "evidence", "records": "evidence", "page": "evidence.report"}
 CHECKED = "for the rooms below, which check what they are given"
+COMMANDS = "for the command line, which checks what it is given"
 UNTRIED: dict[str, str] = {
     "data.cifar100": "its data set is not shipped",
+    "display.render": "for what draws pages",
+    "display.seconds": "for what draws pages",
+    "identity.relative_errors": COMMANDS,
+    "display.Result": "a base class",
+    "display.ShownResult": "a base class",
     "identity.AllConvolutional": "made by all_convolutional",
     "identity.Memorizer.enter": "a step of forward, which checks what it is given",
     "identity.Memorizer.move": "a step of forward, which checks what it is given",
@@ -50,11 +56,20 @@ UNTRIED: dict[str, str] = {
     "modules.tensors_in": CHECKED,
     "modules.unwrap": CHECKED,
     "modules.without_autocast": CHECKED,
+    "rank.ChainState": "a step of simulate, which checks what it is given",
+    "rank.ChainState.advance": "a step of simulate, which checks what it is given",
+    "rank.ChainState.load": "a step of simulate, which checks what it is given",
+    "rank.ChainState.save": "a step of simulate, which checks what it is given",
+    "rank.ChainState.result": "a step of simulate, which checks what it is given",
+    "reconstruction.compare": COMMANDS,
     "records.parse": "for what reads files, which checks what it is given",
     "records.write_record": "writes what was measured here",
     "registry.normal": "for checks",
     "registry.relative": "for checks",
     "registry.verdict": "for checks",
+    "solvers.minimum_features": "takes the sizes of a checked shape",
+    "solvers.solve_blocks": CHECKED,
+    "tuning.make_fabric": COMMANDS,
     "tuning.NormHandle": "made by only_norms",
 }
 """Public names that are not tried, and why."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import normal, relative
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, InsufficientFeaturesError
 from onlynorm.features import draw
-from onlynorm.frozen import NormOnlyLayer, NormOnlyLinear, norm_only
+from onlynorm.frozen import NormOnlyLayer, NormOnlyLinear, to_norm_only
 from onlynorm.optim import follow_weights, release
 from onlynorm.seeds import own_randomness
 from onlynorm.solvers import KhatriRao
@@ -25,14 +26,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float(torch.linalg.vector_norm(found - expected).detach() / torch.linalg.vector_norm(expected).detach())
 
 
 def network() -> nn.Module:
@@ -75,17 +68,18 @@ def distance(one: Any, other: Any) -> float:
         {"features": "he_normal", "excess": 1.25, "keep": "6"},
         {"features": "orthogonal", "excess": 1.5},
         {"features": "ortho_cond"},
+        {"features": "fast_ortho_cond"},
         {"features": "id_cond_minimal"},
         {"features": "id_cond"},
-        {"features": "id_cond", "condition": 1000.0},
+        {"features": "id_cond", "spectrum": 1000.0},
     ],
     ids=lambda choices: " ".join(map(str, choices.values())),
 )
 def test_the_weights_follow_the_ordinary_network_step_by_step(choices: dict[str, Any], name: str) -> None:
     model = network()
     kind, options = OPTIMIZERS[name]
-    mine = norm_only(model, seed=1, **choices)
-    found = train(mine, follow_weights(kind, mine, **options))
+    mine = to_norm_only(model, seed=1, **choices)
+    found = train(mine, follow_weights(mine, kind, **options))
     wanted = train(model, kind(model.parameters(), **options))
     assert distance(found, wanted) <= 1000 * EPS  # rounding of 12 steps through layers with up to 180 weights
     assert relative(wanted[-1][0], wanted[0][0]) > 0.01
@@ -93,8 +87,8 @@ def test_the_weights_follow_the_ordinary_network_step_by_step(choices: dict[str,
 
 def test_at_the_bound_itself_the_path_is_the_same_because_errors_do_not_add_up() -> None:
     model = network()
-    mine = norm_only(model, features="he_normal", excess=1.0, seed=1)
-    found = train(mine, follow_weights(torch.optim.SGD, mine, lr=0.05))
+    mine = to_norm_only(model, features="he_normal", excess=1.0, seed=1)
+    found = train(mine, follow_weights(mine, torch.optim.SGD, lr=0.05))
     wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.05))
     # Condition numbers are of the order of the number of weights, 180, or a few times that: eps times their square.
     assert distance(found, wanted) <= 1e6 * EPS
@@ -103,27 +97,27 @@ def test_at_the_bound_itself_the_path_is_the_same_because_errors_do_not_add_up()
 @pytest.mark.parametrize("n_blocks", [2, 4])
 def test_blocks_follow_it_too(n_blocks: int) -> None:
     model = network()
-    mine = norm_only(model, features="he_normal", n_blocks=n_blocks, keep="6", seed=1)
-    found = train(mine, follow_weights(torch.optim.SGD, mine, lr=0.05))
+    mine = to_norm_only(model, features="he_normal", n_blocks=n_blocks, keep="6", seed=1)
+    found = train(mine, follow_weights(mine, torch.optim.SGD, lr=0.05))
     wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.05))
     assert distance(found, wanted) <= 1000 * EPS
 
 
 def test_an_iteration_in_the_place_of_the_factor_follows_it_too() -> None:
     model = network()
-    mine = norm_only(model, features="he_normal", excess=1.5, seed=1)
-    found = train(mine, follow_weights(torch.optim.SGD, mine, memory=1.0, lr=0.05), n_steps=3)
+    mine = to_norm_only(model, features="he_normal", excess=1.5, seed=1)
+    found = train(mine, follow_weights(mine, torch.optim.SGD, memory=1.0, lr=0.05), n_steps=3)
     wanted = train(model, torch.optim.SGD(model.parameters(), lr=0.05), n_steps=3)
     assert distance(found, wanted) <= ENOUGH  # of a step, which the next step takes up
     assert distance(found[-1:], wanted[-1:]) < 0.1 * relative(wanted[-1][0], wanted[-2][0]), "less than a step behind"
 
 
 def test_gamma_is_the_whole_state_of_the_network_after_every_step() -> None:
-    model = norm_only(network(), features="he_normal", seed=1)
-    optimizer = follow_weights(torch.optim.Adam, model, lr=0.01)
+    model = to_norm_only(network(), features="he_normal", seed=1)
+    optimizer = follow_weights(model, torch.optim.Adam, lr=0.01)
     train(model, optimizer, n_steps=3)
     held = weights(model)
-    other = norm_only(network(), features="he_normal", seed=1)
+    other = to_norm_only(network(), features="he_normal", seed=1)
     other.load_state_dict(model.state_dict())
     assert all(map(torch.equal, weights(other), held))
     assert all(map(torch.equal, weights(copy.deepcopy(model)), held))
@@ -134,8 +128,8 @@ def test_gamma_is_the_whole_state_of_the_network_after_every_step() -> None:
 
 def test_float32_networks_follow_in_their_own_precision() -> None:
     model = network().float()
-    mine = norm_only(model, features="he_normal", excess=1.5, seed=1)
-    optimizers = follow_weights(torch.optim.SGD, mine, lr=0.05), torch.optim.SGD(model.parameters(), lr=0.05)
+    mine = to_norm_only(model, features="he_normal", excess=1.5, seed=1)
+    optimizers = follow_weights(mine, torch.optim.SGD, lr=0.05), torch.optim.SGD(model.parameters(), lr=0.05)
     for one, optimizer in zip((mine, model), optimizers, strict=True):
         for step in range(5):
             optimizer.zero_grad()
@@ -155,7 +149,7 @@ def test_below_the_bound_a_step_is_the_projection_of_the_ordinary_one() -> None:
     plain = layer.to_plain()
     x = normal(9, 6)
     optimizers = (
-        follow_weights(torch.optim.SGD, layer, lr=0.1, momentum=0.9),
+        follow_weights(layer, torch.optim.SGD, lr=0.1, momentum=0.9),
         torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9),
     )
     for one, optimizer in zip((layer, plain), optimizers, strict=True):
@@ -176,7 +170,7 @@ def test_below_the_bound_many_steps_lower_the_loss_faster_than_plain_ones() -> N
         x, y = normal(64, 12), normal(64, 8, seed=1)
         lr = 0.5
         optimizer = (
-            follow_weights(torch.optim.SGD, layer, lr=lr) if is_followed else torch.optim.SGD([layer.gamma], lr=lr)
+            follow_weights(layer, torch.optim.SGD, lr=lr) if is_followed else torch.optim.SGD([layer.gamma], lr=lr)
         )
         for _ in range(100):
             optimizer.zero_grad()
@@ -189,7 +183,7 @@ def test_below_the_bound_many_steps_lower_the_loss_faster_than_plain_ones() -> N
 
 
 def _factors(layer: NormOnlyLayer) -> tuple[Tensor, Tensor]:
-    features = draw("he_normal", layer.frozen.shape, excess=layer.frozen.choice.excess, seed=layer.frozen.choice.seed)
+    features = layer.frozen.features
     return features.left(), features.right()
 
 
@@ -237,9 +231,9 @@ def test_tied_layers_hold_one_weight() -> None:
         one, other = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
         other.weight = one.weight
     model = nn.Sequential(one, nn.Tanh(), other)
-    mine = norm_only(model, features="he_normal", seed=1)
+    mine = to_norm_only(model, features="he_normal", seed=1)
     x = normal(5, 6)
-    optimizers = follow_weights(torch.optim.SGD, mine, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = follow_weights(mine, torch.optim.SGD, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(5):
         for m, optimizer in zip((mine, model), optimizers, strict=True):
             optimizer.zero_grad()
@@ -251,8 +245,8 @@ def test_tied_layers_hold_one_weight() -> None:
 
 def test_a_run_resumes_from_state_dicts() -> None:
     def start() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = norm_only(network(), features="he_normal", seed=1)
-        return model, follow_weights(torch.optim.SGD, model, lr=0.05, momentum=0.9)
+        model = to_norm_only(network(), features="he_normal", seed=1)
+        return model, follow_weights(model, torch.optim.SGD, lr=0.05, momentum=0.9)
 
     model, optimizer = start()
     train(model, optimizer, n_steps=4)
@@ -265,8 +259,8 @@ def test_a_run_resumes_from_state_dicts() -> None:
 
 
 def test_schedules_and_closures_work_as_ever() -> None:
-    model = norm_only(network(), features="he_normal", seed=1)
-    optimizer = follow_weights(torch.optim.SGD, model, lr=0.5)
+    model = to_norm_only(network(), features="he_normal", seed=1)
+    optimizer = follow_weights(model, torch.optim.SGD, lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
     x = normal(8, 2, 8, 8)
 
@@ -283,11 +277,11 @@ def test_schedules_and_closures_work_as_ever() -> None:
 
 
 def test_layers_that_are_frozen_stay_as_they_are() -> None:
-    model = norm_only(network(), features="he_normal", seed=1)
+    model = to_norm_only(network(), features="he_normal", seed=1)
     first = model[0]
     first.gamma.requires_grad_(False)
     before = weights(model)
-    train(model, follow_weights(torch.optim.SGD, model, lr=0.05), n_steps=2)
+    train(model, follow_weights(model, torch.optim.SGD, lr=0.05), n_steps=2)
     after = weights(model)
     assert torch.equal(after[0], before[0])
     assert not torch.equal(after[1], before[1])
@@ -298,7 +292,7 @@ def test_layers_that_are_frozen_stay_as_they_are() -> None:
 
 def test_a_model_without_norm_only_layers_is_refused() -> None:
     with pytest.raises(ConversionError, match="needs norm-only layers; got none in Sequential"):
-        follow_weights(torch.optim.SGD, network(), lr=0.1)
+        follow_weights(network(), torch.optim.SGD, lr=0.1)
 
 
 def test_dependent_features_are_refused() -> None:

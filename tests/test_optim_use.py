@@ -7,26 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import normal, relative
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError
-from onlynorm.frozen import NormOnlyLinear, norm_only
+from onlynorm.errors import ConversionError, ValueRangeError
+from onlynorm.frozen import NormOnlyLinear, to_norm_only
 from onlynorm.optim import follow_weights, release
 from onlynorm.seeds import own_randomness
 
 EPS = torch.finfo(torch.float64).eps
-FOLLOWED = ["he_normal", "ortho_cond", "id_cond_minimal"]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+FOLLOWED = ["he_normal", "ortho_cond", "fast_ortho_cond", "id_cond_minimal"]
 
 
 def layer(features: str, *, seed: int = 0) -> tuple[NormOnlyLinear, nn.Linear]:
     """A norm-only layer, and the ordinary one that it starts as."""
     with own_randomness(seed):
         plain = nn.Linear(3, 4).double()
-    made = norm_only(plain, features=features)
+    made = to_norm_only(plain, features=features)
     assert isinstance(made, NormOnlyLinear)
     return made, plain
 
@@ -46,7 +43,7 @@ def distance(mine: NormOnlyLinear, wanted: Tensor) -> float:
 @pytest.mark.parametrize("features", FOLLOWED)
 def test_a_weight_that_is_set_is_taken_up(features: str) -> None:
     mine, plain = layer(features)
-    optimizers = [follow_weights(torch.optim.SGD, mine, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
+    optimizers = [follow_weights(mine, torch.optim.SGD, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
     wanted = normal(4, 3, seed=5)
     mine.set_weight(wanted)
     assert distance(mine, wanted) <= 1000 * EPS
@@ -61,7 +58,7 @@ def test_a_weight_that_is_set_is_taken_up(features: str) -> None:
 @pytest.mark.parametrize("when", ["before the forward pass", "before the step"])
 def test_gammas_changed_by_hand_are_taken_up(features: str, when: str) -> None:
     mine, plain = layer(features)
-    optimizer, ordinary = follow_weights(torch.optim.SGD, mine, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)
+    optimizer, ordinary = follow_weights(mine, torch.optim.SGD, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)
     for model in (mine, plain):
         number = mine.gammas[-1] if model is mine else plain.weight  # the last one scales the whole weight
         if when == "before the step":
@@ -79,7 +76,7 @@ def test_gammas_changed_by_hand_are_taken_up(features: str, when: str) -> None:
 @pytest.mark.parametrize(("features", "name"), [("he_normal", "gamma"), ("id_cond_minimal", "output_gamma")])
 def test_other_parameters_are_used_where_a_call_brings_them(features: str, name: str) -> None:
     mine, _ = layer(features)
-    follow_weights(torch.optim.SGD, mine, lr=0.01)
+    follow_weights(mine, torch.optim.SGD, lr=0.01)
     others = {name: 2.0 * mine.state_dict()[name]}
     found = torch.func.functional_call(mine, others, (normal(5, 3),))
     assert torch.equal(found, torch.func.functional_call(copy.deepcopy(mine), others, (normal(5, 3),)))
@@ -90,7 +87,7 @@ def test_other_parameters_are_used_where_a_call_brings_them(features: str, name:
 def test_loaded_gammas_are_trained_on(assign: bool) -> None:
     mine, _ = layer("he_normal")
     other, there = layer("he_normal", seed=1)
-    optimizer = follow_weights(torch.optim.SGD, mine, lr=0.01)
+    optimizer = follow_weights(mine, torch.optim.SGD, lr=0.01)
     step(mine, optimizer)
     mine.load_state_dict(other.state_dict(), assign=assign)
     assert distance(mine, there.weight.detach()) <= 1000 * EPS
@@ -101,8 +98,8 @@ def test_loaded_gammas_are_trained_on(assign: bool) -> None:
 
 def test_an_optimizer_of_before_leaves_the_training_of_the_next_alone() -> None:
     mine, plain = layer("he_normal")
-    first = follow_weights(torch.optim.SGD, mine, lr=0.01)
-    second = follow_weights(torch.optim.SGD, mine, lr=0.01)
+    first = follow_weights(mine, torch.optim.SGD, lr=0.01)
+    second = follow_weights(mine, torch.optim.SGD, lr=0.01)
     step(mine, second)
     step(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
     first.step()
@@ -117,7 +114,7 @@ def test_an_optimizer_of_before_leaves_the_training_of_the_next_alone() -> None:
 @pytest.mark.parametrize("features", FOLLOWED)
 def test_a_layer_frozen_later_stays_as_it_is(features: str) -> None:
     mine, _ = layer(features)
-    optimizer = follow_weights(torch.optim.SGD, mine, lr=0.01)
+    optimizer = follow_weights(mine, torch.optim.SGD, lr=0.01)
     step(mine, optimizer)
     before = mine.weight.detach().clone()
     mine.gamma.requires_grad_(False)
@@ -130,14 +127,14 @@ def test_a_layer_of_which_one_gamma_is_frozen_is_trained_the_plain_way() -> None
     assert mine.output_gamma is not None
     mine.output_gamma.requires_grad_(False)
     before = mine.output_gamma.clone(), mine.gamma.detach().clone()
-    step(mine, follow_weights(torch.optim.SGD, mine, lr=0.01))
+    step(mine, follow_weights(mine, torch.optim.SGD, lr=0.01))
     assert torch.equal(mine.output_gamma, before[0])
     assert not torch.equal(mine.gamma, before[1])
 
 
 def test_moving_the_model_afterwards_is_named() -> None:
     mine, _ = layer("he_normal")
-    follow_weights(torch.optim.SGD, mine, lr=0.01)
+    follow_weights(mine, torch.optim.SGD, lr=0.01)
     mine.float()
     with pytest.raises(ConversionError, match=r"torch.float64 on cpu; got torch.float32 on cpu.*after moving"):
         mine(normal(5, 3).float())
@@ -146,7 +143,7 @@ def test_moving_the_model_afterwards_is_named() -> None:
 @pytest.mark.parametrize("memory", [None, 1.0])
 def test_a_gradient_that_is_no_number_is_not_hidden(memory: float | None) -> None:
     mine, _ = layer("he_normal")
-    optimizer = follow_weights(torch.optim.SGD, mine, memory=memory, lr=0.01)
+    optimizer = follow_weights(mine, torch.optim.SGD, memory=memory, lr=0.01)
     mine(normal(5, 3) * torch.nan).sum().backward()
     optimizer.step()
     assert bool(mine.weight.isnan().any())
@@ -158,8 +155,39 @@ def test_a_gradient_that_is_no_number_is_not_hidden(memory: float | None) -> Non
 )
 @pytest.mark.usefixtures("unchecked")
 def test_arguments_of_the_wrong_kind_are_named(kind: Any, model: Any) -> None:
-    with pytest.raises(ConversionError, match="a class of optimizers and a model"):
-        follow_weights(kind, model, lr=0.1)
+    with pytest.raises(ConversionError, match=r"a model and .*optimizer"):
+        follow_weights(model, kind, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error", "match"),
+    [
+        (torch.optim.SGD, {"lr": -1.0}, ValueRangeError, r"-1\.0"),
+        (torch.optim.SGD, {"lr": 0.1, "speed": 2}, ConversionError, "speed"),
+        (torch.optim.Adam, {"betas": 0.9}, ConversionError, "Adam"),
+        (lambda parameters: torch.optim.SGD([]), {}, ValueRangeError, "empty parameter list"),
+        (lambda parameters: None, {}, ConversionError, "None"),
+    ],
+)
+def test_a_model_is_not_attached_to_an_optimizer_that_cannot_be_made(
+    kind: Any, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    mine, _ = layer("he_normal")
+    with pytest.raises(error, match=match):
+        follow_weights(mine, kind, **options)
+    before = mine.gamma.detach().clone()
+    step(mine, torch.optim.SGD(mine.parameters(), lr=0.01))
+    assert not torch.equal(mine.gamma, before)
+
+
+def test_an_optimizer_of_before_is_kept_if_the_next_cannot_be_made() -> None:
+    mine, plain = layer("he_normal")
+    optimizer = follow_weights(mine, torch.optim.SGD, lr=0.01)
+    with pytest.raises(ValueRangeError, match="lr"):
+        follow_weights(mine, torch.optim.SGD, lr=-1.0)
+    step(mine, optimizer)
+    step(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    assert distance(mine, plain.weight.detach()) <= 1e4 * EPS
 
 
 # ------------------------------------------------------------------------------- precision
@@ -169,16 +197,12 @@ def wide(excess: float = 1.0) -> nn.Module:
     return NormOnlyLinear(48, 32, features="he_normal", excess=excess, seed=0)
 
 
-def relative(made: Tensor, wanted: Tensor) -> float:
-    return float(torch.linalg.vector_norm(made - wanted) / torch.linalg.vector_norm(wanted))
-
-
 def test_a_refresh_and_a_step_inside_autocast_give_the_weights_of_a_step_outside() -> None:
     x = normal(7, 48).float()
     weights = []
     for is_inside in (False, True):
         model = wide()
-        optimizer = follow_weights(torch.optim.SGD, model, lr=0.01)
+        optimizer = follow_weights(model, torch.optim.SGD, lr=0.01)
         with torch.no_grad():
             model.gamma.mul_(1.5)  # changed by hand: the next pass makes the weight again
         model(x).square().sum().backward()
@@ -202,7 +226,7 @@ def test_a_refresh_and_a_step_inside_autocast_give_the_weights_of_a_step_outside
 def test_a_run_under_autocast_follows_the_ordinary_network_under_autocast() -> None:
     mine = wide(1.25)
     plain = mine.to_plain()
-    optimizers = [follow_weights(torch.optim.SGD, mine, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
+    optimizers = [follow_weights(mine, torch.optim.SGD, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
     x = normal(7, 48).float()
     for _ in range(5):
         for model, optimizer in zip((mine, plain), optimizers, strict=True):
@@ -218,7 +242,7 @@ def test_a_run_under_autocast_follows_the_ordinary_network_under_autocast() -> N
 def test_a_scaled_loss_is_unscaled_and_a_step_with_infinite_gradients_is_skipped() -> None:
     mine = wide(1.25)
     plain = mine.to_plain()
-    optimizers = [follow_weights(torch.optim.SGD, mine, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
+    optimizers = [follow_weights(mine, torch.optim.SGD, lr=0.01), torch.optim.SGD(plain.parameters(), lr=0.01)]
     x = normal(7, 48).float()
     for model, optimizer in zip((mine, plain), optimizers, strict=True):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -238,7 +262,7 @@ def test_gammas_follow_weights_of_half_precision(dtype: torch.dtype) -> None:
     mine = wide().to(dtype)
     plain = mine.to_plain()
     assert plain.weight.dtype == dtype
-    optimizers = [follow_weights(torch.optim.SGD, mine, lr=0.05), torch.optim.SGD(plain.parameters(), lr=0.05)]
+    optimizers = [follow_weights(mine, torch.optim.SGD, lr=0.05), torch.optim.SGD(plain.parameters(), lr=0.05)]
     x = normal(7, 48).to(dtype)
     for _ in range(5):
         for model, optimizer in zip((mine, plain), optimizers, strict=True):

@@ -30,8 +30,8 @@ PYPROJECT = SOURCE.parent.parent / "pyproject.toml"
 # library. The evidence and the command line stand on top of the library.
 ROOMS = [
     "errors", "validate", "memory", "seeds", "storage", "display", "modules", "data", "models", "intervals", "features",
-    "solvers", "alignment", "frozen", "optim", "reconstruction", "tuning", "rank", "identity", "onlynorm", "evidence",
-    "cli", "__main__",
+    "solvers", "alignment", "frozen", "optim", "reconstruction", "tuning", "rank", "identity", "files", "onlynorm",
+    "evidence", "cli", "__main__",
 ]  # fmt: skip
 FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
 ON_TOP = ("evidence", "cli", "__main__")
@@ -47,6 +47,9 @@ HEAVY = (
     "rich",
     "joblib",
     "lightning",
+    "lightning_fabric",
+    "PIL",
+    "tensorboard",
     "torchvision",
 )
 
@@ -181,6 +184,38 @@ def test_no_private_name_is_imported(path: Path) -> None:
     assert [alias.name for node in ours for alias in node.names if alias.name.startswith("_")] == []
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in ON_TOP], ids=named)
+def test_the_evidence_and_the_command_line_use_public_names_only(path: Path) -> None:
+    assert list(private_imports(parse(path))) == []
+
+
+def private_imports(tree: ast.Module) -> Iterator[str]:
+    """What a file imports from inside a room of the library instead of from what the room exports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (f"{node.lineno}: {alias.name}" for alias in node.names if alias.name.startswith("onlynorm."))
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "onlynorm":
+            parts = str(node.module).split(".")
+            if len(parts) > 1 and parts[1] in ON_TOP:
+                continue
+            module = importlib.import_module(".".join(parts[:2]))
+            exported = set(module.__all__) if hasattr(module, "__path__") else set(vars(module))
+            exported |= set(ROOMS) if len(parts) == 1 else set()
+            for alias in node.names:
+                if len(parts) > 2 or alias.name not in exported:
+                    yield f"{node.lineno}: {node.module}.{alias.name}"
+
+
+def test_the_rule_of_public_names_would_notice_a_breach() -> None:
+    tree = ast.parse(
+        "from onlynorm import plan, rank\nfrom onlynorm.storage import claim\nfrom onlynorm.solvers import KhatriRao\n"
+        "from onlynorm.solvers import Operator\nfrom onlynorm.solvers.spectrum import edges\nimport onlynorm.rank"
+    )
+    assert list(private_imports(tree)) == [
+        "4: onlynorm.solvers.Operator", "5: onlynorm.solvers.spectrum.edges", "6: onlynorm.rank",
+    ]  # fmt: skip
+
+
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance() -> None:
     counts = collections.Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES)
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
@@ -198,6 +233,8 @@ def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) 
     checks = {function.__name__ for function in table.CHECKS.values()}  # the statement says what a check is
     for node in tree.body:
         is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_named and any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list):
+            continue  # the function itself says it
         if is_named and not node.name.startswith("_") and not ast.get_docstring(node) and node.name not in checks:
             silent.append(node.name)
     assert silent == []
@@ -208,6 +245,13 @@ def test_nothing_registers_itself_when_it_is_imported() -> None:
     assert set(table.ARTIFACTS) == set(artifacts())
     listed = {*table.CHECKS.values(), *table.ARTIFACTS.values()}
     assert all(getattr(importlib.import_module(one.__module__), one.__name__) is one for one in listed)
+
+
+def test_rules_of_intervals_and_distributions_stand_in_tables() -> None:
+    """The decorators that add to these tables are for users."""
+    functions = (node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef))
+    calls = [one for function in functions for one in function.decorator_list if isinstance(one, ast.Call)]
+    assert {one.func.id for one in calls if isinstance(one.func, ast.Name)}.isdisjoint({"interval_rule", "register"})
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if room_of(path) != "cli"], ids=named)

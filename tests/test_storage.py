@@ -52,7 +52,7 @@ def test_every_single_altered_byte_is_noticed(tmp_path: Path) -> None:
         altered = bytearray(whole)
         altered[position] ^= 0x29 if byte == ord(" ") else (0x01, 0x20, 0x80)[position % 3]
         path.write_bytes(altered)
-        with pytest.raises(FormatError, match=r"whole safetensors file.*Make it again"):
+        with pytest.raises(FormatError, match=r"safetensors file.*Make it again"):
             read(path)
 
 
@@ -69,7 +69,7 @@ def test_cut_grown_or_foreign_bytes_are_refused(tmp_path_factory: pytest.TempPat
         )
     )
     path.write_bytes(changed)
-    with pytest.raises(FormatError, match=r"whole safetensors file.*Make it again"):
+    with pytest.raises(FormatError, match=r"safetensors file.*Make it again"):
         read(path)
 
 
@@ -79,7 +79,7 @@ def test_a_newer_format_and_another_kind_are_told_apart_from_damage(tmp_path: Pa
     with pytest.raises(FormatError, match=r"kind 'thing'; file is of kind 'other'"):
         read(write(tmp_path / "file", kind="other"))
     safetensors.torch.save_file(TENSORS, tmp_path / "foreign")
-    with pytest.raises(FormatError, match=r"has no checksum of ours"):
+    with pytest.raises(FormatError, match=r"no checksum"):
         read(tmp_path / "foreign")
 
 
@@ -87,7 +87,7 @@ def test_a_newer_format_and_another_kind_are_told_apart_from_damage(tmp_path: Pa
 def test_a_forged_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: dict[str, object]) -> None:
     real = json.dumps
     monkeypatch.setattr(json, "dumps", lambda value, **options: real({**value, **field}, **options))
-    with pytest.raises(FormatError, match=r"header of our own making|of kind \[\]"):
+    with pytest.raises(FormatError, match=r"header|of kind \[\]"):
         read(write(tmp_path / "file"))
 
 

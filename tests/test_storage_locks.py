@@ -170,7 +170,7 @@ def test_a_run_that_fails_releases_its_path(tmp_path: Path) -> None:
 
 def test_reconstruct_holds_its_partial_folder(tmp_path: Path, other: Holder) -> None:
     folder = tmp_path / "partial"
-    refuses(other, folder, lambda: on.reconstruct(mlp((3, 2)).double().eval(), inputs=X, partial=folder))
+    refuses(other, folder, lambda: on.reconstruct(mlp((3, 2)).double().eval(), X, partial=folder))
 
 
 def test_fit_holds_its_checkpoint(tmp_path: Path, other: Holder) -> None:

@@ -1,4 +1,7 @@
-"""Every function that writes: a full disk or a read-only folder is a StorageError, and no file is half written."""
+"""Every function that writes: a full disk or a read-only folder is a StorageError, and no file is half written.
+
+`test_files.py` has the same for `save`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_disks import content, fill_disk, forbid_new_files
 from commands import RunCli
 from torch import nn
 from toy_records import make_record
@@ -25,13 +29,10 @@ from onlynorm.evidence.cache import Cache
 from onlynorm.evidence.papers.reproduce import Outcome, reproduce
 from onlynorm.evidence.records import write_record
 from onlynorm.evidence.report.page import write_report
-from onlynorm.frozen import norm_only, save_norm_only
-from onlynorm.identity import save_factors, save_memorizer
 from onlynorm.models import mlp
 from onlynorm.rank import Chain, simulate
-from onlynorm.rank.diagnosis.page import plot_diagnosis, write_diagnosis
 from onlynorm.storage import claim, write_atomically, write_sealed
-from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_adapter, write_peft
+from onlynorm.tuning import Schedule, fit, only_norms, save_adapter, take_adapter, write_peft
 
 X = torch.linspace(-1.0, 1.0, 27, dtype=torch.float64).reshape(9, 3)
 LABELS = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1])
@@ -70,7 +71,7 @@ def train(path: Path) -> None:
 def rebuild(path: Path) -> None:
     for piece in path.glob("*") if path.is_dir() else ():
         piece.unlink()
-    on.reconstruct(tiny(), inputs=X, partial=path)
+    on.reconstruct(tiny(), X, partial=path)
 
 
 def redo(path: Path) -> None:
@@ -92,30 +93,21 @@ def diagnosis() -> Any:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "write_atomically": lambda path: write_atomically(path, b"new content"),
-    "save": lambda path: on.save(on.reconstruct(tiny(), inputs=X), path),
     "reconstruct(partial=)": rebuild,
-    "save_norm_only": lambda path: save_norm_only(norm_only(tiny(), seed=0), path),
     "save_adapter": lambda path: save_adapter(norms_model(), path),
-    "write_adapter": lambda path: write_adapter(take_adapter(norms_model()), path),
     "write_peft": lambda path: write_peft(take_adapter(norms_model()), path),
     "fit(checkpoint=)": train,
     "simulate(keep=)": lambda path: simulate(Chain(width=3, n_samples=2, n_chains=2), 20, keep=path),
-    "save_factors": lambda path: save_factors(on.factorize(torch.eye(2, dtype=torch.float64) * 2.0, depth=3), path),
-    "save_memorizer": lambda path: save_memorizer(on.memorize(X, LABELS), path),
     "write_sealed": lambda path: write_sealed(path, {"n": 1}, kind="k"),
     "write_record": lambda path: write_record(path, make_record()),
     "Figure.write": lambda path: make_record().figure.write(path),
     "write_report": report,
-    "plot_diagnosis": lambda path: plot_diagnosis(diagnosis()).save(path.with_suffix(".svg")),
-    "write_diagnosis": lambda path: write_diagnosis(diagnosis(), path),
+    "Figure.save": lambda path: diagnosis().plot().save(path.with_suffix(".svg")),
+    "to_html": lambda path: diagnosis().to_html(path),
     "reproduce": redo,
     "benchmark rows": rows_of,
 }
 """Functions that write to the path, a file or a folder; each writes when it is called a second time too."""
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture
@@ -128,21 +120,15 @@ def _records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("_records")
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_keeps_what_was_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, real = tmp_path / "out", os.write
+    path = tmp_path / "out"
     WRITERS[name](path)
     if name in ("fit(checkpoint=)", "reconstruct(partial=)"):  # these would only go on from what is there
         before: dict[str, bytes] = {}
     else:
         before = content(tmp_path)
 
-    def full(handle: int, data: bytes) -> int:
-        if os.fstat(handle).st_dev != os.stat(tmp_path).st_dev or len(data) < 8:  # process ids in lock files still fit
-            return real(handle, data)
-        real(handle, bytes(data)[: len(data) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        fill_disk(tmp_path, patch)
         with pytest.raises(StorageError, match=r"needs a writable folder with space; got No space left on device"):
             WRITERS[name](path)
     assert content(tmp_path) == before
@@ -155,14 +141,7 @@ def test_a_full_disk_keeps_what_was_there(name: str, tmp_path: Path, monkeypatch
 def test_a_folder_that_cannot_be_written_is_a_clear_error(
     name: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_CREAT and str(tmp_path) in str(path):
-            raise OSError(error, os.strerror(error))
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
+    forbid_new_files(tmp_path, error, monkeypatch)
     with pytest.raises(StorageError, match=f"needs a writable folder.*{os.strerror(error)}"):
         WRITERS[name](tmp_path / "out")
     assert content(tmp_path) == {}
@@ -301,7 +280,7 @@ def test_a_link_at_the_target_stays_and_what_it_points_to_is_replaced(tmp_path: 
 def test_only_ordinary_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, message in (("pipe", "Not an ordinary file"), ("folder", "Is a directory"), ("a\0b", "null")):
+    for name, message in (("pipe", "Not a regular file"), ("folder", "Is a directory"), ("a\0b", "null")):
         with pytest.raises(StorageError, match=message):
             write_atomically(tmp_path / name, b"x")
     assert {one.name for one in tmp_path.iterdir()} == {"pipe", "folder"}

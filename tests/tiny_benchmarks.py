@@ -16,7 +16,8 @@ from onlynorm.evidence.bench.races import align, chain, diagnose, norm_only, rec
 from onlynorm.evidence.bench.sweeps import adapt, frozen, predict, repair, scaled, scratch, text
 from onlynorm.evidence.bench.sweeps.reviews import Texts
 from onlynorm.evidence.harness import Sizes
-from onlynorm.evidence.papers.random_features import scaled_training, scratch_training
+from onlynorm.evidence.papers.random_features import scaled as scaled_training
+from onlynorm.evidence.papers.random_features import scratch as scratch_training
 from onlynorm.models import CifarResNet, cifar_resnet, mlp
 from onlynorm.seeds import own_randomness, seeded
 
@@ -104,9 +105,8 @@ def _frozen(patch: pytest.MonkeyPatch) -> Sizes:
 
 def _predict(patch: pytest.MonkeyPatch) -> Sizes:
     predict._split.cache_clear()
-    predict.images_digest.cache_clear()
     patch.setitem(predict._DATA, predict.FASHION, stripes)
-    chosen = [predict.Subject("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
+    chosen = [predict.NetworkSpec("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
     patch.setattr(predict, "subjects", lambda _: chosen)
     return predict.PredictSizes(n_diagnosed=32, steps=20, batch_size=16, lrs=(0.001, 0.1))
 
@@ -122,16 +122,15 @@ def _repair(patch: pytest.MonkeyPatch) -> Sizes:
 
 
 def _scaled(patch: pytest.MonkeyPatch) -> Sizes:
-    subject = scaled_training.Subject(
+    subject = scaled_training.Task(
         lambda: images(80, 40, 1, 4, 4), lambda seed: nn.Sequential(nn.Flatten(), *mlp((4, 5, 10), seed=seed))
     )
-    patch.setitem(scaled_training.SUBJECTS, "toy", subject)
+    patch.setitem(scaled_training.TASKS, "toy", subject)
     patch.setattr(scaled_training, "N_VALIDATION", 40)
     patch.setattr(scaled.sweep, "grid", (0.01, 0.1))
     conditions = {scaled.SEMICIRCLE: (1.0, 30.0), scaled.GEOMETRIC: (30.0,)}
     patch.setattr(scaled, "CONDITIONS", conditions)
     scaled_training.images_of.cache_clear()
-    scaled.images_digest.cache_clear()
     return scaled.ScaledSizes(data=("toy",), seeds=2, images=32, epochs=1, trial_epochs=1, batch_size=8)
 
 
@@ -145,7 +144,6 @@ def _scratch(patch: pytest.MonkeyPatch) -> Sizes:
         {name: scratch.METHODS[name] for name in (scratch.ORDINARY, scratch.ID_COND, *_drawn())},
     )  # fmt: skip
     scratch_training.images.cache_clear()
-    scratch.images_digest.cache_clear()
     return scratch.ScratchSizes(data=("toy",), seeds=2, trials=2)
 
 
@@ -156,7 +154,7 @@ def _drawn() -> list[str]:
 def _text(patch: pytest.MonkeyPatch) -> Sizes:
     patch.setattr(text, "read_reviews", made_texts)
     patch.setattr(text.sweep, "grid", (5e-3, 3e-2))
-    for function in (text.reader, text.parts, text.digests):
+    for function in (text.encoder, text.parts, text.digests):
         function.cache_clear()
     return text.TextSizes(quick=True, texts=64, n_validation=16, n_test=40, tokens=6, epochs=1, batch_size=32, seeds=2)
 
@@ -170,8 +168,8 @@ def _solve(patch: pytest.MonkeyPatch) -> Sizes:
 def _reconstruct(patch: pytest.MonkeyPatch) -> Sizes:
     patch.setattr(reconstruct, "cifar10", calibrated)
     patch.setattr(reconstruct, "make_target", lambda *, quick: narrow())
-    patch.setattr(reconstruct, "papers_rows", lambda target, say: [])
-    return reconstruct.Sizes(features=("id_cond",), calibration=6, exact=2, images=3, collapsed=5)
+    patch.setattr(reconstruct, "papers_rows", lambda target, status: [])
+    return reconstruct.ReconstructSizes(features=("id_cond",), calibration=6, exact=2, images=3, collapsed=5)
 
 
 def _tune(patch: pytest.MonkeyPatch) -> Sizes:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.records import Check, PieceNote, Record, Verdict
+from onlynorm.evidence.records import Check, PieceNote, Record, RecordVerdict
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">&'"
 
@@ -20,7 +20,7 @@ def make_record(**changes: Any) -> Record:
         claim="Squares grow.",
         kind="figure",
         scale="quick",
-        verdict=Verdict.CAVEAT,
+        verdict=RecordVerdict.CAVEAT,
         reasons=("Quick scale.",),
         checks=(
             Check("slope", 2.01, True, "2 ± 0.1", "Fig. 1", value=2.0, note="read off the figure"),

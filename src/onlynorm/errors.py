@@ -1,7 +1,7 @@
-"""Every exception onlynorm raises on purpose, and its one warning.
+"""The exceptions of onlynorm, and its one warning.
 
-A message has three parts: what was needed, what came, and the cure. `OnlynormError` catches them all; each
-also derives from the built-in exception a caller would expect, so `except ValueError` keeps working.
+A message has three parts: what is needed, what was passed, and the cure. All exceptions derive from `OnlynormError` and
+from the matching built-in class, so `except ValueError` works too.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 60
-"""Characters of a value that a message shows at most."""
+"""Maximum number of characters of a value in a message."""
 _SHOWN_BITS, _LISTED = 200, 24
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and newline, those that turn the direction of text, and bytes that are no Unicode."""
+"""Control characters except tab and newline, characters that change the text direction, and lone surrogates."""
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr if that is short, shape and type of an array, else its class."""
+    """A value formatted for a message: shape and dtype of an array, the repr if it is short, else the class name."""
     try:
         return _shown(value)
-    except Exception:  # attributes and the repr of a foreign object may raise anything, and must not hide the message
+    except Exception:  # attributes and repr of an unknown object may raise anything
         return f"a {type(value).__name__}"
 
 
@@ -31,38 +31,38 @@ def _shown(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None and not isinstance(value, type) and len(shape) > 0:
         return f"a {kind} of shape {tuple(shape)} and {str(dtype).removeprefix('torch.')}"
-    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:  # beyond 4300 digits Python refuses to print it
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:  # Python does not print more than 4300 digits
         return f"an integer of {value.bit_length()} bits"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{'the class' if isinstance(value, type) else 'the function'} {value.__qualname__}"[:SHOWN]
     if callable(getattr(value, "named_parameters", None)):
         return f"a {kind} module"
-    written = repr(value)
-    return written if len(written) <= SHOWN and written.isprintable() else f"a {kind}"
+    text = repr(value)
+    return text if len(text) <= SHOWN and text.isprintable() else f"a {kind}"
 
 
 def visible(text: str) -> str:
-    """The text with characters that could command a terminal written out, as in \\x1b."""
+    """The text with control characters escaped, as in \\x1b."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class OnlynormError(Exception):
-    """Base class: everything the library raises on purpose."""
+    """Base class of all exceptions of onlynorm."""
 
-    def __str__(self) -> str:  # names of files and tensors stand in messages, and a traceback goes to the terminal
+    def __str__(self) -> str:  # messages contain file and tensor names, which may hold control characters
         return visible(super().__str__())
 
 
 class ShapeError(OnlynormError, ValueError):
-    """Shapes that do not fit together."""
+    """Incompatible shapes."""
 
 
 class ValueRangeError(OnlynormError, ValueError):
-    """A number outside its admissible range: a tolerance of zero, a density above one, a NaN in a weight."""
+    """A value outside its valid range: a tolerance of zero, a density above one, a NaN in a weight."""
 
 
 class UnknownNameError(OnlynormError, KeyError):
-    """A name that no registry holds; the message suggests the nearest one."""
+    """An unknown name; the message suggests similar ones."""
 
     def __init__(self, kind: str, name: Any, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -77,40 +77,40 @@ class UnknownNameError(OnlynormError, KeyError):
         return visible(str(self.args[0]))
 
     def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, Any, list[str]]]:
-        return type(self), self._asked  # a worker sends its error home by pickle, which would call __init__ with args
+        return type(self), self._asked  # pickle would call __init__ with args, the message alone
 
 
 class InsufficientFeaturesError(OnlynormError, ValueError):
-    """Exactness was asked for with fewer features than equations, or with features that cannot reach it."""
+    """An exact solution was requested with fewer features than equations, or with dependent features."""
 
 
 class MemoryLimitError(OnlynormError, MemoryError):
-    """No method fits into the memory the caller allowed."""
+    """No method fits into the allowed memory."""
 
 
 class ToleranceError(OnlynormError, ArithmeticError):
-    """The caller asked for a tolerance and it was not reached; the message holds the size and the cure."""
+    """The requested tolerance was not reached; the message gives the error and the cure."""
 
 
 class AccuracyWarning(UserWarning):
-    """A layer less exact than its features should make it; the message holds its name, the size and the cure."""
+    """A layer is less accurate than its features allow; the message gives its name, the error and the cure."""
 
 
 class ConversionError(OnlynormError, TypeError):
-    """A network, or a part of it, that cannot be turned into norm-only blocks."""
+    """A model or an argument that cannot be converted, such as a layer without a norm-only equivalent."""
 
 
 class FormatError(OnlynormError, ValueError):
-    """A file or record that is damaged, altered, of a newer format, or not ours."""
+    """A file or record that is damaged, modified, of a newer format, or not written by onlynorm."""
 
 
 class MissingDataError(OnlynormError, FileNotFoundError):
-    """A data set that is not on this machine; the message says where it was looked for and how to get it."""
+    """A data set or file that does not exist; the message gives the path and how to get it."""
 
 
 class StorageError(OnlynormError, OSError):
-    """A folder that cannot be written: full, read-only, or in the way of a file."""
+    """A path that cannot be read or written: the disk is full, read-only, or the path is a folder."""
 
 
 class TrainingError(OnlynormError, ArithmeticError):
-    """Training that cannot continue, as with a loss that is NaN or infinite; the message says what was saved."""
+    """Training cannot continue, for example because the loss is NaN or infinite; the message says what was saved."""

@@ -1,4 +1,4 @@
-"""Generators for a seed, so that torch's global generator stays as it is."""
+"""Seeded random generators that leave the global generator of torch unchanged."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from onlynorm.validate import need_seed
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own for this seed, so that the global one stays as it is."""
+    """A new generator with this seed."""
     return torch.Generator().manual_seed(need_seed(seed))
 
 
 @contextlib.contextmanager
 def own_randomness(seed: int) -> Iterator[None]:
-    """Inside, torch draws from this seed; outside, the global generator has not moved."""
+    """Context in which torch's global generator has this seed; its state is restored afterwards."""
     with GLOBAL_GENERATORS, torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach the generators of GPUs too
+        torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would also seed the GPUs
         yield
 
 
 GLOBAL_GENERATORS = threading.RLock()
-"""Held while a function of onlynorm has lent torch's global generators another state: threads take turns."""
+"""Lock held while onlynorm has replaced the state of torch's global generators, one thread at a time."""

@@ -1,19 +1,16 @@
-"""Files that are whole or refused: written beside their place and renamed, sealed by a checksum, checked when read.
+"""Atomic writing of files with a checksum, and validation when they are read.
 
-A sealed tensor file is a safetensors file whose metadata hold one JSON document under the key "onlynorm". Its "sha256"
-is the SHA-256 of the whole file, length, header and data, taken with 64 zeros in its own place: a single altered byte
-anywhere is noticed before anything in the file is looked at. Nothing in it can run.
+A sealed tensor file is a safetensors file whose metadata contains one JSON document under the key "onlynorm". Its
+"sha256" is the SHA-256 of the whole file (length, header and data), computed with 64 zeros in place of the hash. It is
+checked before the content is parsed. Nothing in the file is executed.
 
-Every file of the library is written by `write_atomically`, and a run that writes for a while holds `claim(path)`, so
-that two runs never write to one path at the same time. A checksum proves that a file is undamaged, not who wrote it:
-readers check every declared size and type against the content of the file before they use it.
+Every file of the library is written by `write_atomically`. A long run holds `claim(path)`, so that two runs never write
+to the same path at the same time. A checksum proves that a file is undamaged, not who wrote it: readers check every
+declared size and type against the content of the file before they use it.
 
-Sealed JSON files: written whole or not at all, and never trusted when damaged.
-
-A sealed file is one JSON object `{"kind", "format", "checksum", "body"}`; the checksum is the SHA-256 of the
-body in canonical form. It is written beside its place, flushed to the disk and renamed, so a killed process
-leaves the old file or the new one. A file is accepted only if its content, written again, gives the same bytes.
-Numbers that JSON lacks (NaN, infinities) are kept as `{"$float": "nan"}`.
+A sealed JSON file is one JSON object `{"kind", "format", "checksum", "body"}`. The checksum is the SHA-256 of the body
+in canonical form. A file is accepted only if serializing its content again gives the same bytes. NaN and infinities,
+which JSON lacks, are stored as `{"$float": "nan"}`.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ import secrets
 import stat
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, ParamSpec, TypeVar
 
@@ -44,22 +41,24 @@ from torch import Tensor
 from onlynorm.errors import FormatError, MemoryLimitError, OnlynormError, StorageError
 
 fcntl: Any = None
-with contextlib.suppress(ImportError):  # on Windows an open file cannot be deleted, and runs are not kept apart
+with contextlib.suppress(ImportError):  # Windows: open files cannot be deleted, so there are no locks
     fcntl = importlib.import_module("fcntl")
 MAX_NESTING = 64
-"""Lists and objects inside each other in a JSON document that is read; our own files have fewer than ten."""
+"""Maximum nesting of a JSON document; files of this library have fewer than ten levels."""
+MAX_HEADER = 100_000_000
+"""Maximum bytes of the header of a tensor file, the limit of safetensors."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _KEY = "onlynorm"
-_SEAL = b'\\"sha256\\":\\"'  # as it stands in the header, where the document is JSON inside a JSON string
+_SEAL = b'\\"sha256\\":\\"'  # escaped, since the document is JSON inside a JSON string
 _BLANK = b"0" * 64
 
 
 def version() -> str:
-    """The version of this library, as installed."""
+    """The installed version of this library."""
     try:
         return importlib.metadata.version("onlynorm")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
         return "unknown"
 
 
@@ -80,7 +79,7 @@ def to_plain(value: Any) -> Any:
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | range):
         return [to_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy arrays and torch tensors, wherever they live
+    if hasattr(value, "tolist"):  # numpy arrays and torch tensors on any device
         return to_plain(value.tolist())
     raise FormatError(
         f"a stored result needs numbers, strings, lists and dicts; got {type(value).__name__}. "
@@ -89,11 +88,11 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `to_plain` up to containers: non-finite numbers are floats again."""
+    """The inverse of `to_plain`, except for container types: restores NaN and infinities."""
     if isinstance(value, dict):
         if set(value) == {"$float"}:
             if value["$float"] not in ("nan", "inf", "-inf"):
-                raise FormatError(f"a stored number needs to be nan, inf or -inf; got {value['$float']!r:.40}.")
+                raise FormatError(f"$float needs to be nan, inf or -inf; got {value['$float']!r:.40}.")
             return float(value["$float"])
         return {key: from_plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -107,31 +106,31 @@ def canonical(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of `value` in canonical JSON: equal values, equal digests."""
+    """SHA-256 of `value` in canonical JSON; equal values have equal digests."""
     return hashlib.sha256(canonical(value).encode()).hexdigest()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` whole or not at all, flushed to the disk.
+    """Writes `data` to `path` atomically and flushes it to the disk.
 
-    The data go to a new file with a random name beside the target, which is then renamed. What a killed process left
-    of such a file is deleted by the next write to the same target. If `path` is a symbolic link, the file it points to
-    is replaced and the link stays. A replaced file keeps its permissions; a new one gets those of the umask.
+    The data is written to a temporary file with a random name in the same folder, which is then renamed. Temporary
+    files of killed processes are deleted by the next write to the same path. If `path` is a symbolic link, the linked
+    file is replaced. A replaced file keeps its permissions; a new file gets those of the umask.
     """
     try:
         target = _real_target(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(target)
-        handle, beside = _create_beside(target)
+        handle, temporary = _create_temporary(target)
         try:
             _write_all(handle, data)
             if fcntl is None:
                 os.close(handle)
                 handle = -1
-            os.replace(beside, target)
+            os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
         finally:
             if handle >= 0:
@@ -144,12 +143,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 def _unwritable(path: Path | str, error: Exception) -> StorageError:
     return StorageError(
         f"saving results needs a writable folder with space; got {getattr(error, 'strerror', None) or error} for "
-        f"{path}. Free space there or choose another folder; finished pieces are kept."
+        f"{path}. Free space there or choose another folder; finished parts are saved."
     )
 
 
 def _real_target(path: Path) -> Path:
-    """The path without symbolic links; only ordinary files may be replaced."""
+    """The path with symbolic links resolved; raises OSError if it is not a regular file."""
     target = Path(os.path.realpath(path))
     try:
         mode = os.lstat(target).st_mode
@@ -160,37 +159,37 @@ def _real_target(path: Path) -> Path:
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "Not an ordinary file")
+        raise OSError(errno.EINVAL, "Not a regular file")
     return target
 
 
 def _stem(target: Path) -> str:
-    """The start of the names of temporary files: that of the target, or its digest where that would be too long."""
+    """The prefix of temporary files: the name of the target, or its digest if the name is too long."""
     name = os.fsencode(target.name)
     return target.name if len(name) <= 200 else hashlib.sha256(name).hexdigest()[:32]
 
 
-def _create_beside(target: Path) -> tuple[int, Path]:
-    """A new, empty file beside the target, locked while this process lives, and its path."""
+def _create_temporary(target: Path) -> tuple[int, Path]:
+    """(handle, path) of a new file in the folder of the target, locked until it is closed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     while True:
-        beside = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.tmp")
+        temporary = target.with_name(f".{_stem(target)}.{secrets.token_hex(8)}.tmp")
         try:
-            handle = os.open(beside, flags, 0o666)
+            handle = os.open(temporary, flags, 0o666)
         except FileExistsError:
             continue
         try:
             if fcntl is None or (_try_lock(handle) and os.fstat(handle).st_nlink):
-                with contextlib.suppress(OSError):  # there is no target yet, or no permissions on this file system
-                    os.chmod(beside, stat.S_IMODE(os.stat(target).st_mode))
-                return handle, beside
+                with contextlib.suppress(OSError):  # no target yet, or a file system without permissions
+                    os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+                return handle, temporary
         except BaseException:
             os.close(handle)
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
             raise
-        os.close(handle)  # another writer took it for a leftover before it was locked
+        os.close(handle)  # another writer deleted it as stale before it was locked
 
 
 def _write_all(handle: int, data: bytes) -> None:
@@ -201,7 +200,7 @@ def _write_all(handle: int, data: bytes) -> None:
 
 
 def _remove_stale(target: Path) -> None:
-    """Delete temporary files of this target whose writers are gone."""
+    """Deletes temporary files of this target whose writer has ended."""
     pattern = re.compile(rf"\.{re.escape(_stem(target))}\.[0-9a-f]{{16}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
@@ -220,7 +219,7 @@ def _remove_stale(target: Path) -> None:
 
 
 def _try_lock(handle: int) -> bool:
-    """Whether this open file is now locked by us; True too where the file system has no locks."""
+    """Tries to lock an open file; True on success, and on file systems without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -230,11 +229,11 @@ def _try_lock(handle: int) -> bool:
 
 @contextlib.contextmanager
 def claim(path: Path | str) -> Iterator[None]:
-    """Hold `path`, a file or a folder, for this run; `StorageError` with the process id if another run holds it.
+    """Locks `path`, a file or a folder, for this run; raises `StorageError` if another run has locked it.
 
-    The claim is a locked file `.NAME.lock` beside the path, which is deleted afterwards. The system releases the lock
-    when the process ends, however it ends, so a killed run blocks nobody. Threads of one process exclude each other as
-    processes do. On Windows, and on file systems without locks, nothing is held.
+    The lock is a file `.NAME.lock` in the same folder, which is deleted afterwards. The operating system releases it
+    when the process ends, also when it is killed. Threads of one process exclude each other too. On Windows, and on
+    file systems without locks, nothing is locked.
     """
     if fcntl is None:
         yield
@@ -245,7 +244,7 @@ def claim(path: Path | str) -> Iterator[None]:
         lock = target.with_name(f".{_stem(target)}.lock")
         made = [folder for folder in (target.parent, *target.parent.parents) if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle = _take(lock)
+        handle = _acquire(lock)
     except (OSError, ValueError) as error:
         raise _unwritable(path, error) from error
     try:
@@ -260,15 +259,15 @@ def claim(path: Path | str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.unlink(lock)
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child may still have the file open
+                fcntl.flock(handle, fcntl.LOCK_UN)  # a forked child may have the file open
             os.close(handle)
         for folder in made:
-            with contextlib.suppress(OSError):  # it has content by now
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
 
 
-def _take(lock: Path) -> int | None:
-    """The locked file with our process id in it; None if another process or thread holds it."""
+def _acquire(lock: Path) -> int | None:
+    """The handle of the lock file, with the process id written to it; None if another process or thread holds it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
         handle = os.open(lock, flags, 0o666)
@@ -276,12 +275,12 @@ def _take(lock: Path) -> int | None:
             if not _try_lock(handle):
                 os.close(handle)
                 return None
-            held = os.fstat(handle)
+            locked = os.fstat(handle)
             try:
-                is_there = os.path.samestat(held, os.lstat(lock))
+                is_current = os.path.samestat(locked, os.lstat(lock))
             except FileNotFoundError:
-                is_there = False
-            if is_there:
+                is_current = False
+            if is_current:
                 try:
                     os.ftruncate(handle, 0)
                     os.write(handle, str(os.getpid()).encode())
@@ -294,7 +293,7 @@ def _take(lock: Path) -> int | None:
             with contextlib.suppress(OSError):
                 os.close(handle)
             raise
-        os.close(handle)  # its holder deleted it between our opening and locking
+        os.close(handle)  # deleted by its holder after it was opened here
 
 
 def _holder(lock: Path) -> str:
@@ -305,7 +304,7 @@ def _holder(lock: Path) -> str:
 
 
 def claiming(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator: the function holds a `claim` on its keyword argument `name` while it runs, unless that is None."""
+    """A decorator that holds a `claim` on the keyword argument `name`, if it is not None, during the call."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)
@@ -322,12 +321,12 @@ def claiming(name: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that writes, where a launcher has started several for one run."""
+    """Whether this process has rank 0 in a distributed run; only that one writes."""
     return all(os.environ.get(rank, "0") == "0" for rank in ("RANK", "NODE_RANK", "LOCAL_RANK"))
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make the rename itself durable; file systems that cannot flush a folder are left alone."""
+    """Flushes a rename to the disk, where the file system can flush folders."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -339,9 +338,9 @@ def _flush_folder(folder: Path) -> None:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, kind: str, format: int, document: Mapping[str, Any]
 ) -> None:
-    """Write the tensors and the document as one sealed file of this kind and format; equal content, equal bytes."""
+    """Writes tensors and a document as one sealed file; equal content gives equal bytes."""
     whole = {**document, "kind": kind, "format": format, "onlynorm": version(), "sha256": _BLANK.decode()}
-    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}  # channels_last, transposed and so on
+    dense = {name: tensor.contiguous() for name, tensor in tensors.items()}  # e.g. channels_last or transposed
     write_atomically(path, seal(save(dense, metadata={_KEY: canonical(whole)})))
 
 
@@ -355,9 +354,9 @@ def seal(data: bytes) -> bytes:
 
 
 def open_file(path: Path | str) -> BinaryIO:
-    """An ordinary file, open for reading; OSError for anything else, such as a pipe, which may never have an end."""
+    """A regular file, open for reading; raises OSError for other files, such as pipes."""
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-    # Opening a pipe that nobody writes to waits for a writer, and opening a terminal may make it ours.
+    # Otherwise opening a pipe waits for a writer, and a terminal may become the controlling one.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
     handle = os.open(path, flags)
     try:
@@ -365,7 +364,7 @@ def open_file(path: Path | str) -> BinaryIO:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not an ordinary file")
+            raise OSError(errno.EINVAL, "not a regular file")
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -373,33 +372,40 @@ def open_file(path: Path | str) -> BinaryIO:
 
 
 def read_file(path: Path, *, what: str, limit: int | None = None) -> bytes:
-    """The bytes of an ordinary file; `what` is what errors call its content, `limit` the most bytes it may have.
+    """The bytes of a regular file of at most `limit` bytes; `what` names its content in errors.
 
-    What another process appends meanwhile is not read.
+    Data appended by another process during the call is not read.
     """
+    with _reading(path, what) as file:
+        size = os.fstat(file.fileno()).st_size
+        if limit is not None and size > limit:
+            raise FormatError(f"{what} needs at most {limit:,} bytes; {path.name} has {size:,}. Pass another file.")
+        return file.read(size)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, what: str) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; system errors are raised as errors of this library."""
     try:
         with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if limit is not None and size > limit:
-                raise FormatError(f"{what} needs at most {limit:,} bytes; {path.name} has {size:,}. Pass another file.")
-            return file.read(size)
+            yield file
     except (MemoryError, OverflowError) as error:
         raise MemoryLimitError(f"{what} needs to be read at once; {path.name} does not fit into memory.") from error
     except FormatError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        told = getattr(error, "strerror", None) or error
-        raise StorageError(f"{what} needs a readable file; got {told} for {path}. Check the path.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise StorageError(f"{what} needs a readable file; got {reason} for {path}. Check the path.") from error
 
 
 def parse_json(data: bytes | str) -> Any:
-    """The value of a JSON document; ValueError where it is damaged, nested too deeply, or has numbers JSON lacks."""
+    """The value of a JSON document; raises ValueError if it is invalid or nested too deeply."""
 
-    def refuse(name: str) -> NoReturn:
+    def reject(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        value = json.loads(data, parse_constant=refuse)
+        value = json.loads(data, parse_constant=reject)
     except RecursionError as error:
         raise ValueError(f"nested more than {MAX_NESTING} deep") from error
     level = [value]
@@ -415,14 +421,14 @@ def _items(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
 
 
 def make_checked(kind: type[_T], written: object) -> _T:
-    """An instance of a dataclass from a dict of a file; ValueError unless all fields are there and of their type.
+    """An instance of a dataclass from a dict of a file; raises ValueError for missing fields or wrong types.
 
-    Fields with a default may be missing. Lists stand for tuples, and whole numbers for floats.
+    Fields with a default may be missing. Lists are converted to tuples, and integers to floats.
     """
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     if not isinstance(written, dict):
-        raise ValueError(f"{kind.__name__} needs a table of fields, not {type(written).__name__}")
+        raise ValueError(f"{kind.__name__} needs a dict of fields, not {type(written).__name__}")
     if unknown := written.keys() - {field.name for field in fields}:
         raise ValueError(f"{kind.__name__} has no field {min(unknown)!r:.60}")
     values = {}
@@ -435,7 +441,7 @@ def make_checked(kind: type[_T], written: object) -> _T:
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:
-    """The value, if it is of this type; numbers as floats and lists as tuples where those are asked for."""
+    """The value converted to this type (integers to floats, lists to tuples); raises ValueError for other types."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for one in inner:
@@ -453,48 +459,81 @@ def _checked(hint: Any, value: Any, name: str) -> Any:
     raise ValueError(f"the field {name!r} needs {getattr(hint, '__name__', hint)}, not {value!r:.60}")
 
 
-def read_tensors(path: Path, *, kind: str, format: int, cure: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(document, tensors) of a sealed file; `FormatError` where it is damaged, altered, newer or of another kind."""
+def read_tensors(
+    path: Path, *, kind: str | tuple[str, ...], format: int, cure: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(document, tensors) of a sealed file; raises `FormatError` if it is damaged, newer or of another kind.
+
+    If several kinds are given, the first is the current one; `document["kind"]` is that of the file.
+    """
+    kinds = (kind,) if isinstance(kind, str) else kind
+    kind = kinds[0]
     data = read_file(path, what=f"the {kind}")
     header = _open_seal(data, path.name, kind, cure)
     try:
         document = parse_json(parse_json(header)["__metadata__"][_KEY])
         written, own = document["format"], document["kind"]
         if type(written) is not int or written < 1:
-            raise TypeError("a format is a positive whole number")
+            raise TypeError("a format is a positive integer")
         if written > format:
             raise FormatError(f"the {kind} needs format {format} or older; {path.name} has {written}. Update onlynorm.")
-        if own != kind:
+        if own not in kinds:
             raise FormatError(f"expected a file of kind {kind!r}; {path.name} is of kind {own!r}. Pass another file.")
         restored: dict[str, Any] = from_plain(document)
         return restored, load(data)
     except FormatError:
         raise
     except MemoryError as error:
-        raise MemoryLimitError(f"the {kind} needs more memory than there is to read {path.name}.") from error
-    except Exception as error:  # whatever a forged header sets off in the parsers, it is the file's fault
-        raise FormatError(f"the {kind} needs a header of our own making; {path.name} has another. {cure}") from error
+        raise MemoryLimitError(f"the {kind} needs to be read at once; {path.name} does not fit into memory.") from error
+    except Exception as error:  # a forged header may raise any error in the parsers
+        raise FormatError(f"the {kind} needs a header written by onlynorm; {path.name} has another. {cure}") from error
+
+
+def read_kind(path: Path, *, known: Collection[str], cure: str) -> str:
+    """The kind in the header of a sealed tensor file.
+
+    The checksum is left to the reader of a known kind. For an unknown kind it is checked here, so that a damaged file
+    is not reported as one of another kind.
+    """
+    with _reading(path, "load") as file:
+        start = file.read(8)
+        size = int.from_bytes(start, "little")
+        if size > min(MAX_HEADER, os.fstat(file.fileno()).st_size - len(start)) or len(start) < 8:
+            raise _invalid(path.name, "load", "is not one, or it is truncated", cure)
+        header = file.read(size)
+    if _SEAL not in header:
+        raise _invalid(path.name, "load", "has no checksum of onlynorm", cure)
+    try:
+        kind = parse_json(parse_json(header)["__metadata__"][_KEY])["kind"]
+        if isinstance(kind, str) and kind in known:
+            return kind
+    except Exception:  # a forged header may raise any error in the parsers
+        kind = None
+    _open_seal(read_file(path, what="load"), path.name, "file", cure)
+    if isinstance(kind, str):
+        return kind
+    raise FormatError(f"load needs a header written by onlynorm; {path.name} has another. {cure}")
 
 
 def _open_seal(data: bytes, name: str, kind: str, cure: str) -> bytes:
-    """The header of the file, once the checksum of the whole holds."""
-
-    def refuse(why: str) -> NoReturn:
-        raise FormatError(f"the {kind} needs a whole safetensors file written by onlynorm; {name} {why}. {cure}")
-
+    """The header of the file; raises FormatError unless the checksum matches."""
     end = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or end > len(data):
-        refuse("is not one, or it is truncated")
+        raise _invalid(name, f"the {kind}", "is not one, or it is truncated", cure)
     header = data[8:end]
     if _SEAL not in header:
-        refuse("has no checksum of ours: it comes from elsewhere or was altered")
+        raise _invalid(name, f"the {kind}", "has no checksum of onlynorm", cure)
     place = 8 + header.index(_SEAL) + len(_SEAL)
     seal = hashlib.sha256(data[:place])
     seal.update(_BLANK)
     seal.update(memoryview(data)[place + len(_BLANK) :])
     if data[place : place + len(_BLANK)] != seal.hexdigest().encode():
-        refuse("does not match its checksum: it was altered or truncated")
+        raise _invalid(name, f"the {kind}", "does not match its checksum: it was altered or truncated", cure)
     return header
+
+
+def _invalid(name: str, what: str, why: str, cure: str) -> FormatError:
+    return FormatError(f"{what} needs a safetensors file written by onlynorm; {name} {why}. {cure}")
 
 
 __all__ = ["digest", "from_plain", "read_sealed", "seal_json", "to_plain", "write_atomically", "write_sealed"]
@@ -502,18 +541,18 @@ FORMAT = 1
 
 
 def write_sealed(path: Path, body: Mapping[str, Any], *, kind: str) -> None:
-    """Write `body` as a sealed file of this `kind`."""
+    """Writes `body` as a sealed JSON file of this `kind`."""
     write_atomically(path, seal_json(to_plain(body), kind=kind))
 
 
 def seal_json(plain: Mapping[str, Any], *, kind: str) -> bytes:
-    """The bytes of a sealed file with this body, in JSON types."""
+    """The bytes of a sealed JSON file; `plain` is its body in JSON types."""
     sealed = {"kind": kind, "format": FORMAT, "checksum": digest(plain), "body": plain}
     return (json.dumps(sealed, allow_nan=False) + "\n").encode()
 
 
 def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
-    """The body of a sealed file; `FormatError` when it is damaged, altered, newer, or of another kind."""
+    """The body of a sealed JSON file; raises `FormatError` if it is damaged, altered, newer or of another kind."""
     cure = "Delete the file and run `reproduce` again."
     try:
         data = read_file(path, what=f"the {kind}")
@@ -521,9 +560,9 @@ def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
     except OnlynormError:
         raise
     except ValueError as error:
-        raise FormatError(f"the {kind} needs whole JSON; {path.name} is damaged or truncated. {cure}") from error
+        raise FormatError(f"the {kind} needs valid JSON; {path.name} is damaged or truncated. {cure}") from error
     if not isinstance(sealed, dict) or sealed.get("kind") != kind or not isinstance(sealed.get("body"), dict):
-        raise FormatError(f"expected a file of kind {kind!r}; {path.name} is something else. {cure}")
+        raise FormatError(f"expected a file of kind {kind!r}; {path.name} is not. {cure}")
     if sealed.get("format") != FORMAT:
         raise FormatError(
             f"the {kind} needs format {FORMAT}; {path.name} has {sealed.get('format')!r}. "
@@ -531,17 +570,17 @@ def read_sealed(path: Path, *, kind: str) -> dict[str, Any]:
         )
     body = sealed["body"]
     try:
-        intact = data == seal_json(body, kind=kind)  # byte for byte, the checksum among them
+        intact = data == seal_json(body, kind=kind)  # including the checksum
         restored = from_plain(body)
     except (ValueError, TypeError, OverflowError):
         intact = False
     if not intact or not isinstance(restored, dict):
-        raise FormatError(f"the {kind} needs its own checksum; {path.name} was altered or damaged. {cure}")
+        raise FormatError(f"the {kind} needs a matching checksum; {path.name} was altered or damaged. {cure}")
     return restored
 
 
 def tensors_digest(tensors: Mapping[str, object]) -> str:
-    """SHA-256 over names, types, shapes and bytes of tensors."""
+    """SHA-256 of the names, dtypes, shapes and bytes of tensors."""
     total = hashlib.sha256()
     for name, value in tensors.items():
         total.update(f"{name!r}: {getattr(value, 'dtype', value)} {tuple(getattr(value, 'shape', ()))}\n".encode())

@@ -1,6 +1,7 @@
-"""Checks of arguments that public functions share. Every error says what was needed, what came, and the cure.
+"""Validation of arguments. Error messages give what is needed, what was passed, and the cure.
 
-`as_...` converts what can be converted, `need_...` returns the value in its plain type; both raise otherwise.
+`as_...` functions convert their argument, `need_...` functions return it as a plain Python type; both raise if it is
+invalid.
 """
 
 from __future__ import annotations
@@ -15,28 +16,29 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError, shown
 
+Progress = Callable[[int, int, str], None]
+"""Called with (done, total, message)."""
 _T = TypeVar("_T")
 _SEEDS = 2**64
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-_MOST_ITEMS = 2**22
-_MOST_COUNT = 2**63
-_SMALL = 2**28  # bytes for which the free memory is not looked up, which takes 20 microseconds
+_MAX_ITEMS = 2**22
+_MAX_INTEGER = 2**63
+_SMALL = 2**28  # bytes below which free memory is not queried: a query takes 20 microseconds
 
 
 # ------------------------------------------------------------------------------- tensors
 
 
 def as_tensor(name: str, value: Any, *, cure: str = "Pass a tensor or a NumPy array.") -> Tensor:
-    """`value` as a dense tensor: tensors as they are, NumPy arrays, and lists or scalars of numbers converted.
+    """`value` as a dense tensor. NumPy arrays, lists and scalars are converted, tensors returned unchanged.
 
-    Unsigned integers of more than one byte become int64: torch hardly computes with them. Sparse, quantized and nested
-    tensors and those on the meta device are refused.
+    Unsigned integers of more than one byte become int64, since torch supports few operations on them. Raises
+    `ConversionError` for sparse, quantized, nested and meta tensors.
     """
     if isinstance(value, Tensor):
         dense = _need_dense(name, value)
@@ -44,7 +46,7 @@ def as_tensor(name: str, value: Any, *, cure: str = "Pass a tensor or a NumPy ar
     if isinstance(value, np.ndarray | np.generic | list | tuple | range | int | float) and not isinstance(value, bool):
         try:
             if isinstance(value, list | tuple) and value and all(isinstance(item, Tensor) for item in value):
-                return as_tensor(name, torch.stack(value), cure=cure)  # NumPy has no bfloat16, and no gradients
+                return as_tensor(name, torch.stack(value), cure=cure)  # NumPy supports neither bfloat16 nor gradients
             array = np.asarray(value)
             if array.dtype.kind == "u" and array.dtype.itemsize > 1:
                 array = array.astype(np.int64)
@@ -52,26 +54,26 @@ def as_tensor(name: str, value: Any, *, cure: str = "Pass a tensor or a NumPy ar
             return torch.as_tensor(array if is_plain else array.astype(array.dtype.newbyteorder("="), order="C"))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             first = str(error).partition("\n")[0]
-            raise ConversionError(f"{name} needs numbers; got {shown(value)} ({first:.80}). {cure}") from error
-    raise ConversionError(f"{name} needs a tensor; got {shown(value)}. {cure}")
+            raise ConversionError(f"{name} must be numeric; got {shown(value)} ({first:.80}). {cure}") from error
+    raise ConversionError(f"{name} must be a tensor; got {shown(value)}. {cure}")
 
 
 def as_real(
     name: str, value: Any, *, ndim: int | None = None, is_finite: bool = False, cure: str = "Pass a real tensor."
 ) -> Tensor:
-    """`value` as a dense tensor of real numbers with `ndim` axes; integers and booleans become float64."""
+    """`value` as a dense real tensor with `ndim` dimensions; integers and booleans become float64."""
     given = as_tensor(name, value, cure=cure)
     if given.is_complex():
-        raise ValueRangeError(f"{name} needs real numbers; got {given.dtype}. {cure}")
+        raise ValueRangeError(f"{name} must be real; got {given.dtype}. {cure}")
     if ndim is not None and given.ndim != ndim:
-        raise ShapeError(f"{name} needs {ndim} axes; got {given.ndim} in the shape {tuple(given.shape)}. {cure}")
+        raise ShapeError(f"{name} must have {ndim} dimensions; got {given.ndim} in shape {tuple(given.shape)}. {cure}")
     if not given.is_floating_point():
         return given.double()
     if is_finite and not bool(torch.isfinite(given).all()):
         bad = ~torch.isfinite(given)
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueRangeError(
-            f"{name} needs finite numbers; got {int(bad.sum())} NaN or infinite, the first at {where}. {cure}"
+            f"{name} must be finite; got {int(bad.sum())} NaN or infinite values, the first at {where}. {cure}"
         )
     return given
 
@@ -79,24 +81,24 @@ def as_real(
 def _need_dense(name: str, value: Tensor) -> Tensor:
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-        made_by = "dequantize" if value.is_quantized else "to_dense"
-        cure = "torch.nested.to_padded_tensor" if value.is_nested else made_by
+        function = "dequantize" if value.is_quantized else "to_dense"
+        cure = "torch.nested.to_padded_tensor" if value.is_nested else function
         raise ConversionError(
-            f"{name} needs a dense tensor; got a {kind.removeprefix('torch.')} one. Pass a dense copy, made by {cure}."
+            f"{name} must be a dense tensor; got a {kind.removeprefix('torch.')} one. Convert it with {cure}."
         )
     if value.is_floating_point() and value.itemsize < 2:
         raise ConversionError(
-            f"{name} needs a type that torch computes with; got {str(value.dtype).removeprefix('torch.')}. Pass "
+            f"{name} must have a dtype that torch computes with; got {str(value.dtype).removeprefix('torch.')}. Pass "
             "value.float()."
         )
     if value.is_meta:
         raise ConversionError(
-            f"{name} needs a tensor with values; got one of shape {tuple(value.shape)} on the meta device. Make it on "
-            "a real device."
+            f"{name} must have values; got a tensor of shape {tuple(value.shape)} on the meta device. Create it on "
+            "another device."
         )
     n_bytes = value.numel() * value.itemsize
-    if n_bytes > _SMALL and n_bytes > value.untyped_storage().nbytes():  # one that `expand` made larger than its memory
-        need_free_memory(f"{name}, expanded to {shown(value)},", n_bytes, cure="Pass fewer samples, or a smaller one.")
+    if n_bytes > _SMALL and n_bytes > value.untyped_storage().nbytes():  # made by `expand`
+        need_free_memory(f"{name}, expanded to {shown(value)},", n_bytes, cure="Pass fewer samples.")
     return value
 
 
@@ -115,7 +117,7 @@ def need_number(
 ) -> float:
     """`value` as a finite float between `low` and `high`; NumPy scalars are accepted, booleans and strings are not.
 
-    A NumPy float of fewer digits counts as the decimal that it prints: np.float32(1.1) is 1.1.
+    NumPy floats of lower precision are converted through their decimal form: np.float32(1.1) becomes 1.1.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_narrow = isinstance(value, np.floating) and value.itemsize < 8
@@ -128,35 +130,35 @@ def need_number(
     if math.isfinite(number) and is_above and is_below:
         return number
     left, right = "(" if open_low or low == -math.inf else "[", ")" if open_high or high == math.inf else "]"
-    raise ValueRangeError(f"{name} needs to be a number in {left}{low:g}, {high:g}{right}; got {shown(value)}. {cure}")
+    raise ValueRangeError(f"{name} must be a number in {left}{low:g}, {high:g}{right}; got {shown(value)}. {cure}")
 
 
 def need_integer(name: str, value: Any, *, low: int | None = None, high: int | None = None, cure: str) -> int:
-    """`value` as an int between `low` and `high`; whole floats and NumPy integers are accepted, booleans are not.
+    """`value` as an int between `low` and `high`; floats such as 3.0 and NumPy integers are accepted, booleans are not.
 
-    Without `high`, it has to be below 2^63, as torch's own sizes.
+    Without `high` the value must be below 2^63, as sizes in torch.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_whole = is_number and (isinstance(value, numbers.Integral) or (math.isfinite(value) and value == int(value)))
-    if is_whole and high is None and abs(int(value)) >= _MOST_COUNT:
-        high = _MOST_COUNT - 1
+    if is_whole and high is None and abs(int(value)) >= _MAX_INTEGER:
+        high = _MAX_INTEGER - 1
     if is_whole and (low is None or value >= low) and (high is None or value <= high):
         return int(value)
     bounds = [f"from {low}" if low is not None else "", f"to {high}" if high is not None else ""]
     limits = " ".join(["", *filter(None, bounds)])
-    raise ValueRangeError(f"{name} needs to be a whole number{limits}; got {shown(value)}. {cure}")
+    raise ValueRangeError(f"{name} must be an integer{limits}; got {shown(value)}. {cure}")
 
 
 def need_sizes(name: str, values: Any, *, low: int = 1, n_least: int = 0, cure: str) -> tuple[int, ...]:
-    """`values` as a tuple of at least `n_least` whole numbers from `low` on."""
+    """`values` as a tuple of at least `n_least` integers, each at least `low`."""
     given = need_items(name, values, cure=cure)
     if len(given) < n_least:
-        raise ShapeError(f"{name} needs {n_least} numbers or more; got {shown(values)}. {cure}")
+        raise ShapeError(f"{name} must have at least {n_least} entries; got {shown(values)}. {cure}")
     return tuple(need_integer(name, value, low=low, high=2**31 - 1, cure=cure) for value in given)
 
 
 def is_real_number(value: Any) -> bool:
-    """Whether `value` is a real number that a float can hold, NumPy's included; booleans are not."""
+    """Whether `value` is a real number, of Python or NumPy, in the range of a float; False for booleans."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:
@@ -167,7 +169,7 @@ def is_real_number(value: Any) -> bool:
 
 
 def is_whole_number(value: Any) -> bool:
-    """Whether `value` is an integer, NumPy's included; booleans and floats are not."""
+    """Whether `value` is an integer of Python or NumPy; False for booleans and floats."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -176,7 +178,7 @@ def need_seed(value: Any, *, name: str = "seed") -> int:
     if is_whole_number(value) and 0 <= int(value) < _SEEDS:
         return int(value)
     raise ValueRangeError(
-        f"{name} needs a whole number in [0, 2^64); got {shown(value)}. Reduce it: seed=hash_value % 2**64."
+        f"{name} must be an integer in [0, 2^64); got {shown(value)}. Reduce it: seed=hash_value % 2**64."
     )
 
 
@@ -184,25 +186,25 @@ def need_flag(name: str, value: Any, *, cure: str | None = None) -> bool:
     """`value` as a bool; NumPy booleans are accepted, numbers and strings are not."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    raise ValueRangeError(f"{name} needs True or False; got {shown(value)}. {cure or 'Leave it out.'}")
+    raise ValueRangeError(f"{name} must be True or False; got {shown(value)}. {cure or 'Leave it out.'}")
 
 
 def need_text(name: str, value: Any, *, cure: str) -> str:
-    """`value` if it is a string that is not empty and that UTF-8 can encode."""
+    """`value` if it is a non-empty string that can be encoded as UTF-8."""
     if isinstance(value, str) and value and value.isascii() | (not any("\ud800" <= c <= "\udfff" for c in value)):
         return value
-    raise ValueRangeError(f"{name} needs a text; got {shown(value)}. {cure}")
+    raise ValueRangeError(f"{name} must be a non-empty string; got {shown(value)}. {cure}")
 
 
 def need_choice(kind: str, value: Any, known: Collection[str]) -> str:
-    """`value` if it is one of the known names, else an error that suggests the nearest one."""
+    """`value` if it is a known name; the error suggests similar ones."""
     if isinstance(value, str) and value in known:
         return value
     raise UnknownNameError(kind, value, known)
 
 
 def need_items(name: str, value: Any, *, cure: str) -> list[Any]:
-    """The elements of a list, tuple, one-dimensional array or other iterable; strings and mappings are refused."""
+    """The elements of a list, tuple, one-dimensional array or other iterable, but not of a string or mapping."""
     if isinstance(value, Tensor):
         value = _need_dense(name, value)
     is_scalar = isinstance(value, Tensor | np.ndarray) and value.ndim == 0
@@ -210,39 +212,51 @@ def need_items(name: str, value: Any, *, cure: str) -> list[Any]:
         if isinstance(value, Tensor | np.ndarray):
             _need_few(name, math.prod(value.shape), cure)
             return value.tolist()
-        found = list(itertools.islice(value, _MOST_ITEMS + 1))
+        found = list(itertools.islice(value, _MAX_ITEMS + 1))
         _need_few(name, len(found), cure)
         return found
-    raise ConversionError(f"{name} needs a list or tuple; got {shown(value)}. {cure}")
+    raise ConversionError(f"{name} must be a list or tuple; got {shown(value)}. {cure}")
 
 
 def _need_few(name: str, n: int, cure: str) -> None:
-    if n > _MOST_ITEMS:  # an iterator may have no end, and an expanded tensor more entries than memory
-        raise ValueRangeError(f"{name} needs at most {_MOST_ITEMS:,} items; got more. {cure}")
+    if n > _MAX_ITEMS:  # iterators can be infinite, and expanded tensors larger than memory
+        raise ValueRangeError(f"{name} must have at most {_MAX_ITEMS:,} items; got more. {cure}")
 
 
 def need_instance(name: str, value: Any, kind: type[_T] | tuple[type[_T], ...], *, cure: str) -> _T:
-    """`value` if it is of this class."""
+    """`value` if it is an instance of `kind`."""
     if isinstance(value, kind):
         return value
-    wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-    raise ConversionError(f"{name} needs a {wanted}; got {shown(value)}. {cure}")
+    expected = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+    raise ConversionError(f"{name} needs a {expected}; got {shown(value)}. {cure}")
 
 
 def need_callable(name: str, value: Any, *, cure: str) -> Callable[..., Any]:
-    """`value` if it can be called."""
+    """`value` if it is callable."""
     if callable(value):
         found: Callable[..., Any] = value
         return found
-    raise ConversionError(f"{name} needs a function; got {shown(value)}. {cure}")
+    raise ConversionError(f"{name} must be callable; got {shown(value)}. {cure}")
 
 
 # ------------------------------------------------------------------------------- memory, torch and files
 
 
+def need_progress(value: Any) -> Progress | None:
+    """`value` if it is None or can be called."""
+    if value is not None:
+        need_callable("progress", value, cure="It is called with (done, total, message).")
+    found: Progress | None = value
+    return found
+
+
 def need_free_memory(what: str, n_bytes: float, *, cure: str) -> None:
-    """Raises MemoryLimitError if `n_bytes` are more than the machine has free; small sizes are not looked up."""
-    if n_bytes > _SMALL and n_bytes > (free := psutil.virtual_memory().available):
+    """Raises MemoryLimitError if `n_bytes` exceeds the free memory; sizes below 256 MB are not checked."""
+    if n_bytes <= _SMALL:
+        return
+    import psutil
+
+    if n_bytes > (free := psutil.virtual_memory().available):
         raise MemoryLimitError(f"{what} needs {n_bytes / 1e9:.3g} GB; got {free / 1e9:.3g} GB of free memory. {cure}")
 
 
@@ -250,35 +264,35 @@ def need_float_dtype(name: str, value: Any, *, cure: str = "Pass torch.float32 o
     """`value` if it is a real floating-point dtype of torch."""
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return value
-    raise ValueRangeError(f"{name} needs a real floating-point type; got {shown(value)}. {cure}")
+    raise ValueRangeError(f"{name} must be a floating-point dtype; got {shown(value)}. {cure}")
 
 
 def need_device(name: str, value: Any, *, is_meta_allowed: bool = False) -> torch.device:
-    """`value` as a device on which this machine can make a tensor that holds values, or the meta device if allowed."""
-    cure = "Pass 'cpu', or 'cuda' where there is a GPU."
+    """`value` as a device that is available on this machine; the meta device only if allowed."""
+    cure = "Pass 'cpu', or 'cuda' if a GPU is available."
     if not isinstance(value, str | torch.device) or not value:
-        raise ValueRangeError(f"{name} needs a torch device or its name; got {shown(value)}. {cure}")
+        raise ValueRangeError(f"{name} must be a torch device or its name; got {shown(value)}. {cure}")
     try:
         device = torch.device(value)
         if device.type != "meta" or is_meta_allowed:
             torch.empty(0, device=device)
             return device
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # torch has no one class for it
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # torch raises any of these
         first = str(error).partition("\n")[0]
         raise ValueRangeError(
-            f"{name} needs a device of this machine; got {shown(value)} ({first:.80}). {cure}"
+            f"{name} must be a device of this machine; got {shown(value)} ({first:.80}). {cure}"
         ) from None
-    raise ValueRangeError(f"{name} needs a device that holds values; got {shown(value)}. {cure}")
+    raise ValueRangeError(f"{name} must be a device with storage; got {shown(value)}. {cure}")
 
 
 def need_path(name: str, value: Any) -> Path:
-    """`value`, a string or path object that is not empty, as a Path."""
+    """`value`, a non-empty string or path-like object, as a Path."""
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and text and "\0" not in text and not any("\ud800" <= c <= "\udfff" for c in text):
             _need_short(name, text)
             return Path(text)
-    raise ConversionError(f"{name} needs a path; got {shown(value)}. Pass a string or a pathlib.Path.")
+    raise ConversionError(f"{name} must be a path; got {shown(value)}. Pass a string or a pathlib.Path.")
 
 
 def _need_short(name: str, path: str) -> None:
@@ -288,6 +302,6 @@ def _need_short(name: str, path: str) -> None:
         if error.errno == errno.ENAMETOOLONG:
             longest = max(map(len, Path(path).parts))
             raise ConversionError(
-                f"{name} needs a path that the file system allows; got {len(path):,} characters, the longest part of "
-                f"{longest:,}. Choose a shorter name."
+                f"{name} must be a path that the file system supports; got {len(path):,} characters, with a name of "
+                f"{longest:,}. Choose a shorter one."
             ) from error

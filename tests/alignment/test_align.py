@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor
 
 from onlynorm.alignment import METHODS, PerOutput, align, align_within, find_directions, objective_for
@@ -19,7 +20,7 @@ from onlynorm.alignment.directions import CLEAN, Directions, missed_by_single_fa
 from onlynorm.alignment.objective import Objective, Order
 from onlynorm.alignment.search import Swaps, best_of_random, greedy, tabu_search, two_opt
 from onlynorm.errors import MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.evidence.bench.races.align import greedy_as_described
+from onlynorm.evidence.bench.papers_method import greedy_as_described
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao
 
@@ -30,10 +31,6 @@ SEARCHES = METHODS[:-1]
 def factors(name: str, shape: tuple[int, int], n_features: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     features = draw(name, shape, n_features=n_features, seed=seed)
     return features.left(), features.right()
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def missed_by_lstsq(target: Tensor, left: Tensor, right: Tensor) -> float:
@@ -350,7 +347,7 @@ def test_an_unknown_method_is_named() -> None:
 
 def test_assignment_needs_features_of_one_output() -> None:
     left, right = factors("he_normal", (4, 6), 10)
-    with pytest.raises(ValueRangeError, match="feed one output each"):
+    with pytest.raises(ValueRangeError, match="one output each"):
         align(normal(4, 6), left, right, method="assignment")
 
 

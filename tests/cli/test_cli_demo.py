@@ -24,7 +24,7 @@ def a_demo(**changes: Any) -> Demo:
     target, inputs = torch.nn.Sequential(torch.nn.Linear(3, 2)).double(), torch.ones(4, 3, dtype=torch.float64)
     check = Verification(0.0, 1e-12, 1.0, 0.0, True, 4, n_frozen=40)
     comparison = Comparison(dataclasses.replace(check, **changes), 0.96, 0.95, 0.1)
-    planned, made = plan(target, inputs=inputs), reconstruct(target, inputs=inputs)
+    planned, made = plan(target, inputs), reconstruct(target, inputs)
     return Demo("toy data", planned, made, comparison, 2000, 5000, 300, 1.5)
 
 
@@ -39,7 +39,7 @@ def test_demo_exits_with_1_when_the_functions_differ(
     told, plain = run("demo"), run("demo", "--json")
     assert (told.code, plain.code) == (code, code)
     assert word in told.out
-    assert plain.json()["same function"] is (code == 0)
+    assert plain.json()["is_same_function"] is (code == 0)
     assert plain.stderr == ""
 
 
@@ -50,7 +50,7 @@ def test_demo_hands_its_options_on_and_shows_its_steps_on_standard_error(
 
     def remember(**options: Any) -> Demo:
         given_options.update(options)
-        options["step"]("a step")
+        options["progress"](0, 5, "a step")
         return a_demo()
 
     monkeypatch.setattr(demonstrating, "run_demo", remember)
@@ -66,13 +66,13 @@ def test_demo_hands_its_options_on_and_shows_its_steps_on_standard_error(
 def test_demo_tells_what_it_keeps(run: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstrating, "run_demo", lambda **_: a_demo())
     facts = run("demo", "--json").json()
-    assert facts["frozen numbers, kept as a seed"] == 40
-    assert facts["accuracy of the trained network"] == 0.96
-    assert facts["accuracy of the norm-only network"] == 0.95
-    assert facts["file of the seed and the norms"] == "2 kB"
+    assert facts["n_frozen"] == 40
+    assert facts["target_accuracy"] == 0.96
+    assert facts["network_accuracy"] == 0.95
+    assert facts["file_bytes"] == 2000
     assert [layer["name"] for layer in facts["layers"]] == [row["name"] for row in facts["plan"]["layers"]] == ["0"]
     told = run("demo")
-    assert re.search("layer equations features .* total .* What came out, layer by layer .* toy data", told.out)
+    assert re.search("layer equations features .* total .* Rebuilt layers .* toy data", told.out)
 
 
 def test_a_missed_tolerance_exits_with_1_and_its_message(run: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:

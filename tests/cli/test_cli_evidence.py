@@ -113,7 +113,7 @@ def test_a_report_that_cannot_be_written_is_refused(run: RunCli, tmp_path: Path,
     ran = run("report", "--records", "records", "--out", out)
     assert ran.code == 2
     assert ran.stdout == ""
-    assert re.search("a report needs the name of a file|saving results needs a writable folder", ran.err)
+    assert re.search("a report needs a file name|saving results needs a writable folder", ran.err)
 
 
 def test_a_damaged_record_is_refused_with_its_cure(run: RunCli, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_artifacts_with_their_data_run_before_the_missing_data_is_told(
 ) -> None:
     (whole,) = run_module.artifacts().values()
     lacking = dataclasses.replace(whole, id="random_features:fig-4", function=figure_without_data)
-    with pytest.raises(MissingDataError, match=r"^random_features:fig-4: cifar10 needs .* All else is done\.$"):
+    with pytest.raises(MissingDataError, match=r"^random_features:fig-4: cifar10 needs .* The others are done\.$"):
         run_module.reproduce([lacking, whole], out=tmp_path)
     assert [path.parent.parent.name for path in tmp_path.rglob("record.json")] == ["fig-3"]
 
@@ -251,13 +251,13 @@ def test_a_killed_run_keeps_its_pieces_and_goes_on(run: RunCli, figure: Callable
     killed = run("reproduce", FIGURE)
     assert killed.code == 130
     assert killed.stdout == ""
-    assert "What is finished is in onlynorm-out/records: the same command resumes from there." in killed.err
+    assert "onlynorm-out/records" in killed.err
     (first,) = (tmp_path / "onlynorm-out").rglob("pieces/*.json")
     written = first.stat().st_mtime_ns
 
     empty = run("report", "--json")
     assert empty.json()["records"] == 0
-    assert "onlynorm-out/records has no records yet; `onlynorm reproduce` makes them" in empty.err
+    assert "onlynorm-out/records has no records yet" in empty.err
 
     figure(tiny_figure)
     assert run("reproduce", FIGURE).code == 0

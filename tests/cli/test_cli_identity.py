@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import onlynorm as on
 from onlynorm.cli import app
 from onlynorm.cli.terminal import screen
 from onlynorm.data.matrices import read_matrix
 from onlynorm.errors import FormatError, MissingDataError, UnknownNameError
-from onlynorm.identity import load_factors, random_matrix
+from onlynorm.identity import random_matrix
 
 RunCli = Callable[..., tuple[int, str, str]]
 MATRIX = np.array([[2.0, 1.0], [0.5, 3.0]])
@@ -62,9 +63,9 @@ def test_a_random_matrix_is_factored_and_shown(run: RunCli) -> None:
     assert code == 0
     words = " ".join(out.split())
     assert "a random matrix, 6 x 6 as 20 layers I + A" in words
-    for fact in ("largest |A|", "the paper's bound", "none can be below", "relative error of the product"):
+    for fact in ("largest |A|", "the paper's bound", "lower bound", "relative error of the product"):
         assert fact in words
-    assert "has the smallest largest norm" in words
+    assert "has the smallest maximum norm" in words
 
 
 @pytest.mark.parametrize("ending", ["npy", "csv", "safetensors"])
@@ -76,7 +77,7 @@ def test_a_file_gives_one_json_document_and_sealed_factors(run: RunCli, tmp_path
     assert (said["dim"], said["depth"], said["n_extra"], said["out"]) == (2, 12, 0, "made/factors.safetensors")
     assert said["product_error"] <= 1e-12
     assert said["least_norm"] <= said["max_norm"] <= said["bound"]
-    back = load_factors(tmp_path / "made" / "factors.safetensors")
+    back = on.load(tmp_path / "made" / "factors.safetensors")
     assert np.allclose(back.product().numpy(), MATRIX, atol=1e-6)
     assert back.max_norm == said["max_norm"]
 
@@ -92,16 +93,16 @@ def test_a_negative_determinant_says_how_to_use_the_factors(run: RunCli, tmp_pat
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        ((), 2, "needs a file or --random D, one of the two; got neither"),
-        (("a.npy", "--random", 4), 2, "one of the two; got both"),
-        (("absent.npy",), 2, "there is none at absent.npy"),
+        ((), 2, "got neither"),
+        (("a.npy", "--random", 4), 2, "got both"),
+        (("absent.npy",), 2, "none at absent.npy"),
         (("net.pt",), 2, "ending of a matrix file needs a known name; got '.pt'"),
         (("--random", 4, "--method", "polr"), 2, "Did you mean 'polar'"),
         (("--random", 4, "--depth", 0), 2, "Invalid value for '--depth'"),
         (("--random", 4, "--method", "root"), 2, "needs a symmetric matrix"),
         (("--random", 4, "--tolerance", 1e-30), 1, "needs a product error of 1.0e-30"),
         (("--random", 4, "--out", "taken/factors.safetensors"), 2, "factors need a writable folder"),
-        (("singular.npy",), 2, "nearest_invertible(matrix) is 2e-06 away"),
+        (("singular.npy",), 2, "at a distance of 2e-06"),
         (("wide.npy",), 2, "needs a square matrix (d, d); got shape (2, 3)"),
     ],
 )
@@ -147,10 +148,10 @@ def test_text_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_a_matrix_that_claims_more_than_its_file_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "matrix.npy", "wb") as file:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)})
-    with pytest.raises(FormatError, match=r"needs a whole \.npy file"):
+    with pytest.raises(FormatError, match=r"needs .*\.npy file"):
         read_matrix(tmp_path / "matrix.npy")
     save_file({"a": torch.eye(2) * 1j}, tmp_path / "matrix.safetensors")
-    with pytest.raises(FormatError, match="complex64 where real numbers belong"):
+    with pytest.raises(FormatError, match="complex64 instead of real"):
         read_matrix(tmp_path / "matrix.safetensors")
 
 
@@ -167,11 +168,11 @@ def test_a_tensor_is_picked_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.npy", b"not an array", "needs a whole .npy file of plain numbers"),
-        ("a.csv", b"one,two\n3,4\n", "needs to be a whole .csv file of plain numbers; got ValueError"),
-        ("a.csv", b"1,2\n3\n", "needs to be a whole .csv file of plain numbers; got ValueError"),
-        ("a.csv", b"", "got ValueError: no numbers"),
-        ("a.safetensors", b"\x08\x00", "needs a whole safetensors file"),
+        ("a.npy", b"not an array", ".npy file"),
+        ("a.csv", b"one,two\n3,4\n", ".csv file of .*; got ValueError"),
+        ("a.csv", b"1,2\n3\n", ".csv file of .*; got ValueError"),
+        ("a.csv", b"", "got ValueError: no values"),
+        ("a.safetensors", b"\x08\x00", "safetensors file"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -182,15 +183,15 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, me
 
 def test_nothing_is_unpickled_and_only_real_matrices_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "object.npy", np.array([[print]], dtype=object), allow_pickle=True)
-    with pytest.raises(FormatError, match="plain numbers; got ValueError"):
+    with pytest.raises(FormatError, match="; got ValueError"):
         read_matrix(tmp_path / "object.npy")
     np.save(tmp_path / "complex.npy", np.eye(2) * 1j)
-    with pytest.raises(FormatError, match="complex128 where real numbers belong"):
+    with pytest.raises(FormatError, match="complex128 instead of real"):
         read_matrix(tmp_path / "complex.npy")
     np.save(tmp_path / "vector.npy", np.ones(3))
     with pytest.raises(FormatError, match=r"needs a matrix \(rows, columns\); got shape \(3,\)"):
         read_matrix(tmp_path / "vector.npy")
-    with pytest.raises(MissingDataError, match="there is none at"):
+    with pytest.raises(MissingDataError, match="none at"):
         read_matrix(tmp_path / "absent.csv")
     with pytest.raises(FormatError, match=r"--name needs a \.safetensors file"):
         read_matrix(written(tmp_path / "matrix.csv"), name="weight")

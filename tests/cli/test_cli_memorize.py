@@ -15,8 +15,9 @@ import torch
 from commands import RunCli, runner
 from safetensors.torch import save_file
 
+import onlynorm as on
 from onlynorm.data import digits
-from onlynorm.identity.memorization.memorizer import Memorizer, load_memorizer
+from onlynorm.identity.memorization.memorizer import Memorizer
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_digits_are_memorized_and_the_table_says_what_that_is_worth(run: RunCli)
     assert ran.code == 0
     for word in ("300", "wrong training points", "held-out samples", "silent %", "parameters over n log n + r^2"):
         assert word in ran.stdout
-    assert re.search(r"all training points right\s+yes", ran.stdout)
+    assert re.search(r"all training points correct\s+yes", ran.stdout)
 
 
 def test_json_is_one_document_and_nothing_else(run: RunCli) -> None:
@@ -38,10 +39,10 @@ def test_json_is_one_document_and_nothing_else(run: RunCli) -> None:
     facts = ran.json()
     assert ran.code == 0
     assert ran.stderr == ""
-    assert facts["points"] == 200
-    assert facts["wrong training points"] == 0
+    assert facts["n_points"] == 200
+    assert facts["n_wrong"] == 0
     assert facts["seed"] == 4
-    off = facts["off the sample"]
+    off = facts["off_sample"]
     assert [row[0] for row in off["noise"]] == [0.0, 0.5]
     assert off["noise"][0][1] == {"right": 1.0, "silent": 0.0, "wrong": 0.0}
     assert off["n_held_out"] == len(digits().test_labels)
@@ -51,7 +52,7 @@ def test_the_file_holds_the_network_and_the_figure_is_a_picture(run: RunCli, tmp
     ran = run("digits", "--points", 150, "--projection", "principal", "--width", 40, "--out", "deep/net.safetensors",
               "--figure", "noise.png", "--json")  # fmt: skip
     assert ran.code == 0
-    network = load_memorizer(tmp_path / "deep" / "net.safetensors")
+    network = on.load(tmp_path / "deep" / "net.safetensors")
     split = digits()
     assert torch.equal(network.classify(split.train_inputs[:150]), split.train_labels[:150])
     assert network.width == 40
@@ -85,13 +86,13 @@ def test_outliers_are_memorized_and_the_check_is_that_of_the_outputs(
     inputs = np.concatenate([generator.normal(size=(500, 4)), np.full((1, 4), 1e5), np.full((1, 4), -1e5)])
     np.savez(tmp_path / "own.npz", inputs=inputs, targets=generator.normal(size=502))
     facts = run("own.npz", "--json").json()
-    assert facts["largest error"] <= 1e-9
-    assert facts["all training points right"] is True
+    assert facts["max_error"] <= 1e-9
+    assert facts["is_fitted"] is True
     forward = Memorizer.forward
     monkeypatch.setattr(Memorizer, "forward", lambda self, x: 1.001 * forward(self, x))
     ran = run("own.npz", "--json")
     assert ran.code == 1
-    assert json.loads(ran.stdout)["all training points right"] is False
+    assert json.loads(ran.stdout)["is_fitted"] is False
 
 
 @pytest.mark.parametrize("kind", ["uint8", "uint16", "uint32", "uint64", "int16", "bool"])
@@ -101,14 +102,14 @@ def test_labels_of_every_integer_dtype_are_classes(run: RunCli, tmp_path: Path, 
     np.savez(tmp_path / "own.NPZ", inputs=generator.normal(size=(30, 4)), labels=labels)
     (tmp_path / "own.NPZ.npz").rename(tmp_path / "own.NPZ")
     facts = run("own.NPZ", "--noise", 0.01, "--json").json()
-    assert facts["wrong training points"] == 0
+    assert facts["n_wrong"] == 0
 
 
 def test_an_empty_test_set_is_none(run: RunCli, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(30, 4))
     np.savez(tmp_path / "own.npz", inputs=x, labels=np.arange(30), test_inputs=x[:0], test_labels=np.arange(0))
     facts = run("own.npz", "--noise", 0.01, "--json").json()
-    assert facts["off the sample"]["held_out"] is None
+    assert facts["off_sample"]["held_out"] is None
 
 
 def test_an_array_that_claims_more_than_its_file_is_refused_before_it_is_allocated(run: RunCli, tmp_path: Path) -> None:
@@ -134,8 +135,8 @@ def test_a_file_of_ones_own_is_read_with_its_held_out_samples(run: RunCli, tmp_p
     else:
         save_file(tensors, path)
     facts = run(path.name, "--noise", 0.01, "--json").json()
-    assert facts["points"] == 90
-    assert facts["off the sample"]["n_held_out"] == 20
+    assert facts["n_points"] == 90
+    assert facts["off_sample"]["n_held_out"] == 20
 
 
 def test_real_targets_are_memorized_up_to_rounding(run: RunCli, tmp_path: Path) -> None:
@@ -144,30 +145,30 @@ def test_real_targets_are_memorized_up_to_rounding(run: RunCli, tmp_path: Path) 
     ran = run("own.npz", "--json")
     facts = ran.json()
     assert ran.code == 0
-    assert facts["outputs"] == 3
-    assert facts["largest error"] <= facts["rounding may cost"] < 1e-9
+    assert facts["n_outputs"] == 3
+    assert facts["max_error"] <= facts["rounding"] < 1e-9
     assert "off the sample" not in facts
-    assert "real targets. Leave them out" in run("own.npz", "--noise", 0.1).err
+    assert "real targets" in run("own.npz", "--noise", 0.1).err
 
 
 def test_a_file_with_objects_is_never_unpickled(run: RunCli, tmp_path: Path) -> None:
     np.savez(tmp_path / "own.npz", inputs=np.array([{"a": 1}], dtype=object), labels=np.zeros(1, dtype=np.int64))
     ran = run("own.npz")
     assert ran.code == 2
-    assert "own.npz needs a whole .npz file of plain numbers" in ran.err
+    assert ".npz file" in ran.err
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"x": np.zeros((2, 2))}, "needs inputs and one of labels"),
-        ({"inputs": np.zeros((2, 2)), "labels": np.zeros(2, int), "targets": np.zeros(2)}, "one of labels"),
-        ({"inputs": np.eye(2), "labels": np.zeros(2)}, "labels as whole numbers"),
+        ({"x": np.zeros((2, 2))}, "needs inputs"),
+        ({"inputs": np.zeros((2, 2)), "labels": np.zeros(2, int), "targets": np.zeros(2)}, "inputs, labels, targets"),
+        ({"inputs": np.eye(2), "labels": np.zeros(2)}, "integer labels"),
         ({"inputs": np.ones((2, 2)), "labels": np.arange(2)}, "equal points with different targets at 0 and 1"),
-        ({"inputs": np.eye(3), "labels": np.arange(2)}, "one label per point, 3 whole numbers"),
+        ({"inputs": np.eye(3), "labels": np.arange(2)}, "one label per point, 3 "),
         ({"inputs": np.full((2, 2), np.nan), "labels": np.arange(2)}, "finite points"),
-        ({"inputs": np.zeros((0, 2)), "labels": np.zeros(0, int)}, "one point and one number per point at least"),
-        ({"inputs": np.eye(2), "labels": np.arange(2) * 1j}, "complex128 where real numbers belong"),
+        ({"inputs": np.zeros((0, 2)), "labels": np.zeros(0, int)}, "at least one point"),
+        ({"inputs": np.eye(2), "labels": np.arange(2) * 1j}, "complex128 instead of real"),
         (
             {"inputs": np.eye(2), "labels": np.arange(2), "test_inputs": np.eye(2), "test_labels": np.arange(3)},
             "as many test_labels",
@@ -180,7 +181,7 @@ def test_a_file_with_objects_is_never_unpickled(run: RunCli, tmp_path: Path) -> 
             {"inputs": np.eye(2), "labels": np.arange(2), "test_inputs": np.eye(3), "test_labels": np.arange(3)},
             "test_inputs like its inputs, (n, 2)",
         ),
-        ({"inputs": np.float64(1.0), "labels": np.zeros(1, int)}, "needs inputs and one of labels"),
+        ({"inputs": np.float64(1.0), "labels": np.zeros(1, int)}, "needs inputs"),
     ],
 )
 def test_files_that_cannot_be_memorized_say_why(
@@ -198,14 +199,14 @@ def test_wrong_use_is_one_line(run: RunCli, tmp_path: Path) -> None:
     for arguments, words in (
         (("digit",), "Did you mean 'digits'?"),
         (("none.npz",), "there is none at none.npz"),
-        (("cut.npz",), "needs a whole .npz file"),
-        (("cut.safetensors",), "needs a whole safetensors file"),
-        (("digits", "--points", 10**6), "Ask for fewer"),
-        (("digits", "--points", 20, "--width", 1), "width needs to be a whole number from 3"),
+        (("cut.npz",), ".npz file"),
+        (("cut.safetensors",), "safetensors file"),
+        (("digits", "--points", 10**6), "got 1438"),
+        (("digits", "--points", 20, "--width", 1), "an integer from 3"),
         (("digits", "--points", 20, "--projection", "best"), "projection needs a known name"),
-        (("digits", "--points", 20, "--noise", -1), "a size of noise needs to be a number in [0, inf)"),
+        (("digits", "--points", 20, "--noise", -1), "a number in [0, inf)"),
         (("digits", "--out", "."), "is a folder"),
-        (("digits", "--points", 20, "--noise", 0, "--figure", "a.png"), "noise above zero"),
+        (("digits", "--points", 20, "--noise", 0, "--figure", "a.png"), "above zero"),
     ):
         ran = run(*arguments)
         assert ran.code == 2, arguments

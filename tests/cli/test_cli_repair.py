@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from commands import RunCli, runner
+from torch import nn
 
-from onlynorm.cli.commands import repair  # registers the command
+import onlynorm as on
 from onlynorm.models import load_model, make_model
+from onlynorm.rank.repairs import checkpoint
 from onlynorm.storage import read_tensors
 
 
@@ -54,11 +56,21 @@ def test_the_file_holds_the_repaired_network_and_is_read_as_weights(run: RunCli,
     assert told["file"] == str(out)
     scales = [layer["scale"] for layer in told["after"]["layers"] if layer["has_weights"]]
     assert scales == pytest.approx([1.0, 1.0], rel=1e-4)
-    document, tensors = read_tensors(out, kind=repair.KIND, format=repair.FORMAT, cure="")
+    document, tensors = read_tensors(out, kind=checkpoint.KIND, format=checkpoint.FORMAT, cure="")
     assert document["method"] == "lsuv"
     loaded, plain = load_model("mlp", out), make_model("mlp")
     assert all(torch.equal(value, tensors[name]) for name, value in loaded.state_dict().items())
     assert not torch.equal(next(loaded.parameters()), next(plain.parameters()))
+    again = on.load(out, like=plain)
+    assert all(torch.equal(value, tensors[name]) for name, value in again.state_dict().items())
+
+
+def test_a_file_with_inserted_modules_is_loaded_onto_the_plain_architecture(run: RunCli, tmp_path: Path) -> None:
+    out = tmp_path / "repaired.safetensors"
+    ran = run("mlp", "--out", out, "--method", "batch_norm", "--batch", 64)
+    assert ran.code == 0
+    assert "onlynorm.load" in ran.stdout
+    assert any(isinstance(module, nn.BatchNorm1d) for module in on.load(out, like=make_model("mlp")).modules())
 
 
 def test_modules_that_are_not_seen_are_listed(run: RunCli) -> None:
@@ -82,16 +94,16 @@ def test_a_network_that_looks_trained_is_changed_only_by_force(run: RunCli) -> N
 
 def test_options_reach_the_repair(run: RunCli) -> None:
     told = run("own:deep", "--data", "digits", "--batch", 32, "--method", "paper", "--steps", 3, "--json").json()
-    assert told["remark"].startswith("3 steps of ascent per layer")
+    assert told["remark"].startswith("3 ascent steps")
 
 
 def test_wrong_use_is_one_line_and_code_two(run: RunCli, tmp_path: Path) -> None:
     for args, words in (
         (("mlp", "--method", "miror"), "Did you mean 'mirrored'"),
-        (("mlp", "--out", tmp_path), "--out needs the name of a file"),
+        (("mlp", "--out", tmp_path), "--out needs a file name"),
         (("own:none", "--data", "digits"), "Softmax, which calls none"),
         (("own:deep",), "needs data to run on"),
-        (("resnet32", "--data", "digits"), "resnet32 needs samples it can take; got (64,)"),
+        (("resnet32", "--data", "digits"), "resnet32 needs samples of a fitting shape; got (64,)"),
     ):
         ran = run(*args)
         assert ran.code == 2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rich.progress import Progress
 from safetensors.torch import save_file as torch_save
 from torch import nn
 
+from onlynorm import Wide
 from onlynorm.cli.terminal import (
     WIDE,
     bar,
@@ -39,12 +41,13 @@ from onlynorm.cli.terminal import (
 )
 from onlynorm.errors import visible
 from onlynorm.evidence import registry
-from onlynorm.evidence.bench.races.reconstruct import COLUMNS as REBUILT_COLUMNS
-from onlynorm.evidence.bench.races.reconstruct import PAPERS_COLUMNS, RebuiltRow, ReconstructBench
-from onlynorm.evidence.bench.races.solve import Bench, Row
+from onlynorm.evidence.bench.races import reconstruct as rebuilding
+from onlynorm.evidence.bench.races import solve as solving
+from onlynorm.evidence.bench.races.reconstruct import RebuiltRow
+from onlynorm.evidence.bench.races.solve import Row
 from onlynorm.evidence.harness import Goal, goal_table
 from onlynorm.evidence.papers.reproduce import Progress as Stage
-from onlynorm.evidence.records import Record, Verdict
+from onlynorm.evidence.records import Record, RecordVerdict
 from onlynorm.evidence.registry import Finding
 from onlynorm.reconstruction import plan, reconstruct
 
@@ -52,19 +55,23 @@ Output = pytest.CaptureFixture[str]
 HOSTILE = "a [b]bold[/b] [/] [red] word"  # rich would swallow or refuse it as markup
 NAN = math.nan
 BENCH_COLUMNS = ("tiny", "excess", "ours by", "time", "error", "rival", "time", "error", "ratio", "memory")
-BENCH = Bench(
-    [
-        Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, HOSTILE, "tiny", 3e-12),
-        Row("linear 4x4", 16, 1.25, "QR", NAN, NAN, 0, NAN, 0, "90 s", "tiny"),
-    ],
-    [Goal(HOSTILE, "N^2.00", True), Goal("aim", HOSTILE, False)],
+ROWS = [
+    Row("linear 4x4", 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, HOSTILE, "tiny", 3e-12),
+    Row("linear 4x4", 16, 1.25, "QR", NAN, NAN, 0, NAN, 0, "90 s", "tiny"),
+]
+REBUILT_ROW = RebuiltRow(
+    "id_cond", 1.25, 2e-16, 3e-12, 0.015, 1.0, 0.998, 0.9173, 0.918, 34_000_000, 99.6, 8, 7, 6, HOSTILE
 )
+REBUILT = rebuilding.race.result([("rows", REBUILT_ROW), *(("papers", row) for row in ROWS)])
+REBUILT_COLUMNS, PAPERS_COLUMNS = (rebuilding.race.columns[part] for part in ("rows", "papers"))
 
 
-REBUILT = ReconstructBench(
-    [RebuiltRow("id_cond", 1.25, 2e-16, 3e-12, 0.015, 1.0, 0.998, 0.9173, 0.918, 34_000_000, 99.6, 8, 7, 6, HOSTILE)],
-    BENCH.rows,
-)
+def bench(*rows: Row, goals: Sequence[Goal] = ()) -> Any:
+    """What a run of the solvers measured, with goals of our own."""
+    return SimpleNamespace(tables=solving.race.result([("rows", row) for row in rows]).tables, goals=goals)
+
+
+BENCH = bench(*ROWS, goals=[Goal(HOSTILE, "N^2.00", True), Goal("aim", HOSTILE, False)])
 
 
 @pytest.fixture
@@ -84,7 +91,7 @@ def refuse(word: str) -> None:
 
 def record() -> Record:
     return Record(
-        artifact="toy:fig-1", title=HOSTILE, claim="c", kind="figure", scale="quick", verdict=Verdict.CAVEAT,
+        artifact="toy:fig-1", title=HOSTILE, claim="c", kind="figure", scale="quick", verdict=RecordVerdict.CAVEAT,
         reasons=(HOSTILE,), checks=(), values={"a": NAN}, sizes={}, seeds=(0,),
     )  # fmt: skip
 
@@ -125,7 +132,7 @@ def test_facts_of_records_and_statements_are_plain_data(capsys: Output) -> None:
     )
     kept, checked, listed = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert kept["artifact"] == "toy:fig-1"
-    assert kept["verdict"] == Verdict.CAVEAT.value
+    assert kept["verdict"] == RecordVerdict.CAVEAT.value
     assert kept["values"] == {"a": None}
     assert checked["verdict"] == "holds with a corrected constant"
     assert checked["measured"] == {"gap": None}
@@ -169,7 +176,7 @@ def test_a_title_is_text_not_markup(capsys: Output) -> None:
 
 def test_a_record_is_shown_with_its_verdict_and_reasons(capsys: Output) -> None:
     print_record(record())
-    assert flat(capsys.readouterr().out) == f"toy:fig-1 {HOSTILE}: {Verdict.CAVEAT.value} {HOSTILE}"
+    assert flat(capsys.readouterr().out) == f"toy:fig-1 {HOSTILE}: {RecordVerdict.CAVEAT.value} {HOSTILE}"
 
 
 def test_statements_without_checks_show_where_theirs_stand(capsys: Output) -> None:
@@ -177,7 +184,7 @@ def test_statements_without_checks_show_where_theirs_stand(capsys: Output) -> No
     print_statements([(s, registry.where(s.key)) for s in chosen], {})
     words = flat(capsys.readouterr().out)
     assert all(s.key in words for s in chosen)
-    assert words.startswith("key what we call it ")
+    assert words.startswith("key title ")
     assert words.endswith(f"{len(chosen)} statements; `onlynorm theorems KEY` shows one")
 
 
@@ -260,7 +267,7 @@ def test_a_plan_shows_as_much_as_the_terminal_has_room_for(
     capsys: Output, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(screen, "width", width)
-    planned = plan(network(), inputs=TOKENS, excess=0.5)
+    planned = plan(network(), TOKENS, Wide(excess=0.5))
     print_plan(HOSTILE, planned)
     words = flat(capsys.readouterr().out)
     assert f"Plan for {HOSTILE}" in words
@@ -273,7 +280,7 @@ def test_a_plan_shows_as_much_as_the_terminal_has_room_for(
 
 @pytest.mark.usefixtures("wide")
 def test_rebuilt_layers_are_shown_with_their_evidence(capsys: Output) -> None:
-    made = reconstruct(network(), inputs=TOKENS, excess=0.5)
+    made = reconstruct(network(), TOKENS, Wide(excess=0.5))
     print_layers(made)
     words = flat(capsys.readouterr().out)
     first, second = made.layers
@@ -297,7 +304,7 @@ def show_stages(show: Callable[[Stage], None]) -> None:
     [
         (lambda hidden: spinner("work", hidden=hidden), lambda say: say("first step")),
         (lambda hidden: bar("work", 2, hidden=hidden), lambda say: say("first step")),
-        (lambda hidden: counter("work", hidden=hidden), lambda tell: tell(3, 7)),
+        (lambda hidden: counter("work", hidden=hidden), lambda tell: tell(3, 7, "first step")),
         (lambda hidden: layer_bars([HOSTILE], hidden=hidden), lambda step: step(HOSTILE, 5, 1e-3)),
         (lambda hidden: stages(hidden=hidden), show_stages),
     ],
@@ -374,7 +381,7 @@ def test_names_from_files_reach_no_terminal_as_commands(capsys: Output, monkeypa
     monkeypatch.setattr(screen, "_force_terminal", True)
     screen.print(escape(COMMANDS), highlight=False)
     print_facts(COMMANDS, {COMMANDS: COMMANDS, "list": [COMMANDS], "table": {COMMANDS: 1.5}})
-    print(bench_markdown(Bench([Row(COMMANDS, 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, COMMANDS)], [])))
+    print(bench_markdown(bench(Row(COMMANDS, 16, 1.25, "onlynorm", 0.5, 1.0, 2_000, 3e-12, 7, COMMANDS))))
     print_json({COMMANDS: COMMANDS})
     with spinner("x", hidden=False) as say, bar("y", 1, hidden=False) as advance:
         say(COMMANDS + HOSTILE)

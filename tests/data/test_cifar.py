@@ -61,9 +61,9 @@ def test_missing_files_say_where_they_belong(folder: Path) -> None:
         cifar10()
     for path in folder.glob("data_batch_*.bin"):
         path.unlink()
-    with pytest.raises(MissingDataError, match=r"needs data_batch_1.bin and so on"):
+    with pytest.raises(MissingDataError, match=r"needs data_batch_1.bin"):
         cifar10()
-    with pytest.raises(MissingDataError, match=r"fashion needs to lie in the data folder.*set ONLYNORM_DATA"):
+    with pytest.raises(MissingDataError, match=r"fashion needs to be in the data folder.*set ONLYNORM_DATA"):
         find_data("fashion")
 
 

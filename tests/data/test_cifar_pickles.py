@@ -109,9 +109,9 @@ def test_cifar_100_has_fine_and_coarse_labels_in_both_formats(data_folder: Path,
 
 @pytest.mark.usefixtures("data_folder")
 def test_without_cifar_the_binary_folder_is_asked_for() -> None:
-    with pytest.raises(MissingDataError, match=r"cifar-100-binary needs to lie in the data folder"):
+    with pytest.raises(MissingDataError, match=r"cifar-100-binary needs to be in the data folder"):
         cifar100()
-    with pytest.raises(MissingDataError, match=r"cifar-10-batches-bin needs to lie in the data folder"):
+    with pytest.raises(MissingDataError, match=r"cifar-10-batches-bin needs to be in the data folder"):
         cifar10()
 
 
@@ -122,11 +122,11 @@ def test_without_cifar_the_binary_folder_is_asked_for() -> None:
         ({"data": pixels(2), "fine_labels": [1, 100]}, r"labels from 0 to 99; got 100\. Is it CIFAR-100"),
         ({"data": pixels(2), "fine_labels": [1, -1]}, r"one label per image"),
         ({"data": pixels(2), "fine_labels": [1, 10**30]}, r"one label per image"),
-        ({"data": pixels(2), "fine_labels": [1, 0.5]}, r"fine_labels, a list of numbers; got 'data', 'fine_labels'"),
-        ({"data": pixels(2), "labels": [1, 2]}, r"fine_labels, a list of numbers; got 'data', 'labels'"),
+        ({"data": pixels(2), "fine_labels": [1, 0.5]}, r"fine_labels, .*; got 'data', 'fine_labels'"),
+        ({"data": pixels(2), "labels": [1, 2]}, r"fine_labels, .*; got 'data', 'labels'"),
         ({"data": pixels(2)[:, 1:], "fine_labels": [1, 2]}, r"an array \(n, 3072\) of bytes"),
-        ({"data": pixels(2).astype(np.float32), "fine_labels": [1, 2]}, r"an array of something other than bytes"),
-        ({"data": np.array([{}, 1], dtype=object), "fine_labels": [1, 2]}, r"an array of something other than bytes"),
+        ({"data": pixels(2).astype(np.float32), "fine_labels": [1, 2]}, r"an array that is not of bytes"),
+        ({"data": np.array([{}, 1], dtype=object), "fine_labels": [1, 2]}, r"an array that is not of bytes"),
         ([1, 2], r"got list"),
     ],
 )
@@ -168,7 +168,7 @@ def test_a_pickle_that_would_run_something_is_refused_unrun(tmp_path: Path, prot
         (b"\x80\x02cnumpy\ndtype\n}(U\x01aK\x01ub.", r"a change of a name"),
         (b"\x80\x02c_codecs\nencode\nU\x01aU\x03zip\x86R.", r"a call of encode"),
         (b"\x80\x02cbuiltins\nbytes\nJ\xff\xff\xff\x7f\x85R.", r"a call of bytes"),
-        (b"\x80\x02Nr\xff\xff\xff\x7f.", r"place 2147483647 of the memo after 2 operations"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", r"memo index 2147483647 after 2 operations"),
         (b"\x80\x02\x82\x01.", r"the operation EXT1"),
         (b"\x80\x02Pname\n.", r"the operation PERSID"),
         (b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00.", r"got ValueError: expected"),
@@ -195,10 +195,10 @@ def is_plain(value: object) -> bool:
 
 def test_names_and_arrays_inside_of_something_else_are_refused() -> None:
     for raw in (b"cnumpy\nndarray\n.", b"]cnumpy\nndarray\na.", b"\x80\x02}U\x01acnumpy\nndarray\n\x85s."):
-        with pytest.raises(FormatError, match=r"an array or a name inside of something else"):
+        with pytest.raises(FormatError, match=r"an array or a name inside"):
             read_plain(raw, name="train")
     nested = pickle.dumps({"a": [pixels(1)]}, protocol=2)
-    with pytest.raises(FormatError, match=r"an array or a name inside of something else"):
+    with pytest.raises(FormatError, match=r"an array or a name inside"):
         read_plain(nested, name="train")
     shared = b"\x80\x02]" + b"".join(
         b"q" + bytes([i]) + b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e" for i in range(60)

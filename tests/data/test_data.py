@@ -94,13 +94,13 @@ def test_a_split_says_its_name_sizes_and_shape() -> None:
 
 @pytest.mark.parametrize("test_share", [0.0, 1.0, -0.2, 1.5, float("nan")])
 def test_a_share_outside_the_open_unit_interval_is_refused(test_share: float) -> None:
-    with pytest.raises(ValueRangeError, match=r"test_share needs .* in \(0, 1\); got .*Try 0\.2"):
+    with pytest.raises(ValueRangeError, match=r"test_share .* in \(0, 1\); got .*Try 0\.2"):
         digits(test_share=test_share)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 10**30, 0.5, "0", None])
 def test_a_seed_that_is_no_word_of_64_bits_is_refused(seed: object) -> None:
-    with pytest.raises(ValueRangeError, match=r"seed needs a whole number in \[0, 2\^64\); got "):
+    with pytest.raises(ValueRangeError, match=r"seed .* integer in \[0, 2\^64\); got "):
         digits(seed=seed)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ def test_a_teacher_is_a_function_of_its_seed_and_moves_no_other_generator() -> N
 
 @pytest.mark.parametrize("options", [{"widths": (3,)}, {"widths": (3, 1)}, {"widths": (0, 2)}, {"n_test": 0}])
 def test_teachers_that_teach_nothing_are_refused(options: dict[str, Any]) -> None:
-    message = rf"{next(iter(options))} needs|two classes or more; got \(3, 1\)"
+    message = rf"{next(iter(options))} (needs|must)|two classes; got \(3, 1\)"
     with pytest.raises((ShapeError, ValueRangeError), match=message):
         teacher(**options)
 
@@ -195,9 +195,9 @@ def test_a_file_of_one_array_is_inputs(tmp_path: Path, kind: str) -> None:
     [
         ({"x": torch.rand(2, 3)}, FormatError, r"needs a tensor named inputs; got x\. Save it under that name"),
         ({"inputs": torch.ones(2, 3, dtype=torch.uint8)}, ShapeError, r"floating-point inputs .*got torch.uint8"),
-        ({"inputs": torch.rand(0, 3)}, ShapeError, r"one sample at least; got torch.float32 of shape \(0, 3\)"),
+        ({"inputs": torch.rand(0, 3)}, ShapeError, r"at least one; got torch.float32 of shape \(0, 3\)"),
         ({"inputs": torch.rand(2, 3), "labels": torch.arange(3)}, ShapeError, r"label per sample, 2; got .*\(3,\)"),
-        ({"inputs": torch.rand(2, 3), "labels": torch.rand(2)}, ShapeError, r"whole-number label.*got torch.float32"),
+        ({"inputs": torch.rand(2, 3), "labels": torch.rand(2)}, ShapeError, r"label.*got torch.float32"),
     ],
 )
 def test_tensors_that_are_no_data_are_refused(
@@ -209,20 +209,20 @@ def test_tensors_that_are_no_data_are_refused(
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match=r"data needs a file; there is none at .*own.npy"):
+    with pytest.raises(MissingDataError, match=r"data needs a file; got none at .*own.npy"):
         load_data(str(tmp_path / "own.npy"))
     for name in ("own.npy", "own.safetensors"):
         (tmp_path / name).write_bytes(b"no such format")
-        with pytest.raises(FormatError, match=f"{name} needs a whole"):
+        with pytest.raises(FormatError, match=f"{name} needs "):
             load_data(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.array([{"a": 1}], dtype=object), r"plain numbers; got ValueError.*without objects"),
-        (np.arange(6).reshape(2, 3), r"floating-point numbers; got int64\. Save array.astype"),
-        (np.array(["a", "b"]), r"plain numbers; got ValueError: <U1 where real numbers belong"),
+        (np.array([{"a": 1}], dtype=object), r"; got ValueError.*without objects"),
+        (np.arange(6).reshape(2, 3), r"floating-point .*; got int64\. Save array.astype"),
+        (np.array(["a", "b"]), r"; got ValueError: <U1 instead of real"),
     ],
 )
 def test_arrays_of_anything_but_numbers_are_refused_and_never_unpickled(

@@ -46,11 +46,11 @@ def test_fashion_mnist_is_read_from_its_idx_files() -> None:
 @pytest.mark.parametrize(
     ("part", "damage", "message"),
     [
-        ("images-idx3", lambda raw: gzip.compress(raw[:-1]), r"needs 2352 bytes after its head; got 2351\. Copy"),
-        ("images-idx3", lambda raw: gzip.compress(raw + b"0"), r"needs 2352 bytes after its head; got more\. Copy"),
-        ("images-idx3", lambda raw: gzip.compress(raw)[:-9], r"whole gzip file; got EOFError"),
-        ("images-idx3", lambda raw: raw, r"whole gzip file; got BadGzipFile"),
-        ("images-idx3", lambda raw: gzip.compress(raw[:7]), r"an idx head .*got magic number 0"),
+        ("images-idx3", lambda raw: gzip.compress(raw[:-1]), r"needs 2352 bytes after its header; got 2351\. Copy"),
+        ("images-idx3", lambda raw: gzip.compress(raw + b"0"), r"needs 2352 bytes after its header; got more\. Copy"),
+        ("images-idx3", lambda raw: gzip.compress(raw)[:-9], r"gzip file; got EOFError"),
+        ("images-idx3", lambda raw: raw, r"gzip file; got BadGzipFile"),
+        ("images-idx3", lambda raw: gzip.compress(raw[:7]), r"an idx header .*got magic number 0"),
         ("images-idx3", lambda raw: gzip.compress(idx(np.zeros((3, 28, 27)))), r"shape \(28, 28\).*\[3, 28, 27\]"),
         ("images-idx3", lambda raw: gzip.compress(idx(np.zeros((3, 28, 28)), magic=0x0D03)), r"magic number 3331"),
         ("labels-idx1", lambda raw: gzip.compress(idx(np.array([1, 2]))), r"got 3 images and 2 labels up to 2"),

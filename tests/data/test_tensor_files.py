@@ -33,7 +33,6 @@ from onlynorm.data.tensor_files import (
 )
 from onlynorm.errors import FormatError, MissingDataError, StorageError
 from onlynorm.evidence.records import read_record
-from onlynorm.identity import load_memorizer, save_memorizer
 from onlynorm.models import load_weights
 from onlynorm.storage import MAX_NESTING, parse_json, read_file, read_tensors, write_tensors
 from onlynorm.tuning import read_peft
@@ -71,16 +70,16 @@ def test_arrays_come_back_as_numpy_saved_them(tmp_path: Path, dtype: str, order:
         (npy("(" * 200 + ")" * 200), r"got \w+"),
         (npy("-" * 5000 + "1"), r"got \w+"),
         (npy("(1,"), r"got \w+"),
-        (npy("()", descr="'|O'"), r"object where real numbers belong"),
-        (npy("(1,)", bytes(16), descr="'<c16'"), r"complex128 where real numbers belong"),
-        (npy("(1,)", bytes(80), descr="('<f8', (10,))"), r"where real numbers belong"),
+        (npy("()", descr="'|O'"), r"object instead of real"),
+        (npy("(1,)", bytes(16), descr="'<c16'"), r"complex128 instead of real"),
+        (npy("(1,)", bytes(80), descr="('<f8', (10,))"), r"instead of real"),
         (b"\x93NUMPY\x03\x00" + bytes(8), r"format \(3, 0\)"),
         (b"", r"got ValueError"),
     ],
 )
 def test_headers_that_claim_what_is_not_there_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.npy").write_bytes(data)
-    with pytest.raises(FormatError, match=rf"a\.npy needs a whole \.npy file.*{message}"):
+    with pytest.raises(FormatError, match=rf"a\.npy needs .*\.npy file.*{message}"):
         read_npy(tmp_path / "a.npy")
 
 
@@ -195,12 +194,12 @@ def test_keys_whose_hash_takes_exponential_time_are_refused(tmp_path: Path) -> N
     raw = nested_key(60)
     assert len(raw) < 400
     assert isinstance(next(iter(pickle.loads(nested_key(3)))), tuple)
-    with pytest.raises(FormatError, match=r"a key of a dict that is neither text nor a small number"):
+    with pytest.raises(FormatError, match=r"dict key"):
         read_plain(raw, name="train")
-    with pytest.raises(FormatError, match=r"a key of a dict"):
+    with pytest.raises(FormatError, match=r"dict key"):
         read_torch(with_pickle(tmp_path / "a.pth", raw))
     (tmp_path / "b.pth").write_bytes(raw)
-    with pytest.raises(FormatError, match=r"a key of a dict"):
+    with pytest.raises(FormatError, match=r"dict key"):
         read_torch(tmp_path / "b.pth")
 
 
@@ -215,7 +214,7 @@ def test_keys_whose_hash_takes_exponential_time_are_refused(tmp_path: Path) -> N
     ],
 )
 def test_other_ways_to_such_keys_are_refused(raw: bytes) -> None:
-    with pytest.raises(FormatError, match=r"a key of a dict|empty stack|without its mark|pickle of plain"):
+    with pytest.raises(FormatError, match=r"dict key|empty stack|without its mark|pickle of plain"):
         read_plain(raw, name="train")
 
 
@@ -242,7 +241,7 @@ def test_a_pickle_that_names_anything_but_tensors_is_refused_before_torch_sees_i
     ("value", "message"),
     [
         (torch.ones(2, 3, dtype=torch.complex64), r"complex64"),
-        (torch.ones(2, 3, dtype=torch.int64), r"weight as torch.float32.*int64"),
+        (torch.ones(2, 3, dtype=torch.int64), r"weight as .*torch.float32.*int64"),
         (torch.ones(2, 4), r"weight of shape \(2, 3\); got \(2, 4\)"),
     ],
 )
@@ -300,12 +299,12 @@ def test_the_content_of_an_image_has_to_be_of_a_known_format(tmp_path: Path) -> 
 def test_a_forged_memorizer_is_refused_before_its_sizes_are_used(tmp_path: Path, field: str, value: object) -> None:
     points = torch.linspace(-1.0, 1.0, 10, dtype=torch.float64).reshape(5, 2)
     path = tmp_path / "a"
-    save_memorizer(on.memorize(points, torch.tensor([0, 1, 1, 0, 1])), path)
+    on.save(on.memorize(points, torch.tensor([0, 1, 1, 0, 1])), path)
     document, tensors = read_tensors(path, kind="onlynorm-memorizer", format=1, cure="")
     rest = {name: item for name, item in document.items() if name not in ("sha256", "onlynorm", "kind", "format")}
     write_tensors(path, tensors, kind="onlynorm-memorizer", format=1, document={**rest, field: value})
     with pytest.raises(FormatError, match=r"sizes that fit its numbers; a has others"):
-        load_memorizer(path)
+        on.load(path)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 500 + "]" * 500, "{" * 9, "NaN", "[Infinity]", '"\\ud800', ""])
@@ -326,15 +325,15 @@ def test_json_may_be_nested_as_deep_as_stated() -> None:
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero, a file without end")
 def test_a_file_without_end_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"not an ordinary file for /dev/zero"):
+    with pytest.raises(StorageError, match=r"not a regular file for /dev/zero"):
         read_file(Path("/dev/zero"), what="a test")
     for read in (read_torch, read_safetensors):
-        with pytest.raises(FormatError, match=r"not an ordinary file"):
+        with pytest.raises(FormatError, match=r"not a regular file"):
             read(Path("/dev/zero"))
     for path in (tmp_path, tmp_path / "a\0b"):
         with pytest.raises(StorageError, match=r"a test needs a readable file"):
             read_file(path, what="a test")
-    with pytest.raises(MissingDataError, match=r"there is none at"):
+    with pytest.raises(MissingDataError, match=r"none at"):
         read_npy(tmp_path / "none.npy")
     (tmp_path / "a").write_bytes(bytes(5))
     with pytest.raises(FormatError, match=r"at most 4 bytes; a has 5"):
@@ -347,7 +346,7 @@ def test_data_that_claims_more_than_it_holds_is_refused(tmp_path: Path) -> None:
         load_data(str(tmp_path / "a.npy"))
     header = b'{"inputs":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    with pytest.raises(FormatError, match=r"a whole safetensors file"):
+    with pytest.raises(FormatError, match=r"safetensors file"):
         load_data(str(tmp_path / "a.safetensors"))
     file = io.BytesIO()
     np.save(file, np.ones((2, 2)))
@@ -399,7 +398,7 @@ def test_an_archive_in_which_pytorch_would_read_other_members_is_refused(tmp_pat
     with zipfile.ZipFile(path) as archive:
         assert archive.read("archive/data.pkl") != nested_pickle(3)
     assert torch.load(path, weights_only=True) == {((((), ()), ((), ())), (((), ()), ((), ()))): 1}
-    with pytest.raises(FormatError, match=r"directory is not right before its end"):
+    with pytest.raises(FormatError, match=r"directory is not .*before its end"):
         read_torch(path)
 
 
@@ -416,7 +415,7 @@ def test_an_archive_with_something_after_its_end_is_refused(tmp_path: Path, tail
     saved = io.BytesIO()
     torch.save({"a": torch.ones(2)}, saved)
     (tmp_path / "a.pth").write_bytes(saved.getvalue()[:-2] + len(tail).to_bytes(2, "little") + tail)
-    with pytest.raises(FormatError, match=r"a\.pth needs to be a whole file of tensors"):
+    with pytest.raises(FormatError, match=r"a\.pth needs to be .*file of tensors"):
         read_torch(tmp_path / "a.pth")
 
 
@@ -434,12 +433,10 @@ def test_archives_with_and_without_sizes_of_64_bits_are_read(tmp_path: Path) -> 
 
 @pytest.mark.timeout(20)
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names here")
-@pytest.mark.parametrize(
-    "read", [read_npy, read_npz, read_safetensors, read_torch, inflate, load_memorizer, read_record]
-)
+@pytest.mark.parametrize("read", [read_npy, read_npz, read_safetensors, read_torch, inflate, on.load, read_record])
 def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "file")
-    with pytest.raises((FormatError, StorageError), match=r"not an ordinary file"):
+    with pytest.raises((FormatError, StorageError), match=r"not a regular file"):
         read(tmp_path / "file")
 
 
@@ -457,7 +454,7 @@ def test_a_pipe_in_place_of_an_image_or_a_data_set_is_refused_at_once(
         os.mkfifo(tmp_path / name)
     monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path))
     for read in (lambda: ImageFolder(tmp_path / "classes"), fashion_mnist, cifar10):
-        with pytest.raises((FormatError, StorageError), match=r"not an ordinary file"):
+        with pytest.raises((FormatError, StorageError), match=r"not a regular file"):
             read()
 
 

@@ -18,6 +18,7 @@ from onlynorm.evidence.cache import (
     PIECE,
     Cache,
     library_digest,
+    source_digest,
     source_files,
     without_imports,
     worst_note,
@@ -29,8 +30,8 @@ GOOD = {"accuracy": 0.5, "losses": [1.0, 2]}
 
 
 def make(folder: Path, said: list[str] | None = None, **options: Any) -> Cache:
-    say = [] if said is None else said
-    return Cache(folder, modules=["onlynorm.evidence.bench.sweeps.adapt"], say=say.append, **options)
+    status = [] if said is None else said
+    return Cache(folder, modules=["onlynorm.evidence.bench.sweeps.adapt"], status=status.append, **options)
 
 
 def test_a_piece_is_computed_once_and_read_again(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_piece_that_the_check_refuses_is_computed_again(tmp_path: Path) -> Non
     said: list[str] = []
     found = make(tmp_path, said).get_or_compute("a", {}, lambda: GOOD, check=check)
     assert (found.result, found.note) == (GOOD, "")
-    assert "computed again" in said[0]
+    assert "damaged" in said[0]
 
 
 @pytest.mark.parametrize("change", [{"key": "another"}, {"seconds": 1}, {"seconds": "fast"}, {"result": None}])
@@ -80,7 +81,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_the_worst_of_several_notes_is_told() -> None:
+def test_the_worst_of_several_notes_is_row_text() -> None:
     assert [worst_note(notes) for notes in ([], ["", ""], ["", CACHED], [CACHED, OLDER, ""])] == ["", "", CACHED, OLDER]
 
 
@@ -98,15 +99,15 @@ def digest_of(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     ("name", "changed", "is_noticed"),
     [
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/bench/sweeps/adapt.py", True),
-        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/spread.py", True),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/timing.py", True),
         ("onlynorm.evidence.bench.sweeps.adapt", "tuning/train.py", True),
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/bench/sweeps/predict.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "cli/evidence/bench.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "display/figure.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/cache.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/harness.py", False),
-        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/papers/random_features/scratch_training.py", True),
-        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/validation.py", True),  # through scratch_training
+        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/papers/random_features/scratch.py", True),
+        ("onlynorm.evidence.bench.sweeps.scratch", "evidence/validation.py", True),  # through the experiment
         ("onlynorm.evidence.papers.burkholz2024.tables", "evidence/papers/burkholz2024/vgg_targets.py", True),
         ("onlynorm.evidence.papers.burkholz2024.tables", "evidence/papers/random_features/conditioning.py", False),
     ],
@@ -137,6 +138,27 @@ def test_a_piece_of_changed_code_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_source_of_a_piece_may_change_its_imports() -> None:
     one = "from a import (\n    b,\n)\nimport c\n\ndef f():\n    from d import e\n    return b\n"
-    other = "from x.y import b\n\ndef f():\n    return b\n"
-    assert without_imports(one).split() == without_imports(other).split()
+    other = "import numpy\n\nfrom x.y import b\n\n\ndef f():\n    return b\n"
+    assert without_imports(one) == without_imports(other)
     assert without_imports(one) != without_imports(one.replace("return b", "return c"))
+
+
+def test_the_key_of_a_piece_does_not_depend_on_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for place, imports in enumerate(("import math\n", "import os\n\nfrom math import (\n    pi,\n)\n", "PI = 3\n")):
+        path = tmp_path / f"study_{place}.py"
+        path.write_text(f'"""A study."""\n\n{imports}\n\ndef measure() -> int:\n    return 1\n')
+        monkeypatch.syspath_prepend(str(tmp_path))
+        keys.append(source_digest(importlib.import_module(path.stem).measure))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_piece_is_not_stale_because_a_module_of_the_library_imports_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "onlynorm.evidence.bench.sweeps.adapt"
+    shutil.copytree(PACKAGE, tmp_path / "onlynorm", ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest_of(tmp_path / "onlynorm", name, monkeypatch)
+    with (tmp_path / "onlynorm" / "tuning/train.py").open("a") as file:
+        file.write("\nimport this_and_that\n")
+    assert digest_of(tmp_path / "onlynorm", name, monkeypatch) == before

@@ -20,13 +20,12 @@ from onlynorm.evidence.records import (
     RECORD,
     Check,
     PieceNote,
-    Verdict,
+    RecordVerdict,
     read_record,
     read_records,
     write_record,
 )
-from onlynorm.evidence.registry import Finding, statements
-from onlynorm.evidence.registry import Verdict as StatementVerdict
+from onlynorm.evidence.registry import Finding, Verdict, statements
 from onlynorm.evidence.report.page import STATEMENT_TONES, TONES, render_page, write_report
 from onlynorm.storage import digest, read_sealed, write_sealed
 
@@ -104,7 +103,7 @@ def test_a_record_without_a_field_is_refused(tmp_path: Path) -> None:
     body = read_sealed(path, kind=RECORD)
     del body["claim"]
     write_sealed(path, body, kind=RECORD)
-    with pytest.raises(FormatError, match="needs all its fields"):
+    with pytest.raises(FormatError, match="needs all fields"):
         read_record(path)
 
 
@@ -192,7 +191,7 @@ def test_text_of_a_record_cannot_become_markup() -> None:
     )
     first = statements()[0]
     evil = dataclasses.replace(first, title=HOSTILE, says=HOSTILE, assumes=(HOSTILE,), slips=HOSTILE)
-    finding = Finding(first.key, StatementVerdict.HOLDS, HOSTILE, {HOSTILE: 1.0}, 0.1)
+    finding = Finding(first.key, Verdict.HOLDS, HOSTILE, {HOSTILE: 1.0}, 0.1)
     page = render_page([hostile], statements=[evil], findings=[finding])
     assert "<script>document" not in page
     assert "<img" not in page
@@ -247,19 +246,19 @@ def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:
 
 def test_statements_carry_their_finding_and_filters() -> None:
     one, two = statements()[:2]
-    verdict = StatementVerdict.CORRECTED
+    verdict = Verdict.CORRECTED
     finding = Finding(one.key, verdict, "ratio 0.97 on ten seeds", {"ratio": 0.97}, 2.0)
     page = render_page([], statements=[one, two], findings=[finding])
     outline = Outline(page)
     verdicts = [attrs["data-verdict"] for attrs in outline.all("details") if "data-verdict" in attrs]
-    assert verdicts == [StatementVerdict.CORRECTED.value, StatementVerdict.UNCHECKED.value]
+    assert verdicts == [Verdict.CORRECTED.value, Verdict.UNCHECKED.value]
     assert [attrs["data-verdict"] for attrs in outline.all("button")] == ["", *verdicts]
     assert "ratio 0.97 on ten seeds" in page
 
 
 def test_every_verdict_has_its_own_colour_and_sign() -> None:
-    assert set(TONES) == {verdict.value for verdict in Verdict}
-    assert set(STATEMENT_TONES) == {verdict.value for verdict in StatementVerdict}
+    assert set(TONES) == {verdict.value for verdict in RecordVerdict}
+    assert set(STATEMENT_TONES) == {verdict.value for verdict in Verdict}
     for tones in (TONES, STATEMENT_TONES):
         assert len(set(tones.values())) == len(tones)
 

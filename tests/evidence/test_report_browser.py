@@ -13,9 +13,8 @@ import pytest
 from toy_records import HOSTILE, make_record
 
 from onlynorm.display import Curve
-from onlynorm.evidence.records import Verdict, write_record
-from onlynorm.evidence.registry import Finding, statements
-from onlynorm.evidence.registry import Verdict as StatementVerdict
+from onlynorm.evidence.records import RecordVerdict, write_record
+from onlynorm.evidence.registry import Finding, Verdict, statements
 from onlynorm.evidence.report.page import write_report
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -55,14 +54,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         artifact="toy:fig-2",
         title=HOSTILE,
         claim=HOSTILE,
-        verdict=Verdict.NOT_REPRODUCED,
+        verdict=RecordVerdict.NOT_REPRODUCED,
         curves=(Curve(HOSTILE, [0, 1], [1, 2], panel=HOSTILE),),
         panels=(),
     )
     for record in (make_record(), hostile):
         write_record(folder / "records" / record.artifact.replace(":", "/") / "record.json", record)
     keys = [statement.key for statement in statements()[:3]]
-    verdicts = (StatementVerdict.HOLDS, StatementVerdict.FAILS, StatementVerdict.HOLDS)
+    verdicts = (Verdict.HOLDS, Verdict.FAILS, Verdict.HOLDS)
     findings = [
         Finding(key, verdict, "seen by a zebra", {"x": 1.0}, 0.1) for key, verdict in zip(keys, verdicts, strict=True)
     ]
@@ -176,7 +175,7 @@ def test_statements_are_filtered_by_words_and_by_verdict(browser: Any) -> None:
         button.click()
         assert button.get_attribute("aria-pressed") == "true"
 
-    press(StatementVerdict.FAILS.value)
+    press(Verdict.FAILS.value)
     assert shown_statements(browser) == everything[1:2]
     press("")
     assert shown_statements(browser) == everything[:3]

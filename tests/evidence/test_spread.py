@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from onlynorm.evidence.spread import Spread
+from onlynorm.evidence.harness import Spread
 
 
 def test_the_interval_is_students() -> None:

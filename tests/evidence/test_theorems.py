@@ -279,7 +279,7 @@ def test_restating_nothing_or_a_restatement_is_an_error(target: str, monkeypatch
         return found, (wrong, *entries[1:])
 
     monkeypatch.setattr(registry, "_read", with_wrong_target)
-    with pytest.raises(FormatError, match=f"restates needs a statement that restates no other; got '{target}'"):
+    with pytest.raises(FormatError, match=f"restates needs .*; got '{target}'"):
         registry._registry.__wrapped__()
 
 

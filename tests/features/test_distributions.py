@@ -40,6 +40,12 @@ GOLDEN = {
         "0x1.4bea4f2407bb8p-5",
         "0x1.9c14de00c3296p-6",
     ),
+    "fast_ortho_cond": (
+        "c16483ef87291c4ccb93358f06c4aac3751ada331719267e3c827e9efa742f1e",
+        "-0x1.1f0ed99bed9b2p-2",
+        "-0x1.3fffffffffffep-1",
+        "-0x1.6a09e667f3bcbp-3",
+    ),
     "he_uniform": (
         "1aa34a8fc799fc25ee1a25db08c0c3a40498737fdd255ea9e6e63b6d18a52a56",
         "-0x1.a61112e651b7dp-3",
@@ -271,7 +277,7 @@ def test_a_user_can_register_a_distribution() -> None:
 @pytest.mark.usefixtures("own_registry")
 def test_a_registered_function_that_fills_the_wrong_shape_is_refused() -> None:
     register("flat")(lambda side, start, stop: np.zeros(side.width))
-    with pytest.raises(ShapeError, match=r"distribution 'flat' needs to fill \(5, 3\) float64 numbers; got \(3,\)"):
+    with pytest.raises(ShapeError, match=r"distribution 'flat' .*\(5, 3\) float64 entries; got \(3,\)"):
         draw("flat", (2, 3), n_features=5).right()
 
 
@@ -299,22 +305,22 @@ def test_an_unknown_kernel_place_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, -1), (1,) * 6, (True, 2), (2, 2.5), ("2", 3), 5, None])
 def test_a_shape_that_is_no_weight_is_refused(shape: object) -> None:
-    with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive whole numbers.*got"):
+    with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive integers.*got"):
         check_shape(shape)
 
 
 def test_draw_checks_its_shape_seed_and_layer() -> None:
-    with pytest.raises(ShapeError, match="shape needs 2 to 5 positive whole numbers"):
+    with pytest.raises(ShapeError, match="shape needs 2 to 5 positive integers"):
         draw("he_normal", (4, 0))
-    with pytest.raises(ValueRangeError, match="seed needs a whole number"):
+    with pytest.raises(ValueRangeError, match=r"seed .* integer"):
         draw("he_normal", (2, 3), seed=-1)
-    with pytest.raises(ValueRangeError, match="layer needs a str that UTF-8 can encode"):
+    with pytest.raises(ValueRangeError, match=r"layer needs a str .*UTF-8"):
         draw("he_normal", (2, 3), layer="\ud800")
 
 
 @pytest.mark.parametrize("n_features", [0, -3, 2.5, True, "9"])
 def test_a_count_that_is_no_count_is_refused(n_features: object) -> None:
-    with pytest.raises(ValueRangeError, match="n_features needs a positive whole number; got"):
+    with pytest.raises(ValueRangeError, match="n_features needs a positive integer; got"):
         _count(n_features, None, 6)
 
 
@@ -333,9 +339,9 @@ def test_both_counts_at_once_are_refused() -> None:
 def test_structured_features_refuse_another_count(name: str) -> None:
     own = draw(name, (2, 3)).n_features
     assert draw(name, (2, 3), n_features=own).n_features == own
-    with pytest.raises(ValueRangeError, match=f"{name} needs exactly its own {own} features; got n_features=9"):
+    with pytest.raises(ValueRangeError, match=f"{name} needs exactly {own} features; got n_features=9"):
         draw(name, (2, 3), n_features=9)
-    with pytest.raises(ValueRangeError, match=rf"{name} needs exactly its own {own} features; got .*excess=1\.5"):
+    with pytest.raises(ValueRangeError, match=rf"{name} needs exactly {own} features; got .*excess=1\.5"):
         draw(name, (2, 3), excess=1.5)
 
 
@@ -358,7 +364,7 @@ def test_a_shared_column_for_other_features_is_refused() -> None:
 
 
 def test_a_dtype_without_fractions_is_refused() -> None:
-    with pytest.raises(ValueRangeError, match=r"dtype needs a real floating-point type; got torch\.int64"):
+    with pytest.raises(ValueRangeError, match=r"dtype .*floating-point.*; got torch\.int64"):
         draw("he_normal", (2, 3), dtype=torch.int64)
 
 
@@ -391,7 +397,7 @@ def test_numpy_numbers_are_numbers() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_an_excess_beyond_all_memory_is_refused(excess: Any) -> None:
     with pytest.raises(
-        (ValueRangeError, MemoryLimitError), match=r"excess needs a positive finite number|excess or few"
+        (ValueRangeError, MemoryLimitError), match=r"excess needs a positive finite number|smaller excess"
     ):
         draw("he_normal", (2, 5), excess=excess)
 
@@ -407,7 +413,7 @@ def test_features_that_do_not_fit_into_memory_are_refused_when_they_are_made(mon
 @pytest.mark.parametrize("device", ["nope", "", "cuda:99", 0, None, 1.5])
 @pytest.mark.usefixtures("unchecked")
 def test_a_device_that_this_machine_has_not_is_refused(device: Any) -> None:
-    with pytest.raises(ValueRangeError, match=r"device needs .*got .*Pass 'cpu'"):
+    with pytest.raises(ValueRangeError, match=r"device .*got .*Pass 'cpu'"):
         draw("he_normal", (2, 5), device=device)
 
 

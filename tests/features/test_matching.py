@@ -99,13 +99,13 @@ def test_the_pattern_is_that_of_the_matrix(rows: int, cols: int, n_features: int
 def test_unmatched_equations_are_named() -> None:
     left, right = torch.ones(2, 6, dtype=torch.bool), torch.ones(6, 3, dtype=torch.bool)
     assert structural_rank(left, right).is_full
-    assert "almost all weights of this pattern reach every target" in str(structural_rank(left, right))
+    assert "every target" in str(structural_rank(left, right))
     left[1] = False  # nothing feeds output 1
     found = structural_rank(left, right)
     assert found.rank == 3
     assert found.unmatched_rows == ((1, 0), (1, 1), (1, 2))
     assert str(found) == (
-        "structural rank 3 of 6 equations with 6 features: no feature left for (output, input) (1, 0), (1, 1), (1, 2)"
+        "structural rank 3 of 6 equations with 6 features: unmatched (output, input) (1, 0), (1, 1), (1, 2)"
     )
     nothing = structural_rank(torch.zeros_like(left), right)
     assert nothing.rank == 0
@@ -117,7 +117,7 @@ def test_too_few_features_are_never_invertible() -> None:
     assert not is_generically_invertible(ones, torch.ones(5, 3, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "he_normal"])
+@pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "fast_ortho_cond", "he_normal"])
 def test_dense_and_structured_features_have_full_structural_rank(name: str) -> None:
     features = draw(name, (3, 4))
     assert is_generically_invertible(features.mask_left(), features.mask_right())
@@ -127,7 +127,7 @@ def test_a_pattern_beyond_the_memory_limit_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(matching, "MAX_NONZEROS", 23)
     ones = torch.ones(2, 4, dtype=torch.bool)
     assert structural_rank(ones, torch.ones(4, 2, dtype=torch.bool)).is_full
-    with pytest.raises(MemoryLimitError, match=r"at most 23 nonzeros; got 24 for 6 equations\. Thin"):
+    with pytest.raises(MemoryLimitError, match=r"at most 23 nonzeros; got 24 for 6 equations"):
         structural_rank(ones, torch.ones(4, 3, dtype=torch.bool))
 
 

@@ -233,20 +233,20 @@ def test_the_first_place_of_a_permutation_is_uniform() -> None:
 
 @pytest.mark.parametrize("seed", [-1, 2**64, True, 1.5, "0", None])
 def test_a_seed_outside_64_bits_is_refused(seed: object) -> None:
-    with pytest.raises(ValueRangeError, match=r"seed needs a whole number in \[0, 2\^64\); got"):
+    with pytest.raises(ValueRangeError, match=r"seed .* integer in \[0, 2\^64\); got"):
         check_seed(seed)
 
 
 def test_a_stream_checks_its_seed_and_takes_numpy_integers() -> None:
-    with pytest.raises(ValueRangeError, match="seed needs a whole number"):
+    with pytest.raises(ValueRangeError, match=r"seed .* integer"):
         Stream(2**64, "", "left")
     assert check_seed(np.int64(7)) == 7
 
 
 def test_a_name_that_cannot_be_encoded_is_refused() -> None:
-    with pytest.raises(ValueRangeError, match="layer needs a str that UTF-8 can encode"):
+    with pytest.raises(ValueRangeError, match=r"layer needs a str .*UTF-8"):
         Stream(0, "\ud800", "left")
-    with pytest.raises(ValueRangeError, match="part needs a str that UTF-8 can encode"):
+    with pytest.raises(ValueRangeError, match=r"part needs a str .*UTF-8"):
         Stream(0, "", "\ud800")
 
 
@@ -258,5 +258,5 @@ def test_a_density_outside_its_interval_is_refused(density: object) -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 11), (0.0, 3), (0, True)])
 def test_a_range_out_of_bounds_is_refused(start: object, stop: object) -> None:
-    with pytest.raises(ValueRangeError, match=r"a block needs whole numbers 0 <= start <= stop <= 10; got"):
+    with pytest.raises(ValueRangeError, match=r"0 <= start <= stop <= 10; got"):
         check_range(start, stop, 10)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
+from tensors import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
+import onlynorm as on
+from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.features import draw
-from onlynorm.frozen.form import find_blocks, source_from_settings, source_settings
+from onlynorm.frozen.form import find_blocks
+from onlynorm.frozen.maps import features_from_settings, kind_of
 from onlynorm.frozen.pair import CHUNK_BYTES, LowRankBlock, NormOnlyBlock
 from onlynorm.frozen.residual import ResidualBlock
 from onlynorm.modules.affine import set_affine
 from onlynorm.modules.convolution import explicit_padding
 from onlynorm.modules.layers import layer_options
-from onlynorm.reconstruction.ranges import watching
+from onlynorm.reconstruction.ranges import count_outside
 
 ROUNDING = 1e-12
 """Sums of a few hundred products of order one, in another order."""
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
-
-
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def make(layer: nn.Module, *, storage: str = "dense", kernel: str = "first", more: int = 0, **options: Any) -> Any:
@@ -41,9 +42,9 @@ def make(layer: nn.Module, *, storage: str = "dense", kernel: str = "first", mor
 
 def fill(block: NormOnlyBlock) -> None:
     n, n_seen, out = block.n_features, len(block.low), block.second_norm.num_features
-    mean, variance = batch(n_seen, seed=2), batch(n_seen).square()
-    set_affine(block.first_norm, batch(n), batch(n, seed=1) + 9.0, mean=mean, variance=variance)
-    set_affine(block.second_norm, batch(out, seed=3), batch(out, seed=4))
+    mean, variance = normal(n_seen, seed=2), normal(n_seen).square()
+    set_affine(block.first_norm, normal(n), normal(n, seed=1) + 9.0, mean=mean, variance=variance)
+    set_affine(block.second_norm, normal(out, seed=3), normal(out, seed=4))
 
 
 LAYERS = [
@@ -58,7 +59,7 @@ LAYERS = [
 def inputs_of(layer: nn.Module) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return batch(4, weight.shape[1] * getattr(layer, "groups", 1), *(7,) * (weight.ndim - 2), seed=5)
+    return normal(4, weight.shape[1] * getattr(layer, "groups", 1), *(7,) * (weight.ndim - 2), seed=5)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -99,7 +100,7 @@ def test_the_plain_layer_computes_what_the_block_does(layer: Any, more: int, pla
     options = {} if place is None else {"place": place, "skips": skips}
     block, inputs = make(layer, more=more, **options), 0.1 * inputs_of(layer)
     # Shifts of about nine keep the activation on its line.
-    set_affine(block.first_norm, batch(block.n_features), torch.full((block.n_features,), 9.0).double())
+    set_affine(block.first_norm, normal(block.n_features), torch.full((block.n_features,), 9.0).double())
     plain = block.to_plain()
     assert type(plain) is type(layer)
     assert torch.allclose(plain(inputs), block(inputs), rtol=ROUNDING, atol=ROUNDING)
@@ -123,12 +124,12 @@ def test_settings_make_the_same_block_again(place: str | None) -> None:
 
 def test_sources_are_described_by_plain_words() -> None:
     features = draw("er_sign", (3, 2, 3), n_features=7, seed=5, layer="x", kernel="second", density=0.25)
-    assert source_from_settings(json.loads(json.dumps(source_settings(features)))) == features
     shared = draw("id_cond_minimal", (3, 4), shared_column=2)
-    assert source_from_settings(json.loads(json.dumps(source_settings(shared)))) == shared
+    for one in (features, shared):
+        assert features_from_settings(json.loads(json.dumps(kind_of(one)(one).settings()))) == one
 
 
-@pytest.mark.parametrize("features", ["he_normal", "ortho_cond"])
+@pytest.mark.parametrize("features", ["he_normal", "ortho_cond", "fast_ortho_cond"])
 def test_chunks_made_from_the_seed_give_the_same_bits(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 3 * 20 * 8)
     blocks = []
@@ -136,17 +137,17 @@ def test_chunks_made_from_the_seed_give_the_same_bits(features: str, monkeypatch
         block = NormOnlyBlock({}, [draw(features, (4, 9))], activation=nn.ReLU(), storage=storage)
         fill(block)
         blocks.append(block)
-    assert len(list(blocks[0].chunks(blocks[0].features[0], batch(20, 9)))) > 2
-    assert torch.equal(blocks[0](batch(20, 9)), blocks[1](batch(20, 9)))
-    assert not [name for name, _ in blocks[1].named_buffers() if name in ("left", "right")]
+    assert len(list(blocks[0].chunks(blocks[0].features[0], normal(20, 9)))) > 2
+    assert torch.equal(blocks[0](normal(20, 9)), blocks[1](normal(20, 9)))
+    assert [one.stored_tensors() for one in blocks[1].maps] == [[]]
 
 
 def test_a_changed_frozen_weight_is_noticed_wherever_it_sits() -> None:
     skips = [draw("he_normal", (1, 5), n_features=3)]
-    for name in ("right", "left", "skip"):
+    for number, side in ((0, "right"), (0, "left"), (1, "right")):
         block = make(nn.Linear(5, 3), place="inside", skips=skips)
         assert block.is_reproducible()
-        getattr(block, name)[1, 2] += 1e-12
+        getattr(block.maps[number], side)[1, 2] += 1e-12
         assert not block.is_reproducible()
     assert make(nn.Linear(5, 3), storage="seed", place="inside", skips=skips).is_reproducible()
 
@@ -164,16 +165,16 @@ def test_samples_outside_the_range_are_counted_once_per_call() -> None:
     block.low.fill_(-1e3)
     block.high.fill_(1e3)
     block.high[7] = -1e4  # one feature is outside for every sample
-    with watching(block) as outside:
-        block(batch(6, 5))
-    assert outside.share == 1.0
+    with count_outside(block) as outside:
+        block(normal(6, 5))
+    assert outside.fraction == 1.0
     block.high[7] = 1e3
-    inputs = batch(8, 5)
+    inputs = normal(8, 5)
     inputs[:2] *= 1e9
-    with watching(block) as outside:
+    with count_outside(block) as outside:
         block(inputs)
-        block(batch(8, 5))
-    assert outside.share == 2 / 16
+        block(normal(8, 5))
+    assert outside.fraction == 2 / 16
 
 
 def test_the_text_of_a_block_names_its_source() -> None:
@@ -188,3 +189,36 @@ def test_a_chunk_of_frozen_weights_fits_as_it_is_drawn(dtype: torch.dtype) -> No
     block = NormOnlyBlock({}, [draw("he_normal", (2, 3))], storage="seed")
     start, stop = next(iter(block.chunks(features, torch.zeros(1, 900, dtype=dtype))))
     assert (stop - start) * (700 + 900) * 8 <= CHUNK_BYTES  # drawn in float64, whatever the inputs are
+
+
+CONSTRUCTIONS = {
+    "wide": on.Wide(),
+    "structured": on.Wide(features="fast_ortho_cond"),
+    "low_rank": on.LowRank(rank=2),
+    "residual": on.Residual(),
+    "deep": on.Deep(features="orthogonal", inputs_per_slice=2),
+    "multilayer": on.Multilayer(features="orthogonal"),
+}
+
+
+@pytest.mark.parametrize("storage", ["dense", "seed"])
+@pytest.mark.parametrize(
+    ("construction", "groups"), [(name, n) for name in CONSTRUCTIONS for n in (0, 1, 2) if (name, n) != ("deep", 2)]
+)
+def test_a_block_refuses_inputs_that_the_replaced_layer_refuses(construction: str, groups: int, storage: str) -> None:
+    layer = nn.Conv1d(4, 4, 3, groups=groups) if groups else nn.Linear(4, 4)
+    sizes = (7,) if groups else ()
+    inputs = normal(9, 4, *sizes).float()
+    block = on.reconstruct(layer.eval(), inputs, CONSTRUCTIONS[construction], storage=storage).network
+    for accepted in (inputs, inputs[0], *(() if groups else (inputs[:6].view(2, 3, 4),))):
+        assert block(accepted).shape == layer(accepted).shape
+    for n in (3, 5):
+        for shape in ((2, n, *sizes), (n, *sizes)):
+            with pytest.raises(ShapeError, match=rf"4.*got .*{n}"):
+                block(torch.ones(shape))
+    for shape in [(), (4,), (1, 1, 4, 7)] if groups else [()]:
+        with pytest.raises(ShapeError, match=rf"got {re.escape(str(shape))}"):
+            block(torch.ones(shape))
+    for value in (None, "a", [1.0]):
+        with pytest.raises(ConversionError, match="Tensor; got"):
+            block(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rebuilding import batch
+from tensors import normal
 from torch import Tensor, nn
 
 import onlynorm as on
@@ -64,23 +64,23 @@ class Pairs(nn.Module):
         return self.inner(y, x) if isinstance(self.inner, nn.TransformerDecoder) else self.inner(x, y)
 
 
-def agree(make: Any, *inputs: Tensor, path: Path) -> on.Reconstruction:
+def agree(make: Any, *inputs: Tensor, path: Path) -> on.reconstruction.Reconstruction:
     """Rebuilds what `make` makes and compares it with its target everywhere a call may go."""
     torch.manual_seed(0)
     network = make().double().eval()
-    result = on.reconstruct(network, inputs=inputs, activation=nn.ReLU())
+    result = on.reconstruct(network, inputs, on.Wide(activation=nn.ReLU()))
     assert on.verify(network, result, inputs).is_same(TOLERANCE)
     assert torch.is_grad_enabled()
     torch.testing.assert_close(result.network(*inputs), network(*inputs), rtol=TOLERANCE, atol=TOLERANCE)
     on.save(result, path / "net")
-    loaded = on.load(path / "net", into=make().double())
+    loaded = on.load(path / "net", like=make().double())
     assert on.verify(result, loaded, inputs).max_error == 0.0
     plain = on.collapse(loaded)
     assert on.verify(network, plain, inputs).is_same(TOLERANCE)
     assert not any(isinstance(module, PaddedEncoder) for module in plain.modules())
     assert [str(module) for module in plain.modules()] == [str(module) for module in network.modules()]
     inside = copy.deepcopy(network)
-    on.reconstruct(inside, inputs=inputs, activation=nn.ReLU(), in_place=True)
+    on.reconstruct(inside, inputs, on.Wide(activation=nn.ReLU()), in_place=True)
     assert on.verify(network, inside, inputs).is_same(TOLERANCE)
     return result
 
@@ -92,7 +92,7 @@ def test_an_encoder_layer_works(batch_first: bool, norm_first: bool, activation:
     def make() -> nn.Module:
         return layer(batch_first=batch_first, norm_first=norm_first, activation=activation)
 
-    result = agree(make, batch(9, LENGTH, WIDTH), path=tmp_path)
+    result = agree(make, normal(9, LENGTH, WIDTH), path=tmp_path)
     assert [one.name for one in result.layers] == ["linear1", "linear2"]
     assert [item.name for item in result.left] == ["self_attn"]
 
@@ -107,7 +107,7 @@ def test_an_encoder_works_with_masks(padding: str, is_causal: bool, with_norm: b
         norm = nn.LayerNorm(WIDTH) if with_norm else None
         return Encode(nn.TransformerEncoder(layer(), 2, norm), padding=padding, is_causal=is_causal)
 
-    agree(make, batch(9, LENGTH, WIDTH), path=tmp_path)
+    agree(make, normal(9, LENGTH, WIDTH), path=tmp_path)
 
 
 class Inherits(nn.TransformerEncoder):
@@ -127,21 +127,21 @@ def test_subclasses_of_encoders_work_with_padding(kind: type[nn.TransformerEncod
     def make() -> nn.Module:
         return Encode(kind(layer(), 2), padding="left")
 
-    result = agree(make, batch(9, LENGTH, WIDTH), path=tmp_path)
+    result = agree(make, normal(9, LENGTH, WIDTH), path=tmp_path)
     assert isinstance(result.network.inner, kind)
     torch.save(result.network, tmp_path / "pickled.pt")
     for again in (copy.deepcopy(result.network), torch.load(tmp_path / "pickled.pt", weights_only=False)):
-        assert on.verify(result, again, batch(9, LENGTH, WIDTH)).max_error == 0.0
+        assert on.verify(result, again, normal(9, LENGTH, WIDTH)).max_error == 0.0
     assert type(on.collapse(result).inner) is kind
 
 
 def test_padding_is_zero_where_torch_makes_it_zero() -> None:
     torch.manual_seed(0)
     network = Encode(nn.TransformerEncoder(layer(), 1), padding="left").double().eval()
-    rebuilt = on.reconstruct(network, inputs=batch(9, LENGTH, WIDTH)).network
+    rebuilt = on.reconstruct(network, normal(9, LENGTH, WIDTH)).network
     for is_fast in (True, False):
         with torch.set_grad_enabled(not is_fast):
-            made, wanted = rebuilt(batch(9, LENGTH, WIDTH)), network(batch(9, LENGTH, WIDTH))
+            made, wanted = rebuilt(normal(9, LENGTH, WIDTH)), network(normal(9, LENGTH, WIDTH))
         assert [bool((one[0, 2:] == 0.0).all()) for one in (made, wanted)] == [is_fast, is_fast]
         torch.testing.assert_close(made, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -149,8 +149,8 @@ def test_padding_is_zero_where_torch_makes_it_zero() -> None:
 def test_nested_tensors_go_through_a_block() -> None:
     torch.manual_seed(0)
     network = layer().double().eval()
-    rebuilt = on.reconstruct(network, inputs=batch(9, LENGTH, WIDTH)).network
-    nested = torch.nested.as_nested_tensor([batch(n, WIDTH, seed=n) for n in (2, 5, 3)])
+    rebuilt = on.reconstruct(network, normal(9, LENGTH, WIDTH)).network
+    nested = torch.nested.as_nested_tensor([normal(n, WIDTH, seed=n) for n in (2, 5, 3)])
     with torch.no_grad():
         made, wanted = rebuilt(nested), network(nested)
     assert made.is_nested
@@ -171,4 +171,4 @@ def test_decoders_and_whole_transformers_work(batch_first: bool, tmp_path: Path)
         )
 
     for make in (decoder, transformer):
-        agree(make, batch(9, LENGTH, WIDTH), batch(9, LENGTH, WIDTH, seed=1), path=tmp_path)
+        agree(make, normal(9, LENGTH, WIDTH), normal(9, LENGTH, WIDTH, seed=1), path=tmp_path)

@@ -7,23 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from rebuilding import reconstruct_with
+from tensors import normal
 from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.errors import ConversionError
-from onlynorm.features import semicircle_spectrum
-from onlynorm.frozen import Choice, norm_only, wrap
+from onlynorm.features import draw, semicircle_spectrum
+from onlynorm.frozen import FrozenOptions, to_norm_only, wrap
 from onlynorm.frozen.form import FrozenLayer, find_frozen
-from onlynorm.frozen.maps import FrozenMap, count_features, make_map
-from onlynorm.reconstruction.verify import count_numbers
+from onlynorm.frozen.maps import FrozenMap, kind_of, make_map, map_from_settings
+from onlynorm.reconstruction.verify import count_entries
 from onlynorm.seeds import own_randomness
 
 EPS32 = torch.finfo(torch.float32).eps
-CPU = torch.device("cpu")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -33,9 +30,10 @@ def distance(one: Tensor, other: Tensor) -> float:
 CHOICES: dict[str, dict[str, Any]] = {
     "id_cond": {},
     "sparse": {"features": "id_cond", "density": 0.6},
-    "scaled": {"features": "id_cond", "condition": 9.0},
+    "scaled": {"features": "id_cond", "spectrum": 9.0},
     "given": {"features": "id_cond", "spectrum": semicircle_spectrum(6 * 2 * 4, condition=3.0)},
     "ortho_cond": {},
+    "fast_ortho_cond": {},
     "id_cond_minimal": {"shared_column": 1},
     "he_normal": {"excess": 1.5},
     "blocks": {"features": "he_normal", "n_blocks": 6},
@@ -43,8 +41,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def choose(name: str, **more: Any) -> Choice:
-    return Choice(**{"features": name, **CHOICES[name], **more})
+def choose(name: str, **more: Any) -> FrozenOptions:
+    return FrozenOptions(**{"features": name, **CHOICES[name], **more})
 
 
 class MapContract:
@@ -55,16 +53,16 @@ class MapContract:
 
     @pytest.fixture(params=CHOICES)
     def frozen(self, request: pytest.FixtureRequest) -> FrozenMap:
-        return make_map(self.shape, choose(request.param), dtype=torch.float64, device=CPU, groups=self.groups)
+        return make_map(self.shape, choose(request.param), groups=self.groups)
 
     def gammas(self, frozen: FrozenMap, seed: int = 0) -> tuple[Tensor, ...]:
         first = normal(frozen.n_features, seed=seed)
-        is_minimal = frozen.choice.features == "id_cond_minimal"
+        is_minimal = frozen.features.name == "id_cond_minimal"
         return (first, normal(self.shape[0], seed=seed + 1)) if is_minimal else (first,)
 
     def test_the_weight_has_its_shape_and_is_linear_in_gamma(self, frozen: FrozenMap) -> None:
         one, two = self.gammas(frozen), self.gammas(frozen, seed=5)
-        assert frozen(*one).shape == self.shape
+        assert frozen(*one).shape == frozen.shape == self.shape
         mixed = (2.0 * one[0] - two[0], *one[1:])
         wanted = 2.0 * frozen(*one) - frozen(two[0], *one[1:])
         assert torch.allclose(frozen(*mixed), wanted, rtol=1e-12, atol=1e-12)
@@ -74,30 +72,58 @@ class MapContract:
         again = frozen(*frozen.solve(weight))
         assert distance(again, weight) <= 1e-8 * float(weight.abs().max())
 
+    def test_weight_and_constant_are_those_of_the_two_frozen_layers(self, frozen: FrozenMap) -> None:
+        f, n = frozen.features, frozen.n_copies
+        left, right = f.left(), f.right()
+        values = None if frozen.spectrum is None else frozen.values
+        right = right if values is None else values[:, None] * right
+        gamma, beta = normal(frozen.n_features), normal(frozen.n_features, seed=7)
+        parts = [left @ (part[:, None] * right) for part in gamma.chunk(n)]
+        wanted = torch.cat([f.as_weight(part) for part in parts])
+        assert distance(frozen.weight(gamma), wanted) <= 1e-13 * frozen.n_features
+        added = torch.cat([(left @ part).reshape(f.shape[0], -1).sum(1) for part in beta.chunk(n)])
+        assert distance(frozen.constant(beta), added) <= 1e-13 * frozen.n_features
+
     def test_a_feature_stays_inside_its_group(self, frozen: FrozenMap) -> None:
         gamma, *others = self.gammas(frozen)
         gamma = gamma.clone()
-        if frozen.choice.density is None:  # every group then has as many features
+        if frozen.features.density is None:  # every group then has as many features
             gamma[: len(gamma) // self.groups] = 0.0
             by_group = frozen(gamma, *others).reshape(self.groups, -1)
             assert not bool(by_group[0].any())
             assert self.groups == 1 or bool(by_group[1:].any())
 
     def test_a_lower_precision_and_back_loses_nothing(self, frozen: FrozenMap) -> None:
-        before = [held.clone() for held in frozen.numbers()]
-        frozen.float().double()
-        assert all(torch.equal(*pair) for pair in zip(before, frozen.numbers(), strict=True))
+        before = [held.clone() for held in frozen.stored_tensors()]
+        half = frozen.half()
+        assert all(held.dtype == torch.float32 for held in half.stored_tensors() if held.is_floating_point())
+        assert half.float().is_reproducible()
+        frozen.double()
+        assert all(torch.equal(*pair) for pair in zip(before, frozen.stored_tensors(), strict=True))
+
+    def test_a_weight_in_float64_does_not_see_the_precision_of_what_is_stored(self, frozen: FrozenMap) -> None:
+        gammas = self.gammas(frozen)
+        wanted = frozen.weight(*gammas)
+        if frozen.spectrum is None:
+            assert distance(frozen.float().weight(*gammas), wanted) <= 1e-13 * frozen.n_features
 
     def test_numbers_are_counted_and_come_from_the_seed(self, frozen: FrozenMap) -> None:
-        assert frozen.n_frozen == sum(held.numel() for held in frozen.numbers())
-        assert count_features(self.shape, frozen.choice, groups=self.groups) == frozen.n_features
-        again = make_map(self.shape, frozen.choice, dtype=torch.float32, device=CPU, groups=self.groups)
-        assert (again.digest(), again.origin()) == (frozen.digest(), frozen.origin())
+        held_by_features = frozen.features.structure.numbers() if frozen.features.name == "fast_ortho_cond" else []
+        assert frozen.n_frozen == sum(held.numel() for held in [*frozen.stored_tensors(), *held_by_features])
         assert frozen.is_reproducible()
-        for held in [] if frozen.choice.spectrum is not None else frozen.numbers():
+        for held in [] if isinstance(frozen.spectrum, Tensor) else frozen.stored_tensors():
             held.view(-1)[0] += 1
             assert not frozen.is_reproducible()
             held.view(-1)[0] -= 1
+
+    def test_settings_make_the_same_map(self, frozen: FrozenMap) -> None:
+        gammas = self.gammas(frozen)
+        for is_stored in (True, False):
+            again = map_from_settings(frozen.settings(), is_stored=is_stored, dtype=torch.float64)
+            assert (again.digest(), again.origin()) == (frozen.digest(), frozen.origin())
+            assert (again.n_frozen, again.n_features) == (frozen.n_frozen, frozen.n_features)
+            assert torch.equal(again(*gammas), frozen(*gammas))
+            assert is_stored or not frozen.features.has_factors or again.stored_tensors() == []
 
 
 class TestLinearMaps(MapContract):
@@ -112,10 +138,34 @@ class TestGroupedMaps(MapContract):
     shape, groups = (6, 2, 2, 2), 3
 
 
-@pytest.mark.parametrize("features", ["ortho_cond", "id_cond_minimal", "he_normal"])
+class TestMapsOfBlocks(MapContract):
+    """Those of the blocks that reconstruct makes, with the kernel in the second layer."""
+
+    shape = (6, 2, 2, 2)
+
+    @pytest.fixture(
+        params=[
+            "id_cond",
+            "sparse",
+            "ortho_cond",
+            "fast_ortho_cond",
+            "id_cond_minimal",
+            "he_normal",
+            "sparse_he_normal",
+        ]
+    )
+    def frozen(self, request: pytest.FixtureRequest) -> FrozenMap:
+        o = choose(request.param)
+        drawn = draw(
+            o.features, self.shape, excess=o.excess, density=o.density, shared_column=o.shared_column, kernel="second"
+        )
+        return kind_of(drawn)(drawn)
+
+
+@pytest.mark.parametrize("features", ["ortho_cond", "fast_ortho_cond", "id_cond_minimal", "he_normal"])
 def test_groups_have_the_frozen_numbers_of_one(features: str) -> None:
-    whole = make_map((6, 2, 3), choose(features), dtype=torch.float64, device=CPU, groups=3)
-    one = make_map((2, 2, 3), choose(features), dtype=torch.float64, device=CPU)
+    whole = make_map((6, 2, 3), choose(features), groups=3)
+    one = make_map((2, 2, 3), choose(features))
     gammas = [normal(n) for n in ((whole.n_features, 6) if features == "id_cond_minimal" else (whole.n_features,))]
     parts = zip(*(gamma.chunk(3) for gamma in gammas), strict=True)
     assert torch.equal(whole(*gammas), torch.cat([one(*part) for part in parts]))
@@ -123,7 +173,7 @@ def test_groups_have_the_frozen_numbers_of_one(features: str) -> None:
 
 def test_blocks_that_cut_through_groups_are_refused() -> None:
     with pytest.raises(ConversionError, match=r"in 3 groups needs a multiple of 3 blocks.*got 2\. Leave n_blocks out"):
-        make_map((6, 2), choose("he_normal", n_blocks=2), dtype=torch.float64, device=CPU, groups=3)
+        make_map((6, 2), choose("he_normal", n_blocks=2), groups=3)
 
 
 PLAIN = {
@@ -201,34 +251,59 @@ class LayerContract:
                     parameter.zero_()
             again.load_state_dict(layer.state_dict())
             assert torch.equal(again(x), layer(x))
-            assert count_numbers(again) == count_numbers(layer)
+            assert count_entries(again) == count_entries(layer)
+
+    def test_a_file_is_the_layer(self, plain: nn.Module, tmp_path: Any) -> None:
+        x = self.inputs(plain)
+        for number, layer in enumerate(self.each(plain)):
+            path = tmp_path / str(number)
+            on.save(nn.Sequential(layer), path)
+            for storage in ("dense", "seed"):
+                again = on.load(path, like=nn.Sequential(copy.deepcopy(plain)), storage=storage)
+                assert type(again[0]) is type(layer)
+                assert torch.equal(again(x), layer(x)), layer
+                assert again[0].digest() == layer.digest()
+                assert again[0].is_reproducible()
+
+    def test_half_precision_rounds_the_output_and_not_the_frozen_numbers(self, plain: nn.Module) -> None:
+        x = self.inputs(plain).bfloat16()
+        for layer in self.each(plain):
+            wanted = layer(x.double())
+            low = layer.bfloat16()
+            assert low(x).dtype == torch.bfloat16
+            assert low.is_reproducible()
+            size = float(wanted.detach().abs().max())
+            assert distance(low(x).double(), wanted) <= 0.1 * size
 
 
 class TestNormOnlyLayers(LayerContract):
     def kinds(self) -> tuple[str, ...]:
-        return ("id_cond", "scaled", "ortho_cond", "id_cond_minimal", "he_normal")
+        return ("id_cond", "scaled", "ortho_cond", "fast_ortho_cond", "id_cond_minimal", "he_normal")
 
     def make(self, plain: nn.Module, inputs: Tensor, kind: str) -> FrozenLayer:
         return wrap(plain, choose(kind)).eval()  # type: ignore[arg-type]
 
-    def test_a_file_is_the_model(self, plain: nn.Module, tmp_path: Any) -> None:
-        x = self.inputs(plain)
-        for kind in self.kinds():
-            model = norm_only(nn.Sequential(plain), features=choose(kind).features)
-            on.save_norm_only(model, tmp_path / kind)
-            assert torch.equal(on.load_norm_only(tmp_path / kind, into=nn.Sequential(plain))(x), model(x))
-
 
 class TestBlocks(LayerContract):
     def kinds(self) -> tuple[str, ...]:
-        return ("id_cond", "ortho_cond", "id_cond_minimal", "he_normal", "residual", "low_rank", "deep", "multilayer")
+        return (
+            "id_cond",
+            "ortho_cond",
+            "fast_ortho_cond",
+            "id_cond_minimal",
+            "he_normal",
+            "residual",
+            "low_rank",
+            "deep",
+            "multilayer",
+        )
 
     def make(self, plain: nn.Module, inputs: Tensor, kind: str) -> FrozenLayer:
         is_construction = kind in ("residual", "low_rank", "deep", "multilayer")
         choices: dict[str, Any] = {"construction": kind} if is_construction else {"features": kind}
         if choices.get("features") != "id_cond_minimal":
             choices["activation"] = nn.ReLU()
-        made = on.reconstruct(nn.Sequential(plain), inputs=inputs, **choices).network[0]
+        made = reconstruct_with(nn.Sequential(plain), inputs, **choices).network[0]
         assert isinstance(made, FrozenLayer)
         return made
 
@@ -236,6 +311,6 @@ class TestBlocks(LayerContract):
 def test_collapsed_layers_share_what_norm_only_layers_shared() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
-    network = on.collapse(norm_only(nn.Sequential(first, second), features="ortho_cond"))
+    network = on.collapse(to_norm_only(nn.Sequential(first, second), features="ortho_cond"))
     assert network[0].weight is network[1].weight
     assert network[0].bias is not network[1].bias

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from earlier_files import CASES, FOLDER, make_target
+from rebuilding import reconstruct_with
+from tensors import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,10 +30,6 @@ ROUNDING = 1e-12
 CONVOLVE = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 LAYERS = {
     "linear": lambda: nn.Linear(5, 4),
     "strided": lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1),
@@ -40,7 +38,8 @@ LAYERS = {
     "replicated": lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"),
 }
 FEATURES: dict[str, dict[str, Any]] = {
-    "id_cond": {}, "ortho_cond": {}, "id_cond_minimal": {"shared_column": 1}, "sparse": {"density": 0.6}
+    "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {}, "id_cond_minimal": {"shared_column": 1},
+    "sparse": {"density": 0.6},
 }  # fmt: skip
 
 
@@ -52,9 +51,9 @@ def make_block(layer: nn.Module, features: str, kernel: str, **options: Any) -> 
     drawn = [draw(name, shape, layer=f"{i}", kernel=kernel, **FEATURES[features]) for i in range(groups)]
     block = NormOnlyBlock(layer_options(layer), drawn, **options)
     n, n_seen, out = block.n_features, len(block.low), block.second_norm.num_features
-    mean, variance = batch(n_seen, seed=2), 0.5 + batch(n_seen).square()
-    set_affine(block.first_norm, batch(n), batch(n, seed=1), mean=mean, variance=variance)
-    set_affine(block.second_norm, batch(out, seed=3), batch(out, seed=4))
+    mean, variance = normal(n_seen, seed=2), 0.5 + normal(n_seen).square()
+    set_affine(block.first_norm, normal(n), normal(n, seed=1), mean=mean, variance=variance)
+    set_affine(block.second_norm, normal(out, seed=3), normal(out, seed=4))
     return block
 
 
@@ -83,7 +82,7 @@ def apply(block: NormOnlyBlock, weight: Tensor, x: Tensor, holds_kernel: bool) -
 
 
 def inputs_of(layer: nn.Module, n: int = 5) -> Tensor:
-    return batch(n, layer.weight.shape[1] * getattr(layer, "groups", 1), *(7,) * (layer.weight.ndim - 2), seed=5)
+    return normal(n, layer.weight.shape[1] * getattr(layer, "groups", 1), *(7,) * (layer.weight.ndim - 2), seed=5)
 
 
 @pytest.mark.parametrize("activation", [None, nn.Sigmoid(), nn.ReLU()], ids=["none", "sigmoid", "relu"])
@@ -140,7 +139,7 @@ def test_a_rebuilt_grid_is_its_target_and_collapses_to_it(
         kept = mask.as_weight(mask.structure.apply(torch.ones(mask.n_features)))
         target[0].weight.data *= kept
     inputs = inputs_of(target[0])
-    made = on.reconstruct(target, inputs=inputs, activation=activation, kernel=kernel, **choices)
+    made = reconstruct_with(target, inputs, activation=activation, kernel=kernel, **choices)
     tolerance = 1e-7 if isinstance(activation, nn.Tanh) else 1e-10
     check = on.verify(target, made, inputs)
     assert check.is_same(tolerance)
@@ -167,7 +166,7 @@ def test_no_sample_gives_no_output(layer: str, features: str, activation: nn.Mod
 @pytest.mark.parametrize("storage", ["dense", "seed"])
 def test_files_of_an_earlier_version_are_the_same_function(name: str, storage: str) -> None:
     target, inputs = make_target(name)
-    loaded = on.load(FOLDER / f"{name}.safetensors", into=CASES[name][0](), storage=storage)
+    loaded = on.load(FOLDER / f"{name}.safetensors", like=CASES[name][0](), storage=storage)
     tolerance = 1e-7 if name in ("ortho_cond_second", "sparse") else 1e-10  # windows of tanh and sigmoid
     check = on.verify(target, loaded, inputs)
     assert check.is_same(tolerance)
@@ -181,13 +180,13 @@ def test_a_file_of_an_earlier_version_with_missing_numbers_is_refused(tmp_path: 
     tensors["0.low"] = tensors["0.low"][:-1]
     write_tensors(tmp_path / "short", tensors, kind="network of norms", format=1, document=document)
     with pytest.raises(FormatError, match=r"low has shape \(210,\) for 211 features"):
-        on.load(tmp_path / "short", into=CASES["minimal"][0]())
+        on.load(tmp_path / "short", like=CASES["minimal"][0]())
 
 
 def test_a_file_has_two_numbers_for_every_weight(tmp_path: Path) -> None:
     target = nn.Sequential(nn.Linear(400, 400)).eval()
-    for features in ("id_cond", "ortho_cond"):
-        made = on.reconstruct(target, inputs=batch(4, 400).float(), features=features, activation=nn.ReLU())
+    for features in ("id_cond", "ortho_cond", "fast_ortho_cond"):
+        made = on.reconstruct(target, normal(4, 400).float(), on.Wide(features=features, activation=nn.ReLU()))
         on.save(made, tmp_path / features)
         assert (tmp_path / features).stat().st_size <= 2.05 * 4 * 400**2
 
@@ -197,21 +196,21 @@ def test_a_file_has_two_numbers_for_every_weight(tmp_path: Path) -> None:
 def test_a_value_per_input_is_spread_over_its_channels(n_groups: int, inputs: str | None) -> None:
     index = torch.cat([torch.arange(12) % 4 + 4 * group for group in range(n_groups)])
     sharing = Sharing(12 * n_groups, (4,) * n_groups, None if inputs is None else index.int())
-    values = batch(4 * n_groups)
+    values = normal(4 * n_groups)
     for which in (slice(None), slice(0, 8), slice(4, 12), slice(3, 9), slice(8, 12 * n_groups)):
         assert torch.equal(sharing.spread(values, which), values[index[which]])
 
 
 def test_a_shared_norm_is_a_batch_norm_of_copies() -> None:
     norm, plain = SharedNorm(Sharing(6, (3,))), nn.BatchNorm2d(6, dtype=torch.float64)
-    inputs = batch(4, 3, 5, 5)
+    inputs = normal(4, 3, 5, 5)
     for one in (norm, plain):
-        set_affine(one, batch(6), batch(6, seed=1))
+        set_affine(one, normal(6), normal(6, seed=1))
     assert torch.allclose(norm(inputs), plain(inputs.repeat(1, 2, 1, 1)), rtol=ROUNDING, atol=ROUNDING)
     assert torch.equal(norm.running_mean.repeat(2), plain.running_mean)
     assert [torch.equal(*pair) for pair in zip(affine(norm), affine(plain), strict=True)] == [True, True]
     with pytest.raises(ShapeError, match=r"a shared norm needs a batch \(samples, 3, \*positions\); got \(4, 6\)"):
-        norm(batch(4, 6))
+        norm(normal(4, 6))
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -223,7 +222,7 @@ def test_features_of_one_input_see_the_same(features: str) -> None:
     assert sharing is not None
     index = sharing.spread(torch.arange(one.n_seen))
     assert torch.equal(one.right(), factor_rows(one, "right")[index])
-    values = batch(one.n_features)
+    values = normal(one.n_features)
     matrix = factor_rows(one, "left").mT @ one.structure.grid(values) @ factor_rows(one, "right")
     assert torch.allclose(matrix, one.left() @ torch.diag(values) @ one.right(), rtol=ROUNDING, atol=ROUNDING)
     assert torch.allclose(one.structure.constant(values), one.left() @ values, rtol=ROUNDING, atol=ROUNDING)
@@ -231,14 +230,14 @@ def test_features_of_one_input_see_the_same(features: str) -> None:
 
 
 def test_a_kernel_folds_as_a_convolution_with_one_nonzero_per_output() -> None:
-    values = batch(2, 3 * 6, 9, 8)
+    values = normal(2, 3 * 6, 9, 8)
     one_hot = torch.eye(18, dtype=torch.float64).reshape(3, 6, 18).mT.reshape(3, 18, 3, 2)
     wanted = functional.conv2d(values, one_hot, stride=(2, 1), dilation=(1, 2))
     assert torch.allclose(fold_kernel(values, (3, 2), (2, 1), (1, 2)), wanted, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_only_the_norms_of_a_grid_learn() -> None:
-    made = on.reconstruct(nn.Sequential(nn.Linear(5, 4)).eval(), inputs=batch(9, 5).float(), features="id_cond")
+    made = on.reconstruct(nn.Sequential(nn.Linear(5, 4)).eval(), normal(9, 5).float(), on.Wide(features="id_cond"))
     network = copy.deepcopy(made.network)
     norms = on.only_norms(network)
     assert {name for name, p in network.named_parameters() if p.requires_grad} == {

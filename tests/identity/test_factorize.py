@@ -101,7 +101,7 @@ def test_auto_takes_the_smallest_norm_and_says_why() -> None:
     assert found.max_norm == min(norms.values()) == norms["spiral"]
     assert norms["svd"] > norms["polar"] > norms["spiral"]
     assert {option.method for option in found.options} == {"root", "log", "polar", "spiral"}
-    assert "spiral has the smallest largest norm" in found.reason
+    assert "spiral has the smallest maximum norm" in found.reason
     assert "root: needs a symmetric matrix" in found.reason
 
 
@@ -259,7 +259,7 @@ def test_one_layer_needs_no_dimension_more(dim: int) -> None:
     assert (found.n_extra, found.usage, found.depth) == (0, "", 1)
     torch.testing.assert_close(found.factors()[0], matrix - torch.eye(dim).double())
     assert found.max_norm == pytest.approx(found.least_norm)
-    assert "One layer is R - I" in found.reason
+    assert "layer is R - I" in found.reason
     with pytest.raises(ValueRangeError, match="'polar' needs two layers or more for a negative determinant"):
         factorize(matrix, 1, method="polar")
 
@@ -362,15 +362,15 @@ def test_numpy_arrays_are_factored() -> None:
 def test_factors_that_memory_does_not_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = factorize(positive(4), 9)
     monkeypatch.setattr(factors, "memory_limit", lambda: 1000)
-    with pytest.raises(MemoryLimitError, match=r"a tensor of 9 factors needs 1.16 kB; .*layers\(\) one by one"):
+    with pytest.raises(MemoryLimitError, match=r"a tensor of 9 factors needs 1.16 kB; .*layers\(\)"):
         found.factors()
 
 
 def test_a_factorization_reads_well() -> None:
     text = str(factorize(positive(4), 40))
     assert text.startswith("4 x 4 as 40 layers I + A by spiral: largest |A| 0.")
-    assert "the paper promises" in text
-    assert "none can be below" in text
+    assert "bound of the paper" in text
+    assert "lower bound" in text
 
 
 # ------------------------------------------------------------------------------- the nearest invertible matrix
@@ -389,7 +389,7 @@ def test_the_suggestion_can_be_factored_and_is_as_near_as_stated(matrix: Tensor)
 def test_an_invertible_matrix_is_its_own_nearest() -> None:
     matrix = positive(4)
     assert off(nearest_invertible(matrix), matrix) <= 64 * EPS
-    with pytest.raises(ValueRangeError, match=r"smallest singular value needs to be a number in \(0, inf\); got 0"):
+    with pytest.raises(ValueRangeError, match=r"smallest singular value .* number in \(0, inf\); got 0"):
         nearest_invertible(matrix, smallest=0)
 
 

@@ -122,14 +122,12 @@ def test_a_path_is_kept_where_it_is_asked_for() -> None:
 
 def test_progress_is_told_of_every_step() -> None:
     told: list[int] = []
-    Landscape(eye(2)).descend(torch.zeros(1, 2, 2), n_steps=3, progress=lambda step, _: told.append(step))
+    Landscape(eye(2)).descend(torch.zeros(1, 2, 2), n_steps=3, on_step=lambda step, _: told.append(step))
     assert told == [0, 1, 2, 3]
 
 
 def test_a_rate_that_is_too_large_is_an_error_with_the_cure() -> None:
-    with pytest.raises(
-        TrainingError, match=r"needs a rate at which the risk falls; at 5 it rose .* Take a smaller rate"
-    ):
+    with pytest.raises(TrainingError, match=r"needs a rate .*; at 5 it rose .*smaller rate"):
         Landscape(3.0 * eye(2)).descend(torch.zeros(3, 2, 2), n_steps=50, rate=5.0)
 
 
@@ -190,7 +188,7 @@ def test_misuse_is_refused_with_the_cure() -> None:
         Landscape(eye(2), -eye(2))
     with pytest.raises(ValueRangeError, match=r"noise of a landscape.* got -1"):
         Landscape(eye(2), noise=-1.0)
-    with pytest.raises(ShapeError, match=r"needs layers \(depth, 2, 2\), one at least; got \(0, 2, 2\)"):
+    with pytest.raises(ShapeError, match=r"needs layers \(depth, 2, 2\), .*; got \(0, 2, 2\)"):
         landscape.risk(torch.zeros(0, 2, 2))
     with pytest.raises(ValueRangeError, match=r"n_steps of a descent.* got 0"):
         landscape.descend(torch.zeros(1, 2, 2), n_steps=0)
@@ -200,7 +198,7 @@ def test_misuse_is_refused_with_the_cure() -> None:
         landscape.on_plane(torch.zeros(1, 2, 2), torch.zeros(1, 2, 2), n_places=1)
     with pytest.raises(ValueRangeError, match=r"difference of 0\.1 from its transpose"):
         Landscape(eye(2), torch.tensor([[1.0, 0.1], [0.0, 1.0]]))
-    with pytest.raises(ShapeError, match=r"two directions of one shape; got \(1, 2, 2\) and \(2, 2, 2\)"):
+    with pytest.raises(ShapeError, match=r"two directions of .*shape; got \(1, 2, 2\) and \(2, 2, 2\)"):
         landscape.on_plane(torch.zeros(1, 2, 2), torch.zeros(2, 2, 2))
     with pytest.raises(ShapeError, match=r"needs layers \(depth, 2, 2\)"):
         landscape.gradient(torch.zeros(3, 1, 2, 2))

@@ -87,7 +87,7 @@ def test_real_targets_are_reached_up_to_the_residual(sample: tuple[Tensor, Tenso
 
 
 def test_fewer_features_than_points_cannot_remember_random_targets(sample: tuple[Tensor, Tensor]) -> None:
-    with pytest.raises(InsufficientFeaturesError, match=r"an excess of 1 or more; got 0\.9"):
+    with pytest.raises(InsufficientFeaturesError, match=r"excess.*; got 0\.9"):
         memorize_norms(*sample, excess=0.9)
 
 
@@ -155,7 +155,7 @@ def test_wrong_use_is_refused(sample: tuple[Tensor, Tensor], network: NormMemori
     with pytest.raises(UnknownNameError, match="code needs a known name; got None"):
         memorize_norms(x, labels, code=None)  # type: ignore[arg-type]
     for excess in (float("nan"), float("inf"), "much"):
-        with pytest.raises(ValueRangeError, match="excess needs to be a number"):
+        with pytest.raises(ValueRangeError, match=r"excess .* number"):
             memorize_norms(x, labels, excess=excess)  # type: ignore[arg-type]
     with pytest.raises(ValueRangeError, match="equal points with different targets at 0 and 2"):
         memorize_norms(x[[0, 1, 0]], torch.arange(3))
@@ -166,7 +166,7 @@ def test_wrong_use_is_refused(sample: tuple[Tensor, Tensor], network: NormMemori
 def test_a_memorizer_rebuilt_by_its_norms_is_right_everywhere_too(sample: tuple[Tensor, Tensor]) -> None:
     x, labels = sample[0][:40].double(), sample[1][:40]
     plain = memorize(x, labels)
-    made = reconstruct(plain, inputs=x, seed=0)
+    made = reconstruct(plain, x, seed=0)
     assert torch.equal(made.network(x).argmax(1), labels)
     check = verify(plain, made.network, x)
     assert check.is_reproducible

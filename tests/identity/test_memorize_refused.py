@@ -75,11 +75,11 @@ def test_points_and_targets_that_cannot_be_memorized_are_refused() -> None:
         memorize(bad, labels)
     with pytest.raises(ValueRangeError, match="finite targets"):
         memorize(x, torch.tensor([0.0, 1.0, torch.inf, 0.0, 0.0]))
-    with pytest.raises(ShapeError, match="one point and one number"):
+    with pytest.raises(ShapeError, match="at least one point"):
         memorize(x[:0], labels[:0])
-    with pytest.raises(ShapeError, match="one point and one number"):
+    with pytest.raises(ShapeError, match="at least one point"):
         memorize(torch.tensor(1.0), torch.tensor(0))
-    with pytest.raises(ShapeError, match="one label per point, 5 whole numbers"):
+    with pytest.raises(ShapeError, match="one label per point, 5 "):
         memorize(x, labels[:4])
     with pytest.raises(ShapeError, match="argmax"):
         memorize(x, torch.eye(5).long())
@@ -87,37 +87,37 @@ def test_points_and_targets_that_cannot_be_memorized_are_refused() -> None:
         memorize(x, labels - 1, n_classes=5)
     with pytest.raises(ValueRangeError, match="from 0 to 2; got 0 to 4"):
         memorize(x, labels, n_classes=3)
-    with pytest.raises(ValueRangeError, match="n_classes needs whole-number labels"):
+    with pytest.raises(ValueRangeError, match=r"n_classes needs .*labels"):
         memorize(x, labels.double(), n_classes=3)
     with pytest.raises(MemoryLimitError, match="Number the classes without gaps"):
         memorize(x, labels * 10**7)
-    with pytest.raises(ValueRangeError, match=r"stay within float64 .* up to \d\.\de-31\d"):
+    with pytest.raises(ValueRangeError, match=r"float64 .* up to \d\.\de-31\d"):
         memorize(x * 1e-310, labels)  # a weight that scales them to one does not exist
-    with pytest.raises(ValueRangeError, match=r"n_classes needs to be a whole number from 1 .*; got 'three'"):
+    with pytest.raises(ValueRangeError, match=r"n_classes .* from 1 .*; got 'three'"):
         memorize(x, labels, n_classes="three")  # type: ignore[arg-type]
     with pytest.raises(UnknownNameError, match="projection needs a known name; got None"):
         memorize(x, labels, projection=None)  # type: ignore[arg-type]
-    with pytest.raises(ConversionError, match="points needs a tensor; got None"):
+    with pytest.raises(ConversionError, match=r"points .*tensor; got None"):
         memorize(None, labels)  # type: ignore[arg-type]
 
 
 def test_odd_options_are_refused() -> None:
     x, labels = normals(5, 3), torch.arange(5)
     for width in (1, 2):
-        with pytest.raises(ValueRangeError, match="width needs to be a whole number from 3"):
+        with pytest.raises(ValueRangeError, match=r"width .* from 3"):
             memorize(x, labels, width=width)
-    with pytest.raises(ValueRangeError, match="whole number from 8"):
+    with pytest.raises(ValueRangeError, match="from 8"):
         memorize(x, normals(5, 7), width=5)
     with pytest.raises(UnknownNameError, match="principal"):
         memorize(x, labels, projection="principle")
-    with pytest.raises(ValueRangeError, match="seed needs"):
+    with pytest.raises(ValueRangeError, match="seed "):
         memorize(x, labels, seed=-1)
 
 
 def test_points_that_are_equal_only_in_the_hidden_space_are_said_to_be_so() -> None:
     x = normals(40, 3)
     x[:3] *= 1e-60  # among the others these three are one point
-    with pytest.raises(ValueRangeError, match="equal there and have different targets at 0 and 1, 0 and 2"):
+    with pytest.raises(ValueRangeError, match=r"equal .*different targets at 0 and 1, 0 and 2"):
         memorize(x, torch.arange(40))
 
 
@@ -146,5 +146,5 @@ def test_a_network_that_misses_a_target_is_never_returned(monkeypatch: pytest.Mo
             network.values.weight.copy_(network.values.weight.flip(0))
 
     monkeypatch.setattr(memorize_module, "_copy_into", mixed_up)
-    with pytest.raises(ToleranceError, match=r"every class right.* left 40 of 40 points wrong"):
+    with pytest.raises(ToleranceError, match=r"every class .* left 40 of 40 points wrong"):
         memorize(x, torch.arange(40))

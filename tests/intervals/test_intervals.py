@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from boxes import WIDTHS, assert_holds, assert_network_holds, points_in, random_box, shaken
@@ -16,7 +17,8 @@ from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.intervals.propagate import propagate
-from onlynorm.intervals.tensor import Box, Interval, interval_rule
+from onlynorm.intervals.rules import interval_rule
+from onlynorm.intervals.tensor import Box, Interval
 from onlynorm.models import mlp
 
 # ---------------------------------------------------------------------------------------------------- whole networks
@@ -241,17 +243,17 @@ def written_elsewhere(x: Tensor) -> Tensor:
     [
         (torch.sort, ConversionError, r"in module '1': .*got torch.sort, which has none.*interval_rule\(torch.sort\)"),
         (lambda x: torch.fft.fft(x), ConversionError, r"a rule for every operation; got torch.fft"),
-        (branching, ConversionError, r"in module '1': .*without looking at its values; got torch.Tensor.gt"),
-        (lambda x: x * float(x[0, 0]), ConversionError, r"looking at its values; got torch.Tensor.__float__"),
-        (lambda x: x.argmax(1), ConversionError, r"looking at its values; got torch.Tensor.argmax"),
-        (lambda x: x.max(1), ConversionError, r"amax or amin over an axis.*Use torch.amax"),
-        (written_elsewhere, ConversionError, r"write what it computes.*Use torch.cat"),
-        (lambda x: torch.zeros(1, 3).add_(x), ConversionError, r"does not write what it computes.*Write y = f\(x\)"),
-        (lambda x: 1 / x, ConversionError, r"divisor is never zero.*Add a positive number"),
+        (branching, ConversionError, r"in module '1': .*data-dependent.*; got torch.Tensor.gt"),
+        (lambda x: x * float(x[0, 0]), ConversionError, r"data-dependent.*; got torch.Tensor.__float__"),
+        (lambda x: x.argmax(1), ConversionError, r"data-dependent.*; got torch.Tensor.argmax"),
+        (lambda x: x.max(1), ConversionError, r"amax or amin over .*Use torch.amax"),
+        (written_elsewhere, ConversionError, r"write .*Use torch.cat"),
+        (lambda x: torch.zeros(1, 3).add_(x), ConversionError, r"does not write .*Write y = f\(x\)"),
+        (lambda x: 1 / x, ConversionError, r"divisors.*Add a positive"),
         (torch.log, ValueRangeError, r"defined on the whole interval; got torch.log.*Shrink the box"),
         (torch.sqrt, ValueRangeError, r"defined on the whole interval; got torch.sqrt"),
         (lambda x: x**-1, ConversionError, r"got torch.pow, which has none"),
-        (lambda x: (1e300 * x) ** 2, ValueRangeError, r"in module '2': .*finite bounds; got an overflow in front"),
+        (lambda x: (1e300 * x) ** 2, ValueRangeError, r"in module '2': .*finite bounds; got an overflow"),
         (lambda x: functional.dropout(x, training=True), ConversionError, r"dropout in evaluation mode.*network.eval"),
         (lambda x: torch.dropout(x, 0.5, True), ConversionError, r"got torch.dropout, which has none"),
         (lambda x: functional.batch_norm(x, None, None, training=True), ConversionError, r"running statistics"),
@@ -259,7 +261,7 @@ def written_elsewhere(x: Tensor) -> Tensor:
         (
             lambda x: x.reshape(1, 5),
             ConversionError,
-            r"in module '1': it needs to take one sample.*invalid for input of size",
+            r"in module '1': it needs to .* one sample.*invalid for input of size",
         ),
     ],
 )
@@ -274,11 +276,11 @@ def test_what_cannot_be_followed_is_named_with_its_place(
 def test_bad_boxes_and_unused_layers_are_refused() -> None:
     network = mlp((3, 2)).double()
     zeros, ones = torch.zeros(3), torch.ones(3)
-    with pytest.raises(ShapeError, match=r"one shape; got \(3,\) and \(4,\)"):
+    with pytest.raises(ShapeError, match=r"shape; got \(3,\) and \(4,\)"):
         propagate(network, ["0"], Box(zeros, torch.ones(4)))
-    with pytest.raises(ValueRangeError, match=r"low <= high, both finite; got 3 of 3 numbers without"):
+    with pytest.raises(ValueRangeError, match=r"low <= high, both finite; got 3 .*of 3 entries"):
         propagate(network, ["0"], Box(ones, zeros))
-    with pytest.raises(ValueRangeError, match=r"both finite; got 3 of 3"):
+    with pytest.raises(ValueRangeError, match=r"both finite; got 3 .*of 3"):
         propagate(network, ["0"], Box(zeros, ones / 0))
     unused = nn.Sequential(nn.Linear(3, 2))
     unused.register_module("extra", nn.Module())
@@ -305,3 +307,11 @@ def test_a_rule_can_be_added() -> None:
     made = propagate(network, ["1"], Box(-8 * torch.ones(3), torch.ones(3)))["1"]
     assert torch.allclose(made.low, torch.tensor(-2.0, dtype=torch.float64), atol=1e-11)
     assert torch.allclose(made.high, torch.tensor(1.0, dtype=torch.float64), atol=1e-11)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_box_takes_numpy_arrays_and_refuses_what_is_no_tensor() -> None:
+    box = Box(np.zeros(3), np.ones(3))
+    assert torch.equal(box.high, torch.ones(3, dtype=torch.float64))
+    with pytest.raises(ConversionError, match=r"low of a box .*; got None"):
+        Box(None, torch.ones(3))  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_widths_that_make_no_network_are_refused(widths: tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_that_is_no_word_of_64_bits_is_refused(seed: int) -> None:
-    with pytest.raises(ValueRangeError, match=r"seed needs a whole number in \[0, 2\^64\); got "):
+    with pytest.raises(ValueRangeError, match=r"seed .* integer in \[0, 2\^64\); got "):
         mlp((3, 2), seed=seed)
 
 
@@ -121,7 +121,7 @@ def test_a_vgg_is_a_function_of_its_seed_and_leaves_the_global_generator_alone()
         ({"stages": [[4], []]}, r"stages of positive widths"),
         ({"stages": [[4, 0]]}, r"stages of positive widths"),
         ({"stages": [[4]], "n_classes": 0}, r"positive in_channels and n_classes"),
-        ({"stages": [[4], [4], [4]], "image_size": 3}, r"halves its images 2 times and needs 4 pixels or more; got "),
+        ({"stages": [[4], [4], [4]], "image_size": 3}, r"halves its images 2 times and needs .*4 pixels; got "),
     ],
 )
 def test_stages_that_make_no_network_are_refused(options: dict[str, Any], message: str) -> None:
@@ -296,7 +296,7 @@ def test_the_attention_of_a_vit_is_the_softmax_of_scaled_products() -> None:
     "sizes", [{"width": 10, "heads": 3}, {"patch": 5}, {"depth": 0}, {"heads": 0}, {"n_classes": 0}]
 )
 def test_sizes_that_make_no_vit_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ShapeError, match=r"vit needs positive sizes, a width that its heads divide .*Try width=192"):
+    with pytest.raises(ShapeError, match=r"vit needs positive sizes, .*Try width=192"):
         vit(**sizes)
 
 

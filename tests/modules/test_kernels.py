@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,10 +16,6 @@ from onlynorm.modules.layers import layer_options, plain_layer
 
 ROUNDING = 1e-13
 """Sums of a few dozen products of order one, in another order."""
-
-
-def batch(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 @given(
@@ -42,7 +39,7 @@ def test_a_larger_kernel_with_more_padding_is_the_same_convolution(
     stride = 1 if padding == "same" else stride
     layer = nn.Conv2d(2, 3, kernel, stride, padding, dilation, padding_mode=mode, dtype=torch.float64)
     larger = (kernel[0] + more[0], kernel[1] + more[1])
-    inputs, options = batch(2, 2, 19, 20), layer_options(layer)
+    inputs, options = normal(2, 2, 19, 20), layer_options(layer)
     wanted = layer(inputs)
 
     padded = functional.pad(inputs, explicit_padding(options, larger), mode="constant" if mode == "zeros" else mode)
@@ -58,7 +55,7 @@ def test_a_larger_kernel_with_more_padding_is_the_same_convolution(
 
 def test_weights_outside_the_targets_kernel_count_in_the_plain_layer_as_well() -> None:
     layer = nn.Conv1d(1, 1, 2, padding=1, padding_mode="circular", dtype=torch.float64)
-    weight, inputs, options = batch(1, 1, 5), batch(1, 1, 9), layer_options(layer)
+    weight, inputs, options = normal(1, 1, 5), normal(1, 1, 9), layer_options(layer)
     padded = functional.pad(inputs, explicit_padding(options, (5,)), mode="circular")
     plain = plain_layer(*_with_bias(*plain_kernel(weight, options)))
     assert torch.allclose(plain(inputs), functional.conv1d(padded, weight), rtol=0, atol=ROUNDING)
@@ -79,16 +76,16 @@ def test_the_source_kernel_is_taken_for_every_axis_and_a_smaller_one_is_refused(
     assert source_shape((4, 3, 3, 2), 5) == (4, 3, 5, 5)
     assert source_shape((4, 3, 3, 2), (3, 4)) == (4, 3, 3, 4)
     assert source_shape((4, 3), 5) == (4, 3)  # a linear layer has no kernel
-    with pytest.raises(ShapeError, match=r"at least the target's kernel \(3, 3\).*got 2.*raise it"):
+    with pytest.raises(ShapeError, match=r"target's kernel \(3, 3\).*got 2"):
         source_shape((4, 3, 3, 3), 2)
-    with pytest.raises(ShapeError, match=r"on every axis; got \(3,\)"):
+    with pytest.raises(ShapeError, match=r"; got \(3,\)"):
         source_shape((4, 3, 3, 3), (3,))
 
 
 def test_a_reflection_wider_than_the_input_is_refused_with_the_cure() -> None:
     options = layer_options(nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"))
     need_room((3, 3, 3, 3), options, (1, 2, 4, 4))
-    with pytest.raises(ShapeError, match=r"'reflect' needs inputs larger.*got 3 positions for 3.*take a smaller one"):
+    with pytest.raises(ShapeError, match=r"'reflect' needs inputs larger.*got size 3 .*padding 3"):
         need_room((3, 3, 3, 3), options, (1, 2, 4, 3))
     need_room((4, 4), layer_options(nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")), (1, 2, 4))
     need_room((9, 9), layer_options(nn.Conv1d(2, 2, 3, padding=1)), (1, 2, 4))

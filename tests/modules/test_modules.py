@@ -151,17 +151,17 @@ def test_arrays_of_any_layout_become_tensors(array: Any) -> None:
     ],
 )
 def test_what_is_no_dense_tensor_is_refused(value: Any, got: str) -> None:
-    with pytest.raises(ConversionError, match=rf"x needs .*{got}"):
+    with pytest.raises(ConversionError, match=rf"x .*{got}"):
         as_tensor("x", value)
 
 
 def test_real_tensors_are_checked_for_axes_and_numbers() -> None:
     assert as_real("x", torch.tensor([1, 2])).dtype == torch.float64
-    with pytest.raises(ValueRangeError, match=r"x needs real numbers; got torch.complex64"):
+    with pytest.raises(ValueRangeError, match=r"x .*real; got torch.complex64"):
         as_real("x", torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ShapeError, match=r"x needs 2 axes; got 1 in the shape \(2,\)"):
+    with pytest.raises(ShapeError, match=r"x .*2 dimensions; got 1 in shape \(2,\)"):
         as_real("x", torch.ones(2), ndim=2)
-    with pytest.raises(ValueRangeError, match=r"got 1 NaN or infinite, the first at \(1,\)"):
+    with pytest.raises(ValueRangeError, match=r"got 1 NaN or infinite.*, the first at \(1,\)"):
         as_real("x", torch.tensor([1.0, torch.nan]), is_finite=True)
 
 
@@ -176,14 +176,14 @@ def test_whole_numbers_of_any_type_are_integers(value: Any) -> None:
     [(True, "True"), (1.5, "1.5"), (torch.nan, "nan"), (-1, "-1"), (10**400, "an integer of 1329 bits")],
 )
 def test_what_is_no_whole_number_in_its_bounds_is_refused(value: Any, got: str) -> None:
-    with pytest.raises(ValueRangeError, match=rf"n needs to be a whole number from 0 to 9; got {got}\. Try 3\."):
+    with pytest.raises(ValueRangeError, match=rf"n .* from 0 to 9; got {got}\. Try 3\."):
         need_integer("n", value, low=0, high=9, cure="Try 3.")
 
 
 def test_a_seed_is_a_whole_number_of_64_bits() -> None:
     assert need_seed(np.uint64(2**64 - 1)) == 2**64 - 1
     for seed in (-1, 2**64, 1.0, None, True, "0"):
-        with pytest.raises(ValueRangeError, match=r"seed needs a whole number in \[0, 2\^64\); got"):
+        with pytest.raises(ValueRangeError, match=r"seed .* integer in \[0, 2\^64\); got"):
             need_seed(seed)
 
 
@@ -196,13 +196,13 @@ def test_a_result_stands_for_the_network_in_it() -> None:
         (nn.Linear(2, 2, device="meta"), "a Linear on the meta device"),
         (nn.Linear, "the class Linear"),
     ):
-        with pytest.raises(ConversionError, match=f"verify needs a model.*got .*{got}"):
+        with pytest.raises(ConversionError, match=f"verify needs .*got .*{got}"):
             need_model("verify", given)
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", b"x", None, 3, "\udc80"])
 def test_what_names_no_file_is_refused(path: Any) -> None:
-    with pytest.raises(ConversionError, match="path needs a path; got"):
+    with pytest.raises(ConversionError, match=r"path .*; got"):
         need_path("path", path)
     assert need_path("path", "a/b") == Path("a/b")
 
@@ -212,12 +212,12 @@ def test_flags_lists_functions_and_texts_are_what_they_say() -> None:
     assert need_items("ks", (k for k in (1, 2)), cure="List them.") == [1, 2]
     assert need_sizes("ks", np.array([1, 2]), cure="List them.") == (1, 2)
     for call, got in (
-        (lambda: need_flag("strict", 1), "strict needs True or False; got 1"),
-        (lambda: need_items("ks", "ab", cure="List them."), "ks needs a list or tuple; got 'ab'"),
-        (lambda: need_items("ks", torch.tensor(1), cure="List them."), "ks needs a list or tuple; got"),
-        (lambda: need_sizes("ks", [1], n_least=2, cure="List them."), r"ks needs 2 numbers or more; got \[1\]"),
-        (lambda: need_callable("step", 3, cure="Pass one."), "step needs a function; got 3"),
-        (lambda: need_text("name", "", cure="Pass one."), "name needs a text; got ''"),
+        (lambda: need_flag("strict", 1), "strict .*True or False; got 1"),
+        (lambda: need_items("ks", "ab", cure="List them."), "ks .*list or tuple; got 'ab'"),
+        (lambda: need_items("ks", torch.tensor(1), cure="List them."), "ks .*list or tuple; got"),
+        (lambda: need_sizes("ks", [1], n_least=2, cure="List them."), r"ks .*2 entries; got \[1\]"),
+        (lambda: need_callable("step", 3, cure="Pass one."), "step .*callable; got 3"),
+        (lambda: need_text("name", "", cure="Pass one."), "name .*string; got ''"),
         (lambda: need_free_memory("a table", 1e30, cure="Make it smaller."), r"a table needs 1e\+21 GB; got"),
     ):
         with pytest.raises(OnlynormError, match=got):
@@ -262,5 +262,5 @@ def test_a_list_of_tensors_is_stacked_in_any_precision_with_gradients() -> None:
     assert made.dtype == torch.bfloat16
     assert made.shape == (3, 2)
     assert made.requires_grad
-    with pytest.raises(ConversionError, match=r"layers needs numbers.*equal size"):
+    with pytest.raises(ConversionError, match=r"layers .*numeric.*equal size"):
         as_tensor("layers", [torch.ones(2), torch.ones(3)])

@@ -103,7 +103,7 @@ def test_a_norm_is_recognised(
         (nn.LayerNorm(4, elementwise_affine=False), "no scale and no shift"),
         (nn.InstanceNorm1d(4), "no scale and no shift"),
         (nn.LocalResponseNorm(2), "no scale and no shift"),
-        (nn.Identity(), "an Identity stands"),
+        (nn.Identity(), "an Identity"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -16,7 +16,6 @@ from onlynorm.data import find_data
 from onlynorm.errors import ConversionError, MissingDataError, ShapeError, UnknownNameError
 from onlynorm.models import load_model, mlp, resnet
 from onlynorm.rank import diagnose, repair
-from onlynorm.rank.diagnosis.page import render_diagnosis
 from onlynorm.seeds import own_randomness, seeded
 
 # ------------------------------------------------------------------------------- no trace
@@ -121,7 +120,7 @@ def test_training_mode_is_what_batch_norms_are_judged_in() -> None:
 
 @pytest.mark.parametrize("batch", [INPUTS[:1], INPUTS[:0], (), torch.tensor(1.0)])
 def test_less_than_two_samples_are_refused(batch: Any) -> None:
-    with pytest.raises(ShapeError, match="two samples or more"):
+    with pytest.raises(ShapeError, match="two samples"):
         diagnose(deep(depth=2), batch)
 
 
@@ -135,7 +134,7 @@ def test_misuse_is_told_with_a_cure() -> None:
         diagnose(network, INPUTS, CLASSES.float())
     with pytest.raises(ShapeError, match=r"one real number as a tensor; got shape \(96,\)"):
         diagnose(network, INPUTS, CLASSES, loss=lambda o, t: functional.cross_entropy(o, t, reduction="none"))
-    with pytest.raises(ConversionError, match="targets needs a tensor; got"):
+    with pytest.raises(ConversionError, match=r"targets .*tensor; got"):
         diagnose(network, INPUTS, {"labels": CLASSES})
     with pytest.raises(ShapeError, match=r"got output \(96, 10\) and targets \(2,\)"):
         diagnose(network, INPUTS, [1, 2])
@@ -160,7 +159,7 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
             return f"{self.layer(x).shape}"
 
     assert len(diagnose(Silent(), INPUTS).layers) == 2
-    with pytest.raises(ConversionError, match="a tensor in what the model returns; got str"):
+    with pytest.raises(ConversionError, match=r"a tensor in .* the model.*; got str"):
         diagnose(Silent(), INPUTS, CLASSES)
 
 
@@ -348,7 +347,7 @@ def test_nothing_claims_that_a_network_cannot_be_trained() -> None:
     """The words of all verdicts, pages and texts: plain SGD and likelihood."""
     for network in (deep(), deep("batch", depth=16, init="asymmetric"), Recurrent()):
         found = diagnose(network, INPUTS, CLASSES)
-        for text in (str(found), render_diagnosis(found), str(found.as_dict())):
+        for text in (str(found), found._repr_html_(), str(found.as_dict())):
             assert "will not train" not in text
             assert "untrainable" not in text
             assert "any learning rate" not in text

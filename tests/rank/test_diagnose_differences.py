@@ -125,7 +125,7 @@ def test_a_loss_that_the_model_takes_itself_has_no_contrast() -> None:
     found = diagnose(Losing(), INPUTS, loss=lambda output, _: output)
     assert found.contrast is None
     assert (
-        "the contrast of samples, because the loss is not taken of a tensor with a row for each sample" in found.skipped
+        "the contrast of samples, because the output in the loss is not a tensor with a row per sample" in found.skipped
     )
 
 
@@ -134,7 +134,7 @@ def test_a_wish_that_has_no_common_part_has_no_contrast() -> None:
         model = nn.Linear(4, 2, bias=False)
     found = diagnose(model, torch.cat([torch.eye(4), -torch.eye(4)]), loss=lambda output, _: output.square().sum())
     assert found.contrast is None
-    assert "the contrast of samples, because no common part of the gradient moves a parameter" in found.skipped
+    assert "the contrast of samples, because the mean output gradient has no effect on a parameter" in found.skipped
 
 
 # ------------------------------------------------------------------------------- the loss at the start
@@ -231,5 +231,7 @@ def test_targets_that_do_not_allow_it_are_told(targets: Any) -> None:
 def test_too_few_samples_are_told_and_rank_is_judged_instead() -> None:
     found = diagnose(mlp((64, 16, 10), norm="layer"), INPUTS[:10], CLASSES[:10])
     assert (found.directions, found.explained_variance) == (None, None)
-    assert found.skipped == ("what the targets explain in the last layer, because there are too few samples",)
+    assert found.skipped == (
+        "the variance explained by the targets in the last layer, because there are too few samples",
+    )
     assert "rank" in found.verdict.parts

@@ -74,7 +74,7 @@ def test_dead_units_are_those_that_are_zero_for_every_sample_and_position() -> N
 
 
 def test_one_column_is_refused() -> None:
-    with pytest.raises(ValueRangeError, match="max_columns needs to be a whole number from 2; got 1"):
+    with pytest.raises(ValueRangeError, match=r"max_columns .* from 2; got 1"):
         read_signal(torch.ones(3, 3), max_columns=1, generator=None)
 
 

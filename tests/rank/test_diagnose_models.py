@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ValueRangeError
+from onlynorm.frozen import to_norm_only
 from onlynorm.models import cifar_resnet, mlp, vit
 from onlynorm.rank import diagnose, repair
+from onlynorm.reconstruction import reconstruct
 from onlynorm.seeds import own_randomness, seeded
+
+IMAGES = torch.randn(12, 3, 8, 8, generator=seeded(0), dtype=torch.float64)
 
 
 def test_in_place_activations_are_read_after_and_layers_before_them() -> None:
@@ -53,6 +57,24 @@ def test_transformers_have_their_channels_last() -> None:
     assert found["blocks.0.mlp.fc1"].n_units == 96
     assert found["patch_embed.proj"].n_units == 24
     assert found["blocks.1"].n_units == 24
+
+
+def conv_net() -> nn.Sequential:
+    with own_randomness(0):
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(80, 6), nn.ReLU(),
+            nn.Linear(6, 4),
+        ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("convert", [to_norm_only, lambda model: reconstruct(model.eval(), IMAGES).network])
+def test_frozen_layers_are_read_like_the_layers_that_they_replace(convert: Callable[[nn.Module], nn.Module]) -> None:
+    plain, frozen = conv_net(), convert(conv_net())
+    wanted, found = (diagnose(one, IMAGES, torch.arange(12) % 4, mode="eval") for one in (plain, frozen))
+    assert [(one.label, one.depth, one.shape, one.n_units, one.has_weights) for one in found.layers] == [
+        (one.label, one.depth, one.shape, one.n_units, one.has_weights) for one in wanted.layers
+    ]
+    assert [one.r for one in found.layers] == pytest.approx([one.r for one in wanted.layers], rel=1e-6)
 
 
 @pytest.mark.parametrize(

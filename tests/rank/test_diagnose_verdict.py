@@ -14,7 +14,6 @@ import pytest
 
 from onlynorm.errors import ValueRangeError
 from onlynorm.rank import Diagnosis, HealthVerdict, Layer, Thresholds, judge
-from onlynorm.rank.diagnosis.page import plot_diagnosis, render_diagnosis, write_diagnosis
 
 
 def layer(depth: int, **changes: Any) -> Layer:
@@ -227,32 +226,31 @@ def test_as_dict_is_plain_data() -> None:
 
 
 def test_the_figure_has_a_panel_for_each_quantity(tmp_path: Path) -> None:
-    text = plot_diagnosis(diagnosis(network())).to_bytes().decode()
+    text = diagnosis(network()).plot().to_bytes().decode()
     ElementTree.fromstring(text)
     for title in (
-        "How many directions",
+        "Directions of the signal",
         "differs between samples",
         "Scale of the signal",
-        "Norms of gradients",
-        "dead",
+        "Gradients",
+        "Dead units",
     ):
         assert title in text
-    assert plot_diagnosis(diagnosis(network())).save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert diagnosis(network()).plot().save(tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueRangeError, match="a figure needs svg, png or pdf; got 'gif'"):
-        plot_diagnosis(diagnosis(network())).save(tmp_path / "a.gif")
+        diagnosis(network()).plot().save(tmp_path / "a.gif")
 
 
 def test_what_has_no_logarithm_is_left_out_of_the_figure() -> None:
     nothing = [replace(item, r=math.nan, spread=math.nan, scale=0.0, gradient=None) for item in network()]
-    text = plot_diagnosis(diagnosis(nothing)).to_bytes().decode()
-    assert "Norms of gradients" in text  # of the signal
+    text = diagnosis(nothing).plot().to_bytes().decode()
+    assert "Gradients" in text  # of the signal
     assert "Scale of the signal" not in text
 
 
 def test_the_page_needs_nothing_and_runs_nothing(tmp_path: Path) -> None:
     odd = [layer(1, name="<script>alert(1)</script>"), *network()[1:]]
-    page = write_diagnosis(diagnosis(odd), tmp_path / "page.html", title="<b>net</b>").read_text()
-    assert page == render_diagnosis(diagnosis(odd), title="<b>net</b>")
+    page = diagnosis(odd).to_html(tmp_path / "page.html", title="<b>net</b>").read_text()
     assert "<script" not in page
     assert "default-src 'none'" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor
 
 from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
@@ -28,10 +29,6 @@ from onlynorm.rank import (
 from onlynorm.rank.measures import count_at_least
 
 EPS = torch.finfo(torch.float64).eps
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def of_rank(d: int, n: int, rank: int, seed: int = 0) -> Tensor:
@@ -245,11 +242,11 @@ def test_half_precision_is_measured_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("measure", [rank_ratio, effective_rank, exact_rank, regularity, second_moments, cosines])
 def test_bad_numbers_and_batches_of_one_are_refused(measure: Callable[[Tensor], object]) -> None:
-    with pytest.raises(ShapeError, match=r"needs two samples or more.*got \(3, 1\).*larger batch"):
+    with pytest.raises(ShapeError, match=r"needs .*two samples.*got \(3, 1\).*larger batch"):
         measure(torch.ones(3, 1))
     H = torch.ones(3, 4)
     H[1, 2], H[0, 0] = math.nan, math.inf
-    with pytest.raises(ValueRangeError, match="got 2 NaN or infinite ones of 12"):
+    with pytest.raises(ValueRangeError, match="got 2 NaN or infinite of 12"):
         measure(H)
 
 
@@ -272,7 +269,7 @@ def test_wrong_shapes_types_and_names_are_refused() -> None:
         cosines(torch.ones(4, 3), between="rows")
     with pytest.raises(UnknownNameError, match="method"):
         soft_rank(torch.ones(4, 3), 0.5, method="svd")
-    with pytest.raises(ShapeError, match="two samples or more"):
+    with pytest.raises(ShapeError, match="two samples"):
         as_matrix(torch.ones(1, 3))
 
 
@@ -284,7 +281,7 @@ def test_zero_matrices_and_rows_have_no_ratio() -> None:
             measure(H)
     assert exact_rank(H).tolist() == [1, 0]
     assert soft_rank(H, 0.5).tolist() == [1, 0]
-    with pytest.raises(ValueRangeError, match="got 3 zero rows of 6: dead units"):
+    with pytest.raises(ValueRangeError, match=r"got 3 zero rows of 6 .*dead units"):
         unit_rows(H)
     dead = torch.ones(3, 4)
     dead[1] = 0.0
@@ -292,7 +289,7 @@ def test_zero_matrices_and_rows_have_no_ratio() -> None:
 
 
 def test_limits_of_tau_and_k_are_said() -> None:
-    with pytest.raises(ValueRangeError, match=r"tau of soft_rank needs .* in \[0, inf\); got -1"):
+    with pytest.raises(ValueRangeError, match=r"tau of soft_rank .* in \[0, inf\); got -1"):
         soft_rank(torch.ones(3, 4), -1.0)
-    with pytest.raises(ValueRangeError, match=r"k of top_eigenvalues needs .* from 1 to 3; got 4"):
+    with pytest.raises(ValueRangeError, match=r"k of top_eigenvalues .* from 1 to 3; got 4"):
         top_eigenvalues(torch.ones(3, 5), 4)

@@ -86,7 +86,7 @@ def test_a_healthy_network_is_left_as_it_is_by_auto() -> None:
     healthy = repair(deep(), batch()).model
     result = repair(healthy, batch())
     assert result.method == NOTHING
-    assert str(result).startswith("left as it is (the diagnosis is healthy, score 0.9")
+    assert str(result).startswith("not changed (the diagnosis is healthy, score 0.9")
     assert is_same(result.model, state(healthy))
 
 
@@ -261,21 +261,21 @@ def test_bad_input_is_refused() -> None:
     model = deep()
     with pytest.raises(UnknownNameError, match=r"method needs a known name; got 'miror'\. Did you mean 'mirrored'"):
         repair(model, batch(), method="miror")
-    with pytest.raises(ShapeError, match=r"repair needs two samples or more.*\(1, 20\)"):
+    with pytest.raises(ShapeError, match=r"repair needs two samples.*\(1, 20\)"):
         repair(model, batch(1))
     with pytest.raises(ValueRangeError, match="repair needs a batch of finite inputs"):
         repair(model, batch() * math.nan)
-    with pytest.raises(ValueRangeError, match=r"target_rank needs to be a number in \[1, inf\); got 0\.5"):
+    with pytest.raises(ValueRangeError, match=r"target_rank .* number in \[1, inf\); got 0\.5"):
         repair(model, batch(), target_rank=0.5)
-    with pytest.raises(ValueRangeError, match=r"max_ratio needs to be a number in \(0, inf\); got nan"):
+    with pytest.raises(ValueRangeError, match=r"max_ratio .* number in \(0, inf\); got nan"):
         repair(model, batch(), max_ratio=math.nan)
-    with pytest.raises(ValueRangeError, match="n_steps needs to be a whole number from 0; got -1"):
+    with pytest.raises(ValueRangeError, match=r"n_steps .* from 0; got -1"):
         repair(model, batch(), n_steps=-1)
     with pytest.raises(ConversionError, match=r"a repair needs Linear or convolutional layers.*ReLU, which calls none"):
         repair(nn.ReLU(), batch())
     with pytest.raises(ShapeError, match=r"cross entropy needs one class for each sample.*and targets \(7,\)"):
         repair(model, batch(), targets=torch.zeros(7, dtype=torch.long))
-    with pytest.raises(ConversionError, match=r"repair needs inputs that the model takes; got \(32, 7\)"):
+    with pytest.raises(ConversionError, match=r"repair needs inputs that the model .*; got \(32, 7\)"):
         repair(model, batch(32, 7))
 
 
@@ -292,9 +292,7 @@ def test_a_dead_network_is_refused_by_what_only_scales_it_and_stays_whole(method
     for parameter in model[4].parameters():
         nn.init.zeros_(parameter)
     kept = state(model)
-    with pytest.raises(
-        ValueRangeError, match=r"'[46](\.layer)?' \([34] of 9\) gives only zeros|matrix that is not zero"
-    ):
+    with pytest.raises(ValueRangeError, match=r"'[46](\.layer)?' \([34] of 9\) gives only zeros|nonzero matrix"):
         repair(model, batch(), method=method, in_place=True)
     assert is_same(model, kept)
 
@@ -357,7 +355,7 @@ def test_modules_that_no_repair_can_change_are_reported_with_their_part_of_the_p
     total = sum(p.numel() for p in model.parameters())
     assert result.unseen_fraction == pytest.approx(unseen.n_parameters / total)
     assert "needs no repair" not in str(result)
-    assert f"not seen, with {unseen.n_parameters / total:.1%} of the parameters: 'lstm' (LSTM" in str(result)
+    assert f"with {unseen.n_parameters / total:.1%} of the parameters: 'lstm' (LSTM" in str(result)
     plain = json.loads(json.dumps(result.as_dict()))
     assert plain["unseen"] == [unseen.as_dict()]
     assert plain["unseen_fraction"] == result.unseen_fraction

@@ -167,7 +167,7 @@ def test_the_watch_asks_for_less_rank_until_gradients_are_within_bounds() -> Non
 
 def test_the_ascent_of_all_layers_at_once_raises_ranks_and_takes_back_the_step_too_far() -> None:
     none, some = (repair(deep(), batch(), method="whole", n_steps=n, max_ratio=1e9) for n in (0, 8))
-    assert "8 steps" in some.remark
+    assert "8 ascent steps" in some.remark
     assert sum(math.log(layer.r) for layer in some.after.weighted_layers[:-1]) > sum(
         math.log(layer.r) for layer in none.after.weighted_layers[:-1]
     )
@@ -178,7 +178,7 @@ def test_the_ascent_of_all_layers_at_once_raises_ranks_and_takes_back_the_step_t
     assert none.after.gradient_ratio < bound < some.after.gradient_ratio
     watched = repair(deep(), batch(), method="whole", n_steps=8, max_ratio=bound)
     assert watched.after.gradient_ratio <= bound
-    assert "8 steps" not in watched.remark
+    assert "8 ascent steps" not in watched.remark
 
 
 # ---------------------------------------------------------------------------------------------- what is put in

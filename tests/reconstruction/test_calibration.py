@@ -12,14 +12,24 @@ import torch
 from commands import RunCli, runner
 from hypothesis import given
 from hypothesis import strategies as st
-from rebuilding import Branches, batch, net
+from rebuilding import CONSTRUCTIONS, Branches, net, reconstruct_with
+from tensors import normal
 from torch import Tensor, nn
 
+from onlynorm import Ranges, Wide
 from onlynorm.intervals import Box
 from onlynorm.models import mlp
 from onlynorm.modules.layers import TargetLayer, find_layers
-from onlynorm.reconstruction import constructions, reconstruct
-from onlynorm.reconstruction.ranges import HeldBack, Seen, count_samples, see, visit_layers, watching, widen
+from onlynorm.reconstruction import reconstruct
+from onlynorm.reconstruction.ranges import (
+    LayerInputs,
+    LeaveOneOut,
+    collect_inputs,
+    count_outside,
+    count_samples,
+    visit_layers,
+    widen,
+)
 from onlynorm.reconstruction.result import Calibration, LayerResult
 
 
@@ -28,18 +38,18 @@ def leaves(network: nn.Module, *inputs: Tensor) -> Tensor:
     found = []
     with torch.no_grad():
         for i in range(len(inputs[0])):
-            with watching(network) as outside:
+            with count_outside(network) as outside:
                 network(*(x[i : i + 1] for x in inputs))
-            found.append(outside.share > 0.0)
+            found.append(outside.fraction > 0.0)
     return torch.tensor(found)
 
 
 @given(n=st.integers(2, 7), feat=st.integers(1, 5), seed=st.integers(0, 10**6), margin=st.sampled_from([0.0, 0.3, 2.0]))
 def test_leave_one_out_in_one_pass_equals_leaving_each_sample_out(n: int, feat: int, seed: int, margin: float) -> None:
-    low = batch(n, feat, seed=seed).round(decimals=1)  # ties, and features that are zero for all others
-    high = low + batch(n, feat, seed=seed + 1).abs().round(decimals=0)
-    held = HeldBack(torch.arange(n), n)
-    held.note(*held.extremes(low, high))
+    low = normal(n, feat, seed=seed).round(decimals=1)  # ties, and features that are zero for all others
+    high = low + normal(n, feat, seed=seed + 1).abs().round(decimals=0)
+    held = LeaveOneOut(torch.arange(n), n)
+    held.update(*held.extremes(low, high))
     expected = []
     for i in range(n):
         others = [j for j in range(n) if j != i]
@@ -62,11 +72,11 @@ def test_the_reported_rate_is_the_rate_on_new_inputs(n_samples: int, choices: di
     network, n_batches, n_new = mlp((12, 8, 5)).double().eval(), 24, 200
     reported, true, covered = [], [], 0
     for seed in range(n_batches):
-        drawn = batch(n_samples + n_new, 12, seed=seed)
-        made = reconstruct(network, inputs=drawn[:n_samples], activation=nn.ReLU(), **choices)
+        drawn = normal(n_samples + n_new, 12, seed=seed)
+        made = reconstruct_with(network, drawn[:n_samples], activation=nn.ReLU(), **choices)
         assert made.calibration is not None
         assert made.calibration.rate is not None
-        with watching(made.network) as outside, torch.no_grad():
+        with count_outside(made.network) as outside, torch.no_grad():
             made.network(drawn[n_samples:])
         rate = float(torch.stack([torch.cat(calls) for calls in outside._calls.values()]).any(0).double().mean())
         reported.append(made.calibration.rate)
@@ -82,29 +92,29 @@ def test_the_reported_rate_is_the_rate_on_new_inputs(n_samples: int, choices: di
     assert covered >= 18
 
 
-@pytest.mark.parametrize("construction", sorted(constructions()))
+@pytest.mark.parametrize("construction", sorted(CONSTRUCTIONS))
 def test_every_construction_is_measured(construction: str) -> None:
-    made = reconstruct(net(4, 3), inputs=batch(6, 4), activation=nn.ReLU(), construction=construction, margin=0.0)
+    made = reconstruct_with(net(4, 3), normal(6, 4), activation=nn.ReLU(), construction=construction, margin=0.0)
     assert made.calibration is not None
     # Without a margin the sample with the largest value of a feature leaves, and there are more features than samples.
     assert made.calibration.n_outside == 6
     assert made.calibration.by_layer == {"0": 6}
     assert made.layers[0].needed_margin > 0.0
-    wide = reconstruct(net(4, 3), inputs=batch(6, 4), activation=nn.ReLU(), construction=construction, margin=1e3)
+    wide = reconstruct_with(net(4, 3), normal(6, 4), activation=nn.ReLU(), construction=construction, margin=1e3)
     assert wide.calibration is not None
     assert wide.calibration.n_outside == 0
 
 
-@pytest.mark.parametrize("construction", sorted(constructions()))
+@pytest.mark.parametrize("construction", sorted(CONSTRUCTIONS))
 def test_ranges_are_those_of_all_samples(construction: str) -> None:
     """No range is lost to what is held back: the batch itself stays inside without any margin."""
-    x = batch(8, 4)
-    made = reconstruct(net(4, 3), inputs=x, activation=nn.ReLU(), construction=construction, margin=1e-9)
+    x = normal(8, 4)
+    made = reconstruct_with(net(4, 3), x, activation=nn.ReLU(), construction=construction, margin=1e-9)
     assert not bool(leaves(made.network, x).any())
 
 
 def test_one_sample_cannot_be_held_back() -> None:
-    made = reconstruct(net(), inputs=batch(1, 6), activation=nn.ReLU())
+    made = reconstruct(net(), normal(1, 6), Wide(activation=nn.ReLU()))
     assert made.calibration is not None
     assert made.calibration.rate is None
     assert made.calibration.upper == 1.0
@@ -115,13 +125,13 @@ def test_one_sample_cannot_be_held_back() -> None:
 
 def test_copies_of_a_sample_count_once() -> None:
     """A copy that stays while the other is held back would hide that the sample is needed."""
-    x = batch(4, 6)
-    once = reconstruct(net(), inputs=x, activation=nn.ReLU()).calibration
-    often = reconstruct(net(), inputs=x.repeat(16, 1), activation=nn.ReLU()).calibration
+    x = normal(4, 6)
+    once = reconstruct(net(), x, Wide(activation=nn.ReLU())).calibration
+    often = reconstruct(net(), x.repeat(16, 1), Wide(activation=nn.ReLU())).calibration
     assert once is not None
     assert once == often
     assert once.n_samples == 4
-    same = reconstruct(net(), inputs=x[:1].repeat(64, 1), activation=nn.ReLU())
+    same = reconstruct(net(), x[:1].repeat(64, 1), Wide(activation=nn.ReLU()))
     assert "1 distinct sample" in same.warnings[0]
     assert count_samples((x.repeat(3, 1), torch.arange(12))) == 12
 
@@ -136,28 +146,30 @@ def test_copies_of_a_sample_count_once() -> None:
     ids=["no activation", "identity", "certified"],
 )
 def test_what_does_not_depend_on_calibrated_ranges_is_not_warned_of(choices: dict[str, Any]) -> None:
-    made = reconstruct(net(), inputs=batch(1, 6), **choices)
+    made = reconstruct_with(net(), normal(1, 6), **choices)
     assert made.calibration is None
     assert made.warnings == ()
     assert "warning" not in str(made)
 
 
 def test_many_samples_inside_need_no_warning() -> None:
-    made = reconstruct(net(), inputs=batch(64, 6), activation=nn.ReLU(), margin=1e3)
+    made = reconstruct(net(), normal(64, 6), Wide(activation=nn.ReLU()), ranges=Ranges(margin=1e3))
     assert made.calibration is not None
     assert made.calibration.upper == pytest.approx(1 - 0.05 ** (1 / 64))
     assert made.warnings == ()
-    few = reconstruct(net(), inputs=batch(58, 6), activation=nn.ReLU(), margin=1e3)
-    assert "only show that at most 5 %" in few.warnings[0]
+    few = reconstruct(net(), normal(58, 6), Wide(activation=nn.ReLU()), ranges=Ranges(margin=1e3))
+    assert "at most 5 %" in few.warnings[0]
 
 
 def test_the_margin_that_is_named_holds_all_samples() -> None:
-    x = batch(5, 6)
-    first = reconstruct(net(), inputs=x, activation=nn.ReLU(), margin=0.1).calibration
+    x = normal(5, 6)
+    first = reconstruct(net(), x, Wide(activation=nn.ReLU()), ranges=Ranges(margin=0.1)).calibration
     assert first is not None
     assert first.n_outside
-    assert f"margin={-(-11 * first.needed_margin // 10):.0f}," in first.warning
-    again = reconstruct(net(), inputs=x, activation=nn.ReLU(), margin=1.001 * first.needed_margin).calibration
+    assert f"Ranges(margin={-(-11 * first.needed_margin // 10):.0f})" in first.warning
+    again = reconstruct(
+        net(), x, Wide(activation=nn.ReLU()), ranges=Ranges(margin=1.001 * first.needed_margin)
+    ).calibration
     assert again is not None
     assert again.n_outside == 0
 
@@ -187,11 +199,11 @@ def test_the_axis_of_the_samples_is_found(order: str) -> None:
     torch.manual_seed(0)
     network = Sequences(order).double().eval()
     tokens = torch.randint(0, 9, (5, 5), generator=torch.Generator().manual_seed(1))  # as many times as samples
-    seen = see(network, find_layers(network).layers, (tokens,), None, hold_back=True)["linear"]
-    assert seen.held_back is not None
+    seen = collect_inputs(network, find_layers(network).layers, (tokens,), None, with_leave_one_out=True)["linear"]
+    assert seen.leave_one_out is not None
     rows = seen.inputs.reshape(-1, 4)
     for i in range(5):
-        mine = rows[seen.held_back.samples == i]
+        mine = rows[seen.leave_one_out.samples == i]
         assert torch.equal(mine, network.embed(tokens[i]))
 
 
@@ -201,7 +213,7 @@ def test_sequences_and_several_inputs_are_measured_by_sample() -> None:
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 7, (40, 3), generator=generator)
     images = torch.randn(40, 1, 6, 6, dtype=torch.float64, generator=generator)
-    made = reconstruct(network, inputs=(tokens[:8], images[:8]), activation=nn.ReLU(), margin=0.1)
+    made = reconstruct(network, (tokens[:8], images[:8]), Wide(activation=nn.ReLU()), ranges=Ranges(margin=0.1))
     assert made.calibration is not None
     assert made.calibration.unmeasured == ()
     assert made.calibration.n_samples == 8
@@ -222,7 +234,7 @@ def test_a_network_without_an_axis_of_samples_says_so() -> None:
         def forward(self, image: Tensor) -> Tensor:
             return self.conv(image).mean((1, 2))
 
-    made = reconstruct(Whole().double().eval(), inputs=batch(3, 8, 8), activation=nn.ReLU())
+    made = reconstruct(Whole().double().eval(), normal(3, 8, 8), Wide(activation=nn.ReLU()))
     assert made.calibration is not None
     assert made.calibration.unmeasured == ("conv",)
     assert "no layer's input could be split into samples" in made.warnings[0]
@@ -238,28 +250,28 @@ def test_a_layer_that_mixes_samples_is_named() -> None:
             h = self.first(x)
             return self.second(h - h.mean(0))
 
-    made = reconstruct(Mixing().double().eval(), inputs=batch(64, 4), activation=nn.ReLU(), margin=1e3)
+    made = reconstruct(Mixing().double().eval(), normal(64, 4), Wide(activation=nn.ReLU()), ranges=Ranges(margin=1e3))
     assert made.calibration is not None
     assert made.calibration.unmeasured == ("second",)
     assert "1 layers could not be measured" in made.warnings[0]
 
 
 def test_a_resumed_run_reports_the_same(tmp_path: Path) -> None:
-    x, choices = batch(7, 6), {"activation": nn.ReLU(), "margin": 0.1}
-    whole = reconstruct(net(), inputs=x, **choices)
-    first = reconstruct(net(), inputs=x, partial=tmp_path / "net.partial", **choices)
-    again = reconstruct(net(), inputs=x, partial=tmp_path / "net.partial", **choices)
+    x, choices = normal(7, 6), {"activation": nn.ReLU(), "margin": 0.1}
+    whole = reconstruct_with(net(), x, **choices)
+    first = reconstruct_with(net(), x, partial=tmp_path / "net.partial", **choices)
+    again = reconstruct_with(net(), x, partial=tmp_path / "net.partial", **choices)
     assert whole.calibration == first.calibration == again.calibration
     assert [layer.outside for layer in whole.layers] == [layer.outside for layer in again.layers]
 
 
 def test_holding_back_changes_nothing_else() -> None:
     """The network is the one that a check without samples gives, bit by bit."""
-    network, x = net(), batch(9, 6)
+    network, x = net(), normal(9, 6)
     layers = find_layers(network).layers
-    plain, held = (see(network, layers, (x,), None, hold_back=hold) for hold in (False, True))
+    plain, held = (collect_inputs(network, layers, (x,), None, with_leave_one_out=hold) for hold in (False, True))
     assert all(torch.equal(plain[name].inputs, held[name].inputs) for name in plain)
-    made = [reconstruct(network, inputs=x, activation=nn.ReLU()).network.state_dict() for _ in range(2)]
+    made = [reconstruct(network, x, Wide(activation=nn.ReLU())).network.state_dict() for _ in range(2)]
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
@@ -296,11 +308,11 @@ def test_what_a_layer_received_is_gone_when_the_next_but_one_is_rebuilt() -> Non
     network, received = mlp((6,) * 9).double().eval(), []
     alive = []
 
-    def visit(layer: TargetLayer, module: nn.Module, seen: Seen) -> None:
+    def visit(layer: TargetLayer, module: nn.Module, seen: LayerInputs) -> None:
         alive.append(sum(one() is not None for one in received))
         received.append(weakref.ref(seen.inputs))
 
-    visit_layers(network, find_layers(network).layers, (batch(5, 6),), None, visit=visit)
+    visit_layers(network, find_layers(network).layers, (normal(5, 6),), None, visit=visit)
     assert len(alive) == 8
     assert max(alive) <= 1
 
@@ -324,8 +336,8 @@ class Guarded(nn.Module):
 
 
 def test_layers_are_rebuilt_inside_whatever_the_network_does_around_them() -> None:
-    target, x = Guarded().double().eval(), batch(6, 4)
-    made = reconstruct(target, inputs=x, activation=nn.ReLU())
+    target, x = Guarded().double().eval(), normal(6, 4)
+    made = reconstruct(target, x, Wide(activation=nn.ReLU()))
     assert float((made.network(x) - target(x)).abs().max()) <= 1e-9
     assert all(parameter.requires_grad and not parameter.is_inference() for parameter in made.network.parameters())
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from rebuilding import batch, rebuilt
+from rebuilding import CONSTRUCTIONS, rebuilt
+from tensors import normal
 from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.errors import ValueRangeError
 from onlynorm.frozen.form import find_blocks
 from onlynorm.models import mlp
-from onlynorm.reconstruction import constructions
 
 
 class Everything(nn.Module):
@@ -45,7 +45,7 @@ def trained(dtype: torch.dtype = torch.float64) -> Everything:
     with torch.no_grad():
         for number, (name, value) in enumerate(network.state_dict().items()):
             if value.is_floating_point():
-                noise = batch(*value.shape, seed=number).to(dtype)
+                noise = normal(*value.shape, seed=number).to(dtype)
                 value.copy_(1.0 + noise.abs() if name.endswith("var") else noise)
     return network
 
@@ -53,13 +53,13 @@ def trained(dtype: torch.dtype = torch.float64) -> Everything:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("storage", ["dense", "seed"])
 def test_a_loaded_network_gives_the_same_bits(dtype: torch.dtype, storage: str, tmp_path: Path) -> None:
-    x = batch(8, 2, 5, 5).to(dtype)
+    x = normal(8, 2, 5, 5).to(dtype)
     target = trained(dtype)
     result = rebuilt(target, x, activation=nn.ReLU())
     on.save(result, tmp_path / "net.safetensors")
     into = Everything()
     before = copy.deepcopy(into.state_dict())
-    loaded = on.load(tmp_path / "net.safetensors", into=into, storage=storage)
+    loaded = on.load(tmp_path / "net.safetensors", like=into, storage=storage)
     assert torch.equal(loaded(x), result.network(x))
     assert loaded.shared is loaded.again
     assert {p.dtype for p in loaded.parameters()} == {dtype}
@@ -70,24 +70,26 @@ def test_a_loaded_network_gives_the_same_bits(dtype: torch.dtype, storage: str, 
     assert all(torch.equal(value, before[name]) for name, value in into.state_dict().items())
 
 
-@pytest.mark.parametrize("features", ["he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond"])
+@pytest.mark.parametrize(
+    "features", ["he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond", "fast_ortho_cond"]
+)
 @pytest.mark.parametrize("norms", ["batch", "affine"])
 def test_every_distribution_and_both_kinds_of_norms_come_back(features: str, norms: str, tmp_path: Path) -> None:
-    x = batch(20, 6)
+    x = normal(20, 6)
     network = rebuilt(mlp((6, 5, 4)).double(), x, features=features, norms=norms, activation=nn.LeakyReLU(0.2)).network
     on.save(network, tmp_path / "net")
-    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4), seed=1))
+    loaded = on.load(tmp_path / "net", like=mlp((6, 5, 4), seed=1))
     assert torch.equal(loaded(x), network(x))
     assert find_blocks(loaded)["0"].activation.negative_slope == 0.2
 
 
-@pytest.mark.parametrize("construction", sorted(constructions()))
+@pytest.mark.parametrize("construction", sorted(CONSTRUCTIONS))
 def test_every_construction_comes_back(construction: str, tmp_path: Path) -> None:
-    x = batch(20, 6)
+    x = normal(20, 6)
     network = rebuilt(mlp((6, 6, 6)).double(), x, construction=construction, activation=nn.ReLU()).network
     on.save(network, tmp_path / "net")
     for storage in ("dense", "seed"):
-        loaded = on.load(tmp_path / "net", into=mlp((6, 6, 6)), storage=storage)
+        loaded = on.load(tmp_path / "net", like=mlp((6, 6, 6)), storage=storage)
         assert torch.equal(loaded(x), network(x))
         assert torch.equal(on.collapse(loaded)(x), on.collapse(network)(x))
 
@@ -98,10 +100,10 @@ def test_every_construction_comes_back(construction: str, tmp_path: Path) -> Non
     ids=lambda activation: type(activation).__name__,
 )
 def test_activations_of_torch_come_back_by_name(activation: nn.Module | None, tmp_path: Path) -> None:
-    x = batch(20, 6)
+    x = normal(20, 6)
     network = rebuilt(mlp((6, 5, 4)).double(), x, activation=activation).network
     on.save(network, tmp_path / "net")
-    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4)))
+    loaded = on.load(tmp_path / "net", like=mlp((6, 5, 4)))
     assert str(find_blocks(loaded)["0"].activation) == str(find_blocks(network)["0"].activation)
     assert torch.equal(loaded(x), network(x))
 
@@ -114,29 +116,29 @@ class Bent(nn.Module):
 
 
 def test_an_activation_of_ones_own_is_handed_to_load(tmp_path: Path) -> None:
-    x = batch(20, 6)
+    x = normal(20, 6)
     network = rebuilt(mlp((6, 5, 4)).double(), x, activation=Bent()).network
     on.save(network, tmp_path / "net")
-    assert torch.equal(on.load(tmp_path / "net", into=mlp((6, 5, 4)), activation=Bent())(x), network(x))
-    with pytest.raises(ValueRangeError, match=r"an activation of your own.*'Bent' only; got none.*activation="):
-        on.load(tmp_path / "net", into=mlp((6, 5, 4)))
+    assert torch.equal(on.load(tmp_path / "net", like=mlp((6, 5, 4)), activation=Bent())(x), network(x))
+    with pytest.raises(ValueRangeError, match=r"activation 'Bent'; got none.*activation="):
+        on.load(tmp_path / "net", like=mlp((6, 5, 4)))
     with pytest.raises(ValueRangeError, match=r"needs the activation Bent; got ReLU"):
-        on.load(tmp_path / "net", into=mlp((6, 5, 4)), activation=nn.ReLU())
+        on.load(tmp_path / "net", like=mlp((6, 5, 4)), activation=nn.ReLU())
 
 
 def test_folded_norms_and_a_single_layer_come_back(tmp_path: Path) -> None:
-    x = batch(8, 2, 5, 5)
+    x = normal(8, 2, 5, 5)
     result = rebuilt(trained(), x, fold_norms=True)
     assert result.folded == ("stem.1",)
     on.save(result, tmp_path / "net")
-    assert torch.equal(on.load(tmp_path / "net", into=Everything())(x), result.network(x))
-    alone = rebuilt(nn.Linear(6, 4).double(), batch(9, 6)).network
+    assert torch.equal(on.load(tmp_path / "net", like=Everything())(x), result.network(x))
+    alone = rebuilt(nn.Linear(6, 4).double(), normal(9, 6)).network
     on.save(alone, tmp_path / "alone")
-    assert torch.equal(on.load(tmp_path / "alone", into=nn.Linear(6, 4))(batch(9, 6)), alone(batch(9, 6)))
+    assert torch.equal(on.load(tmp_path / "alone", like=nn.Linear(6, 4))(normal(9, 6)), alone(normal(9, 6)))
 
 
 def test_no_frozen_weight_is_in_the_file_and_the_bytes_are_always_the_same(tmp_path: Path) -> None:
-    x = batch(8, 2, 5, 5)
+    x = normal(8, 2, 5, 5)
     for number in range(2):
         on.save(rebuilt(trained(), x, activation=nn.ReLU()), tmp_path / f"{number}")
     assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
@@ -148,10 +150,10 @@ def test_no_frozen_weight_is_in_the_file_and_the_bytes_are_always_the_same(tmp_p
 
 
 def test_numbers_may_be_stored_in_single_precision(tmp_path: Path) -> None:
-    x = batch(20, 6)
+    x = normal(20, 6)
     network = rebuilt(mlp((6, 5, 4)).double(), x, activation=nn.ReLU()).network
     on.save(network, tmp_path / "net", dtype=torch.float32)
-    loaded = on.load(tmp_path / "net", into=mlp((6, 5, 4)).double())
+    loaded = on.load(tmp_path / "net", like=mlp((6, 5, 4)).double())
     assert torch.equal(loaded(x.float()), copy.deepcopy(network).float()(x.float()))
     with pytest.raises(ValueRangeError, match=r"dtype needs one of torch.float64, .*got torch.int64"):
         on.save(network, tmp_path / "net", dtype=torch.int64)

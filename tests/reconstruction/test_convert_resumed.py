@@ -13,21 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from rebuilding import X, batch, is_untouched, net, with_norm
+from rebuilding import X, is_untouched, net, reconstruct_with, with_norm
+from tensors import normal
 from torch import nn
 
+from onlynorm import Wide
 from onlynorm.errors import FormatError, StorageError, ToleranceError
 from onlynorm.reconstruction import reconstruct
+from onlynorm.reconstruction.constructions import BUILDERS
+from onlynorm.reconstruction.constructions.base import Builder
+from onlynorm.reconstruction.resume import KIND
+from onlynorm.storage import read_tensors, write_tensors
 
 
 def test_a_failure_leaves_the_target_alone_even_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     network = with_norm()
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(ToleranceError, match=r"layer '0'"):
-        reconstruct(network, inputs=X, error=1e-13, activation=nn.Sigmoid(), in_place=True, fold_norms=True)
+        reconstruct(network, X, Wide(activation=nn.Sigmoid()), error=1e-13, in_place=True, fold_norms=True)
     counted(monkeypatch, stop_at=2)
     with pytest.raises(KeyboardInterrupt):
-        reconstruct(network, inputs=X, in_place=True, fold_norms=True)
+        reconstruct(network, X, in_place=True, fold_norms=True)
     assert is_untouched(network, before)
 
 
@@ -35,17 +41,17 @@ def test_a_run_that_was_stopped_resumes_behind_the_last_finished_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = net(6, 5, 5, 4)
-    whole = reconstruct(network, inputs=X, activation=nn.ReLU())
+    whole = reconstruct(network, X, Wide(activation=nn.ReLU()))
     folder = tmp_path / "net.partial"
     built = counted(monkeypatch, stop_at=3)
     with pytest.raises(KeyboardInterrupt):
-        reconstruct(network, inputs=X, activation=nn.ReLU(), partial=folder)
+        reconstruct(network, X, Wide(activation=nn.ReLU()), partial=folder)
     assert built == ["0", "2", "4"]
     assert sorted(path.name for path in folder.iterdir()) == ["layer-0000.safetensors", "layer-0001.safetensors"]
     built = counted(monkeypatch)
     told: list[str] = []
     resumed = reconstruct(
-        network, inputs=X, activation=nn.ReLU(), partial=folder, step=lambda name, n, residual: told.append(name)
+        network, X, Wide(activation=nn.ReLU()), partial=folder, on_step=lambda name, n, residual: told.append(name)
     )
     assert built == ["4"]
     assert told[:2] == ["0", "2"]
@@ -54,17 +60,15 @@ def test_a_run_that_was_stopped_resumes_behind_the_last_finished_layer(
     assert [layer.error for layer in resumed.layers] == [layer.error for layer in whole.layers]
     assert resumed.partial == folder
     built = counted(monkeypatch)
-    again = reconstruct(network, inputs=X, activation=nn.ReLU(), partial=folder)
+    again = reconstruct(network, X, Wide(activation=nn.ReLU()), partial=folder)
     assert built == []
     assert again.layers == resumed.layers
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[str]:
     """The layers that are really built from now on; the last of them is interrupted."""
-    from onlynorm.reconstruction.constructions import base
-
     monkeypatch.undo()
-    real = base._CONSTRUCTIONS["wide"]
+    real = BUILDERS[Wide]
     built: list[str] = []
 
     def build(target: Any, *rest: Any) -> Any:
@@ -73,15 +77,14 @@ def counted(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list
             raise KeyboardInterrupt
         return real.build(target, *rest)
 
-    counting = base.Construction("wide", build, real.estimate, real.fields)
-    monkeypatch.setitem(base._CONSTRUCTIONS, "wide", counting)
+    monkeypatch.setitem(BUILDERS, Wide, Builder(build, real.estimate))  # type: ignore[arg-type]
     return built
 
 
 KILLED = """
 import os, signal, sys, torch
 from torch import nn
-from onlynorm import reconstruct
+from onlynorm import Wide, reconstruct
 from onlynorm.models import mlp
 
 real, calls = os.fsync, []
@@ -92,7 +95,7 @@ def fsync(handle):
     real(handle)
 os.fsync = fsync
 x = torch.randn((30, 6), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-reconstruct(mlp((6, 5, 4)).double().eval(), inputs=x, activation=nn.ReLU(), partial=sys.argv[1])
+reconstruct(mlp((6, 5, 4)).double().eval(), x, Wide(activation=nn.ReLU()), partial=sys.argv[1])
 """
 
 
@@ -106,9 +109,9 @@ def test_a_killed_process_loses_at_most_the_layer_it_was_writing(
     assert [name for name in kept if not name.startswith(".")] == ["layer-0000.safetensors"]
     assert len(kept) == 2  # and the file that was being written, which no reader takes for a layer
     built = counted(monkeypatch)
-    resumed = reconstruct(net(), inputs=X, activation=nn.ReLU(), partial=folder)
+    resumed = reconstruct(net(), X, Wide(activation=nn.ReLU()), partial=folder)
     assert built == ["2"]
-    assert is_untouched(resumed.network, reconstruct(net(), inputs=X, activation=nn.ReLU()).network.state_dict())
+    assert is_untouched(resumed.network, reconstruct(net(), X, Wide(activation=nn.ReLU())).network.state_dict())
 
 
 MOMENTS = """
@@ -125,11 +128,13 @@ network = nn.Sequential(
     nn.ReLU(), nn.Flatten(), nn.Linear(48, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 10),
 ).eval()
 inputs = torch.randn(16, 3, 9, 9)
+small = nn.Sequential(nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 2)).eval()
+on.save(on.reconstruct(small, torch.randn(4, 9), on.Wide(activation=nn.ReLU())), folder / "small.safetensors")
 
-def start(name):  # a copy of this process, which has imported everything and computed nothing
+def start(name):  # a copy of this process, which has imported all that the first run imports
     child = os.fork()
     if child == 0:
-        made = on.reconstruct(network, inputs=inputs, activation=nn.ReLU(), partial=folder / f"{name}.partial")
+        made = on.reconstruct(network, inputs, on.Wide(activation=nn.ReLU()), partial=folder / f"{name}.partial")
         on.save(made, folder / f"{name}.safetensors")
         os._exit(0)
     return child
@@ -179,42 +184,51 @@ def test_killed_at_twenty_moments_a_resumed_run_writes_the_same_file(tmp_path: P
         ({"seed": 1}, r"another seed \(0 then, 1 now\)"),
         ({"features": "he_uniform"}, r"another features \(he_normal then, he_uniform now\)"),
         ({"activation": nn.Tanh()}, r"another activation \("),
-        ({"inputs": batch(30, 6, seed=1)}, r"another calibration batch \("),
+        ({"inputs": normal(30, 6, seed=1)}, r"another calibration batch \("),
         ({"fold_norms": True}, r"another fold_norms \(False then, True now\)"),
         ({"error": 1e-6}, r"another error \(None then, 1e-06 now\); tolerance \(None then, .*; window \("),
     ],
 )
 def test_other_arguments_do_not_mix_with_a_partial_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    arguments = {"inputs": X, "activation": nn.ReLU(), "partial": tmp_path / "partial"}
-    reconstruct(net(), **arguments)
+    arguments = {"activation": nn.ReLU(), "partial": tmp_path / "partial"}
+    reconstruct_with(net(), X, **arguments)
     with pytest.raises(
         FormatError, match=rf"resuming needs the arguments.*{says}.*Delete the folder .* to start again"
     ):
-        reconstruct(net(), **{**arguments, **changes})
+        reconstruct_with(net(), changes.pop("inputs", X), **{**arguments, **changes})
 
 
 def test_another_target_does_not_mix_with_a_partial_run(tmp_path: Path) -> None:
-    reconstruct(net(), inputs=X, partial=tmp_path)
+    reconstruct(net(), X, partial=tmp_path)
     other = net()
     with torch.no_grad():
         other[2].bias[0] += 1e-12
     with pytest.raises(FormatError, match=r"got another target network \(.*Delete the folder"):
-        reconstruct(other, inputs=X, partial=tmp_path)
+        reconstruct(other, X, partial=tmp_path)
     leaky = nn.Sequential(other[0], nn.LeakyReLU(), net()[2])
     with pytest.raises(FormatError, match=r"got another architecture \(.*Delete the folder"):
-        reconstruct(leaky, inputs=X, partial=tmp_path)
+        reconstruct(leaky, X, partial=tmp_path)
+
+
+def test_a_folder_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    reconstruct(net(), X, partial=tmp_path)
+    piece = tmp_path / "layer-0000.safetensors"
+    document, tensors = read_tensors(piece, kind=KIND, format=2, cure="")
+    write_tensors(piece, tensors, kind=KIND, format=1, document=document)
+    with pytest.raises(FormatError, match=r"format 2; layer-0000.* has format 1.*Delete the folder .* to start again"):
+        reconstruct(net(), X, partial=tmp_path)
 
 
 def test_a_damaged_piece_is_refused(tmp_path: Path) -> None:
-    reconstruct(net(), inputs=X, partial=tmp_path)
+    reconstruct(net(), X, partial=tmp_path)
     piece = tmp_path / "layer-0001.safetensors"
     data = bytearray(piece.read_bytes())
     data[len(data) // 2] ^= 1
     piece.write_bytes(data)
-    with pytest.raises(FormatError, match=r"whole safetensors file.*layer-0001.*Delete the folder .* to start again"):
-        reconstruct(net(), inputs=X, partial=tmp_path)
+    with pytest.raises(FormatError, match=r"safetensors file.*layer-0001.*Delete the folder .* to start again"):
+        reconstruct(net(), X, partial=tmp_path)
     piece.write_bytes((tmp_path / "layer-0000.safetensors").read_bytes())
     with pytest.raises(FormatError, match=r"layer-0001.safetensors needs to hold '2'; it holds '0'"):
-        reconstruct(net(), inputs=X, partial=tmp_path)
+        reconstruct(net(), X, partial=tmp_path)
     with pytest.raises(StorageError, match=r"partial needs the path of a folder"):
-        reconstruct(net(), inputs=X, partial=piece)
+        reconstruct(net(), X, partial=piece)

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from rebuilding import batch
+from tensors import normal
 
 from onlynorm.evidence.papers.giannou2023.depth import deep_table, unique_solution
 from onlynorm.frozen.sequence import whole_map
 from onlynorm.reconstruction.constructions import slices as slices_module
 from onlynorm.reconstruction.constructions.deep import EXCESSES, Law
-from onlynorm.reconstruction.constructions.slices import draw_layers, keep_weights, solve_slices
+from onlynorm.reconstruction.constructions.slices import draw_layers, draw_weights, solve_slices
 
 EXACT = 1e-9
 """What the default must reach; the law aims the default excess at 1e-11."""
@@ -20,8 +20,8 @@ EXACT = 1e-9
 
 @pytest.mark.parametrize("size", [1e-8, 1e8])
 def test_targets_of_any_size_are_solved_alike(size: float) -> None:
-    layers = draw_layers("orthogonal", (8, 8), narrow=1, n_features=16)
-    target = batch(8, 8)
+    layers = draw_layers("orthogonal", (8, 8), inputs_per_slice=1, n_features=16)
+    target = normal(8, 8)
     plain, scaled = solve_slices(layers, target), solve_slices(layers, size * target)
     # Only rounding differs between the two.
     assert scaled.residual <= 30 * max(plain.residual, 1e-15)
@@ -29,17 +29,17 @@ def test_targets_of_any_size_are_solved_alike(size: float) -> None:
 
 
 def test_the_nearest_solution_beats_the_unique_one() -> None:
-    target = batch(12, 12) / 12**0.5
-    unique = unique_solution(target, narrow=1)
-    layers = draw_layers("orthogonal", (12, 12), narrow=1, n_features=24)
+    target = normal(12, 12) / 12**0.5
+    unique = unique_solution(target, inputs_per_slice=1)
+    layers = draw_layers("orthogonal", (12, 12), inputs_per_slice=1, n_features=24)
     least, nearest = solve_slices(layers, target, is_near=False), solve_slices(layers, target)
     assert nearest.residual <= EXACT < unique.residual
     assert nearest.condition < least.condition < unique.condition
 
 
 def test_solving_near_the_signs_keeps_what_layers_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = batch(16, 16) / 16**0.5
-    layers = draw_layers("orthogonal", (16, 16), narrow=1, n_features=24)
+    target = normal(16, 16) / 16**0.5
+    layers = draw_layers("orthogonal", (16, 16), inputs_per_slice=1, n_features=24)
     signed = solve_slices(layers, target)
     monkeypatch.setattr(slices_module, "SIGN_ROUNDS", 0)
     ones = solve_slices(layers, target)
@@ -48,8 +48,8 @@ def test_solving_near_the_signs_keeps_what_layers_pass_on(monkeypatch: pytest.Mo
 
 
 def test_the_residual_is_that_of_the_layers_multiplied_out() -> None:
-    target = batch(5, 7)
-    layers = draw_layers("he_normal", (5, 7), narrow=3, n_features=30)
+    target = normal(5, 7)
+    layers = draw_layers("he_normal", (5, 7), inputs_per_slice=3, n_features=30)
     found = solve_slices(layers, target)
     columns = []
     for start in range(0, 7, 3):
@@ -60,7 +60,7 @@ def test_the_residual_is_that_of_the_layers_multiplied_out() -> None:
             made = found.gammas[i][:, None] * (layers[i].left() @ made)
         columns.append(layers[0].left() @ made)
     assert torch.allclose(torch.cat(columns, 1), target, rtol=0, atol=1e-12)
-    made = whole_map(keep_weights(layers), found.gammas, torch.eye(7, dtype=torch.float64))
+    made = whole_map(draw_weights(layers), found.gammas, torch.eye(7, dtype=torch.float64))
     error = float(torch.linalg.norm(made - target) / torch.linalg.norm(target))
     assert error == pytest.approx(found.residual)
     assert "3 layers of 30 features" in str(found)
@@ -96,6 +96,6 @@ def test_the_law_falls_with_excess_and_k_and_picks_the_least_that_will_do() -> N
     chosen = law.choose_excess()
     assert law.error(chosen) <= 1e-11 < law.error(EXCESSES[EXCESSES.index(chosen) - 1])
     assert Law((64, 64), 64).error(1.0) <= 1e-13
-    assert Law((64, 64), law.choose_narrow(1.25)).error(1.25) <= 1e-11
+    assert Law((64, 64), law.choose_inputs_per_slice(1.25)).error(1.25) <= 1e-11
     assert Law((64, 64), 1, is_orthogonal=False).choose_excess() > chosen
-    assert Law((9, 4000), 1).cure(0.5, error=1e-10) == "cure: narrow=4000 and excess=1.25"
+    assert Law((9, 4000), 1).cure(0.5, error=1e-10) == "cure: inputs_per_slice=4000 and excess=1.25"

@@ -9,8 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rebuilding import reconstruct_with, split_options
+from tensors import normal
 from torch import Tensor, nn
 
+from onlynorm import LowRank, Ranges
 from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.frozen.form import find_blocks
 from onlynorm.frozen.pair import LowRankBlock
@@ -18,9 +21,8 @@ from onlynorm.intervals.tensor import Box
 from onlynorm.models import mlp
 from onlynorm.modules import find_layers
 from onlynorm.modules.layers import layer_options
-from onlynorm.reconstruction import collapse, reconstruct, verify
-from onlynorm.reconstruction.constructions.base import make_recipe
-from onlynorm.reconstruction.constructions.low_rank import factorise
+from onlynorm.reconstruction import Settings, collapse, reconstruct, verify
+from onlynorm.reconstruction.constructions.low_rank import estimate, factorise
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""
@@ -40,16 +42,12 @@ CHOICES: dict[str, dict[str, Any]] = {
 }
 
 
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def layer_of_rank(name: str, rank: int) -> tuple[nn.Sequential, Tensor]:
     layer = LAYERS[name]().double()
     groups, (n_out, n_in), kernel = getattr(layer, "groups", 1), layer.weight.shape[:2], layer.weight.shape[2:]
-    left, right = batch(groups, n_out // groups, rank), batch(groups, rank, layer.weight[0].numel(), seed=1)
+    left, right = normal(groups, n_out // groups, rank), normal(groups, rank, layer.weight[0].numel(), seed=1)
     layer.weight = nn.Parameter((left @ right).reshape(n_out, n_in, *kernel))
-    return nn.Sequential(layer).eval(), batch(5, n_in * groups, *(6,) * len(kernel), seed=2)
+    return nn.Sequential(layer).eval(), normal(5, n_in * groups, *(6,) * len(kernel), seed=2)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -57,7 +55,7 @@ def layer_of_rank(name: str, rank: int) -> tuple[nn.Sequential, Tensor]:
 def test_a_layer_of_rank_two_is_rebuilt(name: str, choices: dict[str, Any]) -> None:
     network, inputs = layer_of_rank(name, 2)
     choices = {"activation": nn.ReLU(), **choices}
-    made = reconstruct(network, inputs=inputs, construction="low_rank", **choices)
+    made = reconstruct_with(network, inputs, construction="low_rank", **choices)
     check = verify(network, made.network, inputs)
     assert check.relative_error <= EXACT
     assert check.is_reproducible
@@ -74,8 +72,8 @@ def test_a_layer_of_rank_two_is_rebuilt(name: str, choices: dict[str, Any]) -> N
     if "source_kernel" not in choices:
         assert layer_options(plain[0]) == layer_options(network[0])
 
-    recipe, construction = make_recipe(construction="low_rank", rank=2, **choices)
-    costs = construction.estimate(find_layers(network).layers[0], recipe)
+    construction, _ = split_options(construction="low_rank", rank=2, **choices)
+    costs = estimate(find_layers(network).layers[0], construction, Settings())
     assert costs.n_features == block.n_features
     assert costs.n_norm_parameters == made.n_norm_parameters == sum(p.numel() for p in block.parameters())
     assert costs.n_frozen == sum(one.n_frozen for one in block.sources())
@@ -90,28 +88,28 @@ def test_a_layer_of_rank_two_is_rebuilt(name: str, choices: dict[str, Any]) -> N
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=4), st.integers(0, 2**32), st.sampled_from([None, nn.ReLU()]))
 @settings(max_examples=10)
 def test_an_mlp_of_any_widths_is_rebuilt(widths: list[int], seed: int, activation: nn.Module | None) -> None:
-    network, inputs = mlp(widths, seed=seed % 1000).double().eval(), batch(20, widths[0])
-    made = reconstruct(network, inputs=inputs, construction="low_rank", seed=seed, activation=activation)
+    network, inputs = mlp(widths, seed=seed % 1000).double().eval(), normal(20, widths[0])
+    made = reconstruct(network, inputs, LowRank(activation=activation), seed=seed)
     assert verify(network, made.network, inputs).relative_error <= EXACT
 
 
 def test_features_are_of_the_order_of_width_times_rank() -> None:
     network = nn.Sequential(nn.Linear(30, 30, bias=False)).double()
     with torch.no_grad():
-        network[0].weight.copy_(batch(30, 3) @ batch(3, 30, seed=1))
-    made = reconstruct(network, inputs=batch(40, 30), construction="low_rank", excess=1.25, tolerance=1e-9)
+        network[0].weight.copy_(normal(30, 3) @ normal(3, 30, seed=1))
+    made = reconstruct(network, normal(40, 30), LowRank(excess=1.25), tolerance=1e-9)
     assert made.network[0].n_features == 2 * 113  # 1.25 * 90, rounded up, per factor
-    recipe, construction = make_recipe(construction="low_rank", rank=3)
-    costs = construction.estimate(find_layers(network).layers[0], recipe)
+    construction, _ = split_options(construction="low_rank", rank=3)
+    costs = estimate(find_layers(network).layers[0], construction, Settings())
     assert costs.n_features == made.network[0].n_features
-    assert "rank 3; the wide construction takes 1125 features" in costs.note
-    recipe, construction = make_recipe(construction="low_rank")
-    assert "rank 30 or less" in construction.estimate(find_layers(network).layers[0], recipe).note
+    assert "rank 3; the wide construction needs 1125 features" in costs.note
+    construction, _ = split_options(construction="low_rank")
+    assert "rank 30 or less" in estimate(find_layers(network).layers[0], construction, Settings()).note
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_factors_are_balanced_and_truncate_like_the_singular_values(groups: int) -> None:
-    weight = batch(6, 2, 3)
+    weight = normal(6, 2, 3)
     singular = torch.stack([torch.linalg.svdvals(part.flatten(1)) for part in weight.chunk(groups)])
     n_ranks = singular.shape[1]
     for rank in range(1, n_ranks + 1):
@@ -129,43 +127,43 @@ def test_factors_are_balanced_and_truncate_like_the_singular_values(groups: int)
 
 
 def test_the_smallest_rank_within_the_tolerance_is_found() -> None:
-    weight = batch(8, 3) @ torch.diag(torch.tensor([1.0, 1e-3, 1e-6], dtype=torch.float64)) @ batch(3, 9, seed=1)
+    weight = normal(8, 3) @ torch.diag(torch.tensor([1.0, 1e-3, 1e-6], dtype=torch.float64)) @ normal(3, 9, seed=1)
     assert factorise(weight).rank == 3
     assert factorise(weight, tolerance=1e-4).rank == 2
     assert factorise(weight, tolerance=0.1).rank == 1
 
 
 def test_a_rank_that_is_too_small_reports_what_it_leaves_out_or_raises() -> None:
-    network, inputs = nn.Sequential(nn.Linear(6, 5)).double().eval(), batch(20, 6)
-    made = reconstruct(network, inputs=inputs, construction="low_rank", rank=3, activation=nn.ReLU())
+    network, inputs = nn.Sequential(nn.Linear(6, 5)).double().eval(), normal(20, 6)
+    made = reconstruct(network, inputs, LowRank(rank=3, activation=nn.ReLU()))
     singular = torch.linalg.svdvals(network[0].weight.detach())
     error = float(singular[3:].norm() / singular.norm())
     assert made.layers[0].residual == pytest.approx(error, rel=1e-8)
     assert f"rank 3 leaves {error:.1e} of the weight; rank 5 leaves 0.0e+00" in made.layers[0].shortfall
     with pytest.raises(ToleranceError, match=r"residual of 1e-08 at '0'.*rank 3 leaves.*Raise the rank"):
-        reconstruct(network, inputs=inputs, construction="low_rank", rank=3, tolerance=1e-8)
-    with pytest.raises(ValueRangeError, match=r"rank needs a positive whole number; got 0"):
-        reconstruct(network, inputs=inputs, construction="low_rank", rank=0)
-    with pytest.raises(ValueRangeError, match=r"rank_tolerance needs a number in \[0, 1\); got 1.0"):
-        reconstruct(network, inputs=inputs, construction="low_rank", rank_tolerance=1.0)
+        reconstruct(network, inputs, LowRank(rank=3), tolerance=1e-8)
+    with pytest.raises(ValueRangeError, match=r"rank .* integer.*; got 0"):
+        reconstruct(network, inputs, LowRank(rank=0))
+    with pytest.raises(ValueRangeError, match=r"rank_tolerance .* number in \[0, 1\); got 1.0"):
+        reconstruct(network, inputs, LowRank(rank_tolerance=1.0))
 
 
 def test_a_tolerance_holds_for_the_product_of_both_factors() -> None:
     # 1600 equations at this excess are left to Krylov, which stops right at what it is asked for.
-    network, inputs = nn.Sequential(nn.Linear(40, 40)).double().eval(), batch(20, 40)
-    made = reconstruct(network, inputs=inputs, construction="low_rank", rank=40, tolerance=1e-6, excess=1.5)
+    network, inputs = nn.Sequential(nn.Linear(40, 40)).double().eval(), normal(20, 40)
+    made = reconstruct(network, inputs, LowRank(rank=40, excess=1.5), tolerance=1e-6)
     assert made.layers[0].residual <= 1e-6
 
 
 def test_samples_that_leave_the_range_of_either_half_are_counted() -> None:
     network, inputs = layer_of_rank("linear", 2)
-    made = reconstruct(network, inputs=inputs, construction="low_rank", activation=nn.ReLU())
+    made = reconstruct(network, inputs, LowRank(activation=nn.ReLU()))
     assert verify(network, made.network, 10.0 * inputs).outside == 1.0
     block = made.network[0]
     block.second.high.fill_(-torch.inf)  # only the second half is left
     assert verify(network, made.network, inputs).outside == 1.0
     assert find_blocks(made.network) == {"0": block}
-    block.second.left[0, 0] += 1e-9
+    block.second.map(0).left[0, 0] += 1e-9
     assert not block.is_reproducible()
 
 
@@ -176,7 +174,7 @@ def test_certified_ranges_hold_for_every_input_in_the_box(name: str) -> None:
     low, high = centre - 4.0, centre + 4.0
     box = Box(low, high)
     inside = torch.minimum(torch.maximum(inputs, low), high)
-    made = reconstruct(network, inputs=inside, construction="low_rank", activation=nn.ReLU(), box=box)
+    made = reconstruct(network, inside, LowRank(activation=nn.ReLU()), ranges=Ranges(box=box))
     # Corners swing farther than any sample of the batch.
     signs = torch.rand(16, *low.shape, generator=torch.Generator().manual_seed(0)) > 0.5
     check = verify(network, made.network, torch.where(signs, high, low))

@@ -10,36 +10,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rebuilding import reconstruct_with, split_options
+from tensors import normal
 from torch import Tensor, nn
 
+import onlynorm as on
+from onlynorm import Multilayer, Ranges
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError
 from onlynorm.evidence.papers.burkholz2024.depth import tradeoff
 from onlynorm.frozen.sequence import MultilayerBlock
 from onlynorm.intervals import Box
 from onlynorm.models import mlp
 from onlynorm.modules.layers import find_layers
-from onlynorm.reconstruction import Reconstruction, collapse, load, reconstruct, save, verify
-from onlynorm.reconstruction.constructions.base import make_recipe
+from onlynorm.reconstruction import Reconstruction, Settings, collapse, reconstruct, verify
 from onlynorm.reconstruction.constructions.multilayer import draw_layers, estimate
 
 EXACT = 1e-9
 """The solver leaves 1e-10 per layer; a few layers and their shifts may add up to ten times that."""
 
 
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def rebuilt(network: nn.Module, inputs: Tensor, **options: object) -> Reconstruction:
     options = {"construction": "multilayer", **options}
-    return reconstruct(network.double().eval(), inputs=inputs, **options)  # type: ignore[arg-type]
+    return reconstruct_with(network.double().eval(), inputs, **options)  # type: ignore[arg-type]
 
 
 def fixed(layer: nn.Module) -> nn.Module:
     """The layer with weights that are the same in every run."""
     with torch.no_grad():
         for i, values in enumerate(layer.double().parameters()):
-            values.copy_(0.3 * batch(*values.shape, seed=i))
+            values.copy_(0.3 * normal(*values.shape, seed=i))
     return layer
 
 
@@ -54,7 +53,7 @@ def one_block(layer: nn.Module, inputs: Tensor, **options: object) -> Multilayer
 
 @pytest.mark.parametrize(("n_layers", "activation"), [(2, nn.ReLU()), (4, None), (4, nn.ReLU()), (6, nn.ReLU())])
 def test_a_network_is_rebuilt_by_layers_in_a_row(n_layers: int, activation: nn.Module | None) -> None:
-    network, inputs = mlp((8, 7, 6, 5)), batch(40, 8)
+    network, inputs = mlp((8, 7, 6, 5)), normal(40, 8)
     result = rebuilt(network, inputs, n_layers=n_layers, activation=activation)
     check = verify(network, result.network, inputs)
     assert check.relative_error <= EXACT
@@ -66,7 +65,7 @@ def test_a_network_is_rebuilt_by_layers_in_a_row(n_layers: int, activation: nn.M
 @given(st.lists(st.integers(1, 7), min_size=2, max_size=3), st.integers(2, 5), st.integers(0, 999))
 @settings(max_examples=8)
 def test_an_mlp_of_any_widths_is_rebuilt(widths: list[int], n_layers: int, seed: int) -> None:
-    network, inputs = mlp(widths, seed=seed), batch(20, widths[0])
+    network, inputs = mlp(widths, seed=seed), normal(20, widths[0])
     result = rebuilt(network, inputs, n_layers=n_layers, seed=seed, features="orthogonal", activation=nn.ReLU())
     assert verify(network, result.network, inputs).relative_error <= EXACT
 
@@ -88,7 +87,7 @@ def test_an_mlp_of_any_widths_is_rebuilt(widths: list[int], n_layers: int, seed:
 @pytest.mark.parametrize("activation", [None, nn.ReLU()])
 def test_every_kind_of_layer_is_rebuilt(layer: nn.Module, activation: nn.Module | None) -> None:
     axes = {"Linear": 0, "Conv1d": 1, "Conv2d": 2, "Conv3d": 3}[type(layer).__name__]
-    inputs = batch(6, 5 if axes == 0 else layer.in_channels, *(7,) * axes)
+    inputs = normal(6, 5 if axes == 0 else layer.in_channels, *(7,) * axes)
     target = nn.Sequential(fixed(layer))
     result = rebuilt(target, inputs, activation=activation)
     assert verify(target, result.network, inputs).relative_error <= EXACT
@@ -101,28 +100,28 @@ def test_every_kind_of_layer_is_rebuilt(layer: nn.Module, activation: nn.Module 
     ids=lambda value: type(value).__name__,
 )
 def test_every_activation_may_stand_between_the_layers(activation: nn.Module, error: float) -> None:
-    network, inputs = mlp((6, 5, 4)), batch(30, 6)
+    network, inputs = mlp((6, 5, 4)), normal(30, 6)
     result = rebuilt(network, inputs, n_layers=4, activation=activation)
     assert verify(network, result.network, inputs).relative_error <= error
 
 
 @pytest.mark.parametrize("features", ["he_uniform", "orthogonal", "sparse_he_normal"])
 def test_every_random_distribution_serves(features: str) -> None:
-    network, inputs = mlp((9, 8)), batch(30, 9)
+    network, inputs = mlp((9, 8)), normal(30, 9)
     result = rebuilt(network, inputs, features=features, activation=nn.ReLU())
     assert verify(network, result.network, inputs).relative_error <= EXACT
 
 
 def test_constants_do_not_grow_with_the_layers() -> None:
-    block = one_block(nn.Linear(8, 8), batch(40, 8), n_layers=10, features="orthogonal", activation=nn.ReLU())
+    block = one_block(nn.Linear(8, 8), normal(40, 8), n_layers=10, features="orthogonal", activation=nn.ReLU())
     # A shift is at most half a range; passed on without being taken away, they would double from layer to layer.
     size = torch.maximum(block.low.abs(), block.high.abs()) / (block.high - block.low)
     assert float(size.max()) <= 10.0
 
 
 def test_float32_networks_stay_float32() -> None:
-    network, inputs = mlp((8, 7, 6)).eval(), batch(40, 8).float()
-    result = reconstruct(network, inputs=inputs, construction="multilayer", n_layers=6, activation=nn.ReLU())
+    network, inputs = mlp((8, 7, 6)).eval(), normal(40, 8).float()
+    result = reconstruct(network, inputs, Multilayer(n_layers=6, activation=nn.ReLU()))
     check = verify(network, result.network, inputs)
     assert next(result.network.parameters()).dtype == torch.float32
     assert check.relative_error <= 1e-3
@@ -130,9 +129,9 @@ def test_float32_networks_stay_float32() -> None:
 
 
 def test_certified_ranges_hold_for_every_corner_of_the_box() -> None:
-    network, inputs = mlp((4, 3)).double().eval(), batch(30, 4).sigmoid()
+    network, inputs = mlp((4, 3)).double().eval(), normal(30, 4).sigmoid()
     box = Box(torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
-    result = reconstruct(network, inputs=inputs, box=box, construction="multilayer", activation=nn.ReLU())
+    result = reconstruct(network, inputs, Multilayer(activation=nn.ReLU()), ranges=Ranges(box=box))
     corners = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * 4)
     check = verify(network, result.network, corners)
     assert check.outside == 0.0
@@ -140,7 +139,7 @@ def test_certified_ranges_hold_for_every_corner_of_the_box() -> None:
 
 
 def test_inputs_that_leave_the_range_are_counted_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, inputs = mlp((6, 5)), batch(30, 6)
+    network, inputs = mlp((6, 5)), normal(30, 6)
     result = rebuilt(network, inputs, activation=nn.ReLU())
     monkeypatch.setattr("onlynorm.frozen.sequence.CHUNK_BYTES", 2000)
     mixed = torch.cat([inputs, 100.0 * inputs])
@@ -151,7 +150,7 @@ def test_inputs_that_leave_the_range_are_counted_in_every_part(monkeypatch: pyte
 
 
 def test_settings_and_norms_make_the_same_block_again() -> None:
-    layer, inputs = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), batch(6, 4, 7, 7)
+    layer, inputs = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), normal(6, 4, 7, 7)
     block = one_block(layer, inputs, n_layers=4, activation=nn.ReLU())
     again = MultilayerBlock.from_settings(
         json.loads(json.dumps(block.settings())), activation=nn.ReLU(), storage="seed"
@@ -162,15 +161,15 @@ def test_settings_and_norms_make_the_same_block_again() -> None:
 
 
 def test_a_saved_network_is_read_back(tmp_path: Path) -> None:
-    network, inputs = mlp((6, 5, 4)), batch(30, 6)
+    network, inputs = mlp((6, 5, 4)), normal(30, 6)
     result = rebuilt(network, inputs, n_layers=4, activation=nn.ReLU())
-    save(result, tmp_path / "net.safetensors")
-    read = load(tmp_path / "net.safetensors", into=mlp((6, 5, 4)).double())
+    on.save(result, tmp_path / "net.safetensors")
+    read = on.load(tmp_path / "net.safetensors", like=mlp((6, 5, 4)).double())
     assert torch.equal(read(inputs), result.network(inputs))
 
 
 def test_seed_storage_gives_the_same_bits_as_dense_storage() -> None:
-    network, inputs = mlp((6, 5, 4)), batch(30, 6)
+    network, inputs = mlp((6, 5, 4)), normal(30, 6)
     dense, seeded = (
         rebuilt(network, inputs, activation=nn.ReLU(), storage=storage).network for storage in ("dense", "seed")
     )
@@ -179,7 +178,7 @@ def test_seed_storage_gives_the_same_bits_as_dense_storage() -> None:
 
 
 def test_parts_of_the_batch_do_not_change_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, inputs = nn.Conv2d(3, 4, 3, padding=1), batch(9, 3, 6, 6)
+    layer, inputs = nn.Conv2d(3, 4, 3, padding=1), normal(9, 3, 6, 6)
     whole_block = one_block(layer, inputs, activation=nn.ReLU())
     whole = whole_block(inputs)
     monkeypatch.setattr("onlynorm.frozen.sequence.CHUNK_BYTES", 50_000)
@@ -190,15 +189,15 @@ def test_parts_of_the_batch_do_not_change_the_function(monkeypatch: pytest.Monke
 
 def test_unbatched_images_and_leading_axes_are_taken_as_the_layer_took_them() -> None:
     conv, linear = fixed(nn.Conv2d(2, 3, 3)), fixed(nn.Linear(4, 2))
-    image, rows = batch(2, 6, 6), batch(3, 5, 4)
-    for layer, x, calibration in ((conv, image, batch(8, 2, 6, 6)), (linear, rows, rows)):
+    image, rows = normal(2, 6, 6), normal(3, 5, 4)
+    for layer, x, calibration in ((conv, image, normal(8, 2, 6, 6)), (linear, rows, rows)):
         wanted = layer(x).detach()
         made = one_block(layer, calibration)(x)
         assert torch.allclose(made, wanted, rtol=0, atol=EXACT * float(wanted.abs().max()))
 
 
 def test_only_norms_are_parameters_and_a_changed_weight_is_noticed() -> None:
-    block = one_block(nn.Linear(6, 5), batch(30, 6), n_layers=3)
+    block = one_block(nn.Linear(6, 5), normal(30, 6), n_layers=3)
     assert {name for name, _ in block.named_parameters()} == {
         f"layer_norms.{i}.{part}" for i in range(3) for part in ("weight", "bias")
     }
@@ -213,10 +212,10 @@ def test_only_norms_are_parameters_and_a_changed_weight_is_noticed() -> None:
 
 
 def test_the_estimate_counts_what_is_built() -> None:
-    layer, inputs = nn.Conv2d(4, 6, 3, groups=2), batch(6, 4, 7, 7)
-    recipe, _ = make_recipe(construction="multilayer", n_layers=4)
+    layer, inputs = nn.Conv2d(4, 6, 3, groups=2), normal(6, 4, 7, 7)
+    construction, _ = split_options(construction="multilayer", n_layers=4)
     (target,) = find_layers(nn.Sequential(layer)).layers
-    costs, block = estimate(target, recipe), one_block(layer, inputs, n_layers=4)
+    costs, block = estimate(target, construction, Settings()), one_block(layer, inputs, n_layers=4)
     assert costs.equations == layer.weight.numel()
     assert costs.n_features == block.n_features
     assert costs.n_norm_parameters == sum(p.numel() for p in block.parameters())
@@ -227,9 +226,9 @@ def test_the_estimate_counts_what_is_built() -> None:
 
 
 def test_the_estimate_tells_of_too_few_features() -> None:
-    recipe, _ = make_recipe(construction="multilayer", n_layers=3, excess=0.5, features="orthogonal")
+    construction, _ = split_options(construction="multilayer", n_layers=3, excess=0.5, features="orthogonal")
     (target,) = find_layers(nn.Sequential(nn.Linear(40, 40))).layers
-    costs = estimate(target, recipe)
+    costs = estimate(target, construction, Settings())
     assert costs.method == "matrix-free"
     assert "features too few" in costs.note
     assert 0.5 < costs.error < 1.0
@@ -251,23 +250,21 @@ def test_deeper_sources_are_narrower_and_dearer() -> None:
 
 
 def test_the_layers_are_independent_and_named_by_the_target() -> None:
-    recipe, _ = make_recipe(construction="multilayer", n_layers=4)
+    construction, _ = split_options(construction="multilayer", n_layers=4)
     (target,) = find_layers(nn.Sequential(nn.Conv1d(4, 4, 3, groups=2))).layers
-    drawn = draw_layers(target, recipe)
+    drawn = draw_layers(target, construction, Settings())
     assert [one.layer for one in drawn[1]] == [f"0/group 1/source {i}" for i in (1, 2, 3, 4)]
     assert not torch.equal(drawn[0][1].right(), drawn[1][1].right())
     assert not torch.equal(drawn[0][1].right(), drawn[0][2].right())
 
 
-def test_bad_recipes_are_refused() -> None:
-    network, inputs = mlp((6, 5)), batch(30, 6)
-    with pytest.raises(ValueRangeError, match=r"n_layers needs a whole number of at least 2; got 1"):
+def test_bad_options_are_refused() -> None:
+    network, inputs = mlp((6, 5)), normal(30, 6)
+    with pytest.raises(ValueRangeError, match=r"n_layers .* integer.*; got 1"):
         rebuilt(network, inputs, n_layers=1)
     with pytest.raises(ValueRangeError, match=r"multilayer construction needs random features; got 'id_cond'"):
         rebuilt(network, inputs, features="id_cond")
     with pytest.raises(InsufficientFeaturesError, match=r"needs 146 gammas for 144 equations.*Widen the hidden layers"):
-        rebuilt(mlp((12, 12)), batch(30, 12), n_layers=3, excess=0.5, tolerance=1e-10)
-    with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive whole numbers, \(out, inp"):
+        rebuilt(mlp((12, 12)), normal(30, 12), n_layers=3, excess=0.5, tolerance=1e-10)
+    with pytest.raises(ShapeError, match=r"shape needs 2 to 5 positive integers, \(out, inp"):
         tradeoff((5,))
-    with pytest.raises(ValueRangeError, match=r"n_layers=4, which belongs to multilayer"):
-        rebuilt(network, inputs, construction="wide", n_layers=4)

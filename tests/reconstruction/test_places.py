@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from rebuilding import X, batch, net, with_norm
+from rebuilding import X, net, reconstruct_with, with_norm
+from tensors import normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
@@ -39,29 +40,29 @@ def hooked() -> nn.Sequential:
 def test_hooks_go_over_to_the_block_and_back(construction: str, tmp_path: Path) -> None:
     network, plain = hooked(), net(6, 5, 4)
     assert on.verify(network, plain, X).relative_error > 0.1
-    result = on.reconstruct(network, inputs=X, activation=nn.ReLU(), construction=construction)
+    result = reconstruct_with(network, X, activation=nn.ReLU(), construction=construction)
     assert on.verify(network, result, X).is_same(TOLERANCE)
     assert on.verify(network, result, X).outside == 0.0  # calibrated on what the pre-hooks return
     assert on.verify(network, on.collapse(result), X).is_same(TOLERANCE)
     on.save(result, tmp_path / "net")
-    assert on.verify(network, on.load(tmp_path / "net", into=hooked()), X).is_same(TOLERANCE)
+    assert on.verify(network, on.load(tmp_path / "net", like=hooked()), X).is_same(TOLERANCE)
     assert on.verify(network, hooked(), X).max_error == 0.0
 
 
 def test_a_file_remembers_that_there_were_hooks(tmp_path: Path) -> None:
-    on.save(on.reconstruct(hooked(), inputs=X), tmp_path / "net")
+    on.save(on.reconstruct(hooked(), X), tmp_path / "net")
     with pytest.raises(FormatError, match=r"hooks.* at '0' are \[0, 0\] in the network and \[2, 3\] in the file"):
-        on.load(tmp_path / "net", into=net(6, 5, 4))
-    on.save(on.reconstruct(net(6, 5, 4), inputs=X), tmp_path / "plain")
+        on.load(tmp_path / "net", like=net(6, 5, 4))
+    on.save(on.reconstruct(net(6, 5, 4), X), tmp_path / "plain")
     with pytest.raises(FormatError, match=r"hooks.* at '0' are \[2, 3\] in the network and \[0, 0\] in the file"):
-        on.load(tmp_path / "plain", into=hooked())
+        on.load(tmp_path / "plain", like=hooked())
 
 
 def test_a_handle_still_removes_its_hook_after_a_rebuild_in_place() -> None:
     network = net(6, 5, 4)
     wanted = network(X)
     handle = network[0].register_forward_hook(double)
-    on.reconstruct(network, inputs=X, in_place=True)
+    on.reconstruct(network, X, in_place=True)
     assert not isinstance(network[0], nn.Linear)
     assert not torch.allclose(network(X), wanted, rtol=0.01)
     handle.remove()
@@ -71,7 +72,7 @@ def test_a_handle_still_removes_its_hook_after_a_rebuild_in_place() -> None:
 def test_backward_hooks_go_over() -> None:
     network, seen = net(6, 5, 4), []
     network[2].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].clone()))
-    rebuilt = on.reconstruct(network, inputs=X).network
+    rebuilt = on.reconstruct(network, X).network
     rebuilt(X.requires_grad_()).sum().backward()
     X.requires_grad_(False)
     assert [one.shape for one in seen] == [(30, 4)]
@@ -84,12 +85,12 @@ def test_norms_with_hooks_are_not_folded() -> None:
         network[place].register_forward_hook(double)
         assert fold_network(network, X).names == ()
         assert "hook" in find_pairs(network, (X,))[1]["1"]
-        result = on.reconstruct(network, inputs=X, fold_norms=True)
+        result = on.reconstruct(network, X, fold_norms=True)
         assert result.folded == ()
         assert on.verify(network, result, X).is_same(TOLERANCE)
     network = with_norm()
     network[0].register_forward_pre_hook(lambda module, args: (args[0] ** 2,))
-    result = on.reconstruct(network, inputs=X, fold_norms=True, in_place=False)
+    result = on.reconstruct(network, X, fold_norms=True, in_place=False)
     assert result.folded == ("1",)
     assert on.verify(network, result, X).is_same(TOLERANCE)
 
@@ -108,7 +109,7 @@ class Tied(nn.Module):
 
 def test_a_layer_whose_weight_is_read_stays_as_it_is() -> None:
     network = Tied().double().eval()
-    result = on.reconstruct(network, inputs=X, activation=nn.ReLU())
+    result = on.reconstruct(network, X, on.Wide(activation=nn.ReLU()))
     assert [layer.name for layer in result.layers] == ["middle"]
     assert [str(item) for item in result.left] == [
         "encode (Linear): its weight is read directly, by a hook or by another module"
@@ -116,7 +117,7 @@ def test_a_layer_whose_weight_is_read_stays_as_it_is() -> None:
     assert on.verify(network, result, X).is_same(TOLERANCE)
     assert type(network.encode) is type(result.network.get_submodule("encode")) is nn.Linear
     with pytest.raises(ConversionError, match=r"strict.*1 other modules with weights: encode \(Linear\)"):
-        on.reconstruct(network, inputs=X, strict=True)
+        on.reconstruct(network, X, strict=True)
 
 
 class ReadsSizes(nn.Module):
@@ -134,18 +135,18 @@ class ReadsSizes(nn.Module):
 
 @pytest.mark.parametrize("construction", ["wide", "low_rank", "residual", "deep", "multilayer"])
 def test_sizes_of_a_layer_can_be_read_from_its_block(construction: str, tmp_path: Path) -> None:
-    network, inputs = ReadsSizes().double().eval(), batch(30, 2, 5, 5)
-    result = on.reconstruct(network, inputs=inputs, construction=construction, activation=nn.ReLU())
+    network, inputs = ReadsSizes().double().eval(), normal(30, 2, 5, 5)
+    result = reconstruct_with(network, inputs, construction=construction, activation=nn.ReLU())
     assert on.verify(network, result, inputs).is_same(TOLERANCE)
     on.save(result, tmp_path / "net")
-    assert on.verify(result, on.load(tmp_path / "net", into=ReadsSizes().double()), inputs).max_error == 0.0
+    assert on.verify(result, on.load(tmp_path / "net", like=ReadsSizes().double()), inputs).max_error == 0.0
     assert on.verify(network, on.collapse(result), inputs).is_same(TOLERANCE)
 
 
 def test_a_layer_whose_hook_reads_its_weight_stays_as_it_is() -> None:
     network = net(6, 5, 4)
     network[0].register_forward_hook(lambda module, args, output: output / module.weight.norm())
-    result = on.reconstruct(network, inputs=X)
+    result = on.reconstruct(network, X)
     assert [item.name for item in result.left] == ["0"]
     assert on.verify(network, result, X).is_same(TOLERANCE)
 
@@ -155,7 +156,7 @@ def test_a_folded_norm_is_not_lost_where_its_layer_stays_as_it_is() -> None:
         network = with_norm()
         network[0].register_forward_pre_hook(lambda module, args: (args[0] / module.weight.norm(),))
         wanted = network(X)
-        result = on.reconstruct(network, inputs=X, fold_norms=True, in_place=in_place)
+        result = on.reconstruct(network, X, fold_norms=True, in_place=in_place)
         assert (result.folded, [item.name for item in result.left]) == ((), ["0"])
         torch.testing.assert_close(result.network(X), wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -173,7 +174,7 @@ def pruned(layer: nn.Linear) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (replaced, "its forward is replaced on the instance"),
+        (replaced, "its forward is overridden"),
         (pruned, "its weight is computed by a hook"),
         (parametrizations.weight_norm, "parametrized; remove_parametrizations makes it ordinary"),
     ],
@@ -182,7 +183,7 @@ def test_layers_that_are_more_than_their_weight_stay_as_they_are(change: Any, re
     network = net(6, 5, 4)
     change(network[0])
     network.eval()
-    result = on.reconstruct(network, inputs=X)
+    result = on.reconstruct(network, X)
     assert [item.name for item in result.left] == ["0"]
     assert result.left[0].reason.startswith(reason)
     assert on.verify(network, result, X).is_same(TOLERANCE)
@@ -192,7 +193,7 @@ def test_a_scripted_part_stays_as_it_is() -> None:
     with pytest.warns(DeprecationWarning, match=r"torch.jit"):
         scripted = torch.jit.script(net(5, 5).requires_grad_(False))
     network = nn.Sequential(nn.Linear(6, 5).double(), scripted).eval()
-    result = on.reconstruct(network, inputs=X)
+    result = on.reconstruct(network, X)
     assert [item.reason for item in result.left] == ["compiled by torch.jit"]
     assert on.verify(network, result, X).is_same(TOLERANCE)
 
@@ -200,11 +201,11 @@ def test_a_scripted_part_stays_as_it_is() -> None:
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda inner: torch.compile(inner, backend="eager")])
 def test_wrapped_networks_are_unwrapped(wrap: Any, tmp_path: Path) -> None:
     network = net(6, 5, 4)
-    result = on.reconstruct(wrap(network), inputs=X)
+    result = on.reconstruct(wrap(network), X)
     assert [layer.name for layer in result.layers] == ["0", "2"]
     assert on.verify(wrap(network), wrap(result.network), X).is_same(TOLERANCE)
     on.save(wrap(result.network), tmp_path / "net")
-    loaded = on.load(tmp_path / "net", into=wrap(net(6, 5, 4)))
+    loaded = on.load(tmp_path / "net", like=wrap(net(6, 5, 4)))
     assert on.verify(result, loaded, X).max_error == 0.0
     assert on.verify(network, on.collapse(wrap(loaded)), X).is_same(TOLERANCE)
 
@@ -217,11 +218,11 @@ def test_a_compiled_layer_is_rebuilt_inside_its_wrapper(in_place: bool, tmp_path
         return network
 
     network, inputs = compiled(), X.float()
-    result = on.reconstruct(network, inputs=inputs, features="id_cond", in_place=in_place)
+    result = on.reconstruct(network, inputs, on.Wide(features="id_cond"), in_place=in_place)
     assert result.warnings == ()
     assert on.verify(compiled(), result, inputs).is_same(1e-5)
     on.save(result, tmp_path / "net")
-    assert on.verify(result, on.load(tmp_path / "net", into=compiled()), inputs).max_error == 0.0
+    assert on.verify(result, on.load(tmp_path / "net", like=compiled()), inputs).max_error == 0.0
     assert on.verify(compiled(), on.collapse(result), inputs).is_same(1e-5)
     with torch.no_grad():
         for block in find_blocks(result.network).values():
@@ -232,7 +233,7 @@ def test_a_compiled_layer_is_rebuilt_inside_its_wrapper(in_place: bool, tmp_path
 def test_a_compiled_layer_becomes_norm_only_inside_its_wrapper() -> None:
     network = net(6, 5, 4)
     network[2] = torch.compile(network[2], backend="eager")
-    converted = on.norm_only(network)
+    converted = on.to_norm_only(network)
     assert on.verify(network, converted, X).is_same(TOLERANCE)
     with torch.no_grad():
         converted.get_submodule("2._orig_mod").gamma.zero_()
@@ -243,7 +244,7 @@ def test_a_layer_at_two_places_keeps_its_hooks_at_both() -> None:
     layer = nn.Linear(6, 6).double()
     layer.register_forward_hook(double)
     network = nn.Sequential(layer, nn.Tanh(), layer).eval()
-    result = on.reconstruct(network, inputs=X)
+    result = on.reconstruct(network, X)
     assert result.network[0] is result.network[2]
     assert on.verify(network, result, X).is_same(TOLERANCE)
 
@@ -261,7 +262,7 @@ def test_inputs_changed_in_place_after_a_layer_do_not_reach_its_calibration() ->
             return made + h
 
     network = InPlace().double().eval()
-    result = on.reconstruct(network, inputs=batch(80, 6), activation=nn.ReLU(), margin=0.1)
-    check = on.verify(network, result, batch(80, 6))
+    result = on.reconstruct(network, normal(80, 6), on.Wide(activation=nn.ReLU()), ranges=on.Ranges(margin=0.1))
+    check = on.verify(network, result, normal(80, 6))
     assert check.outside == 0.0
     assert check.is_same(TOLERANCE)

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from rebuilding import batch
+from rebuilding import reconstruct_with
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from tensors import normal, relative
+from torch import nn
 
 import onlynorm as on
 from onlynorm.errors import ConversionError, FormatError
 from onlynorm.frozen.form import find_blocks
 
 LOW = [torch.bfloat16, torch.float16]
-IMAGES = batch(40, 3, 8, 8).float()
+IMAGES = normal(40, 3, 8, 8).float()
 
 
 def convnet() -> nn.Sequential:
@@ -29,15 +30,11 @@ def convnet() -> nn.Sequential:
 
 
 @pytest.fixture(scope="module", params=["wide", "low_rank", "residual", "multilayer", "deep"])
-def result(request: pytest.FixtureRequest) -> on.Reconstruction:
+def result(request: pytest.FixtureRequest) -> on.reconstruction.Reconstruction:
     options: dict[str, Any] = {"features": "orthogonal"} if request.param in ("deep", "multilayer") else {}
     if request.param == "deep":
-        options["narrow"] = 6
-    return on.reconstruct(convnet(), inputs=IMAGES, activation=nn.ReLU(), construction=request.param, **options)
-
-
-def relative(made: Tensor, wanted: Tensor) -> float:
-    return float(torch.linalg.vector_norm(made.double() - wanted.double()) / torch.linalg.vector_norm(wanted.double()))
+        options["inputs_per_slice"] = 6
+    return reconstruct_with(convnet(), IMAGES, activation=nn.ReLU(), construction=request.param, **options)
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -47,7 +44,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_autocast_around_a_rebuilt_network_costs_no_more_than_around_the_target(
-    result: on.Reconstruction, dtype: torch.dtype
+    result: on.reconstruction.Reconstruction, dtype: torch.dtype
 ) -> None:
     network = convnet()
     with torch.no_grad():
@@ -60,7 +57,9 @@ def test_autocast_around_a_rebuilt_network_costs_no_more_than_around_the_target(
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_network_cast_to_half_keeps_its_blocks_in_float32(result: on.Reconstruction, dtype: torch.dtype) -> None:
+def test_a_network_cast_to_half_keeps_its_blocks_in_float32(
+    result: on.reconstruction.Reconstruction, dtype: torch.dtype
+) -> None:
     network, cast = convnet(), copy.deepcopy(result.network).to(dtype)
     for block in find_blocks(cast).values():
         assert {tensor.dtype for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()} == {
@@ -78,7 +77,7 @@ def test_a_network_cast_to_half_keeps_its_blocks_in_float32(result: on.Reconstru
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_file_in_half_keeps_its_blocks_in_float32(
-    result: on.Reconstruction, dtype: torch.dtype, tmp_path: Path
+    result: on.reconstruction.Reconstruction, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     on.save(result, tmp_path / "net", dtype=dtype)
     stored = load_file(tmp_path / "net")
@@ -86,17 +85,17 @@ def test_a_file_in_half_keeps_its_blocks_in_float32(
     assert {value.dtype for name, value in stored.items() if name.startswith("3.") and value.is_floating_point()} == {
         torch.float32
     }
-    loaded = on.load(tmp_path / "net", into=convnet())
+    loaded = on.load(tmp_path / "net", like=convnet())
     assert loaded[1].weight.dtype == dtype
     assert on.verify(convnet(), loaded, IMAGES).relative_error < rounding(dtype)
 
 
 def test_autocast_around_reconstruct_collapse_and_load_changes_nothing(tmp_path: Path) -> None:
-    plain = on.reconstruct(convnet(), inputs=IMAGES, activation=nn.ReLU())
+    plain = on.reconstruct(convnet(), IMAGES, on.Wide(activation=nn.ReLU()))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = on.reconstruct(convnet(), inputs=IMAGES, activation=nn.ReLU())
+        inside = on.reconstruct(convnet(), IMAGES, on.Wide(activation=nn.ReLU()))
         on.save(inside, tmp_path / "net")
-        loaded = on.load(tmp_path / "net", into=convnet())
+        loaded = on.load(tmp_path / "net", like=convnet())
         collapsed = on.collapse(inside)
     for other in (inside.network, loaded):
         pairs = zip(plain.network.state_dict().values(), other.state_dict().values(), strict=True)
@@ -105,7 +104,7 @@ def test_autocast_around_reconstruct_collapse_and_load_changes_nothing(tmp_path:
 
 
 def test_a_solve_inside_autocast_is_the_same() -> None:
-    left, right, target = batch(12, 240).float(), batch(240, 16).float(), batch(12, 16).float()
+    left, right, target = normal(12, 240).float(), normal(240, 16).float(), normal(12, 16).float()
     plain = on.solve(left, right, target, method="krylov")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = on.solve(left, right, target, method="krylov")
@@ -113,8 +112,8 @@ def test_a_solve_inside_autocast_is_the_same() -> None:
 
 
 def test_blocks_refuse_what_their_layers_would_refuse() -> None:
-    block = on.reconstruct(convnet(), inputs=IMAGES).network[6]
-    x = batch(4, 72)
+    block = on.reconstruct(convnet(), IMAGES).network[6]
+    x = normal(4, 72)
     with pytest.raises(ConversionError, match=r"norms in torch.float32 and inputs in torch.float64"):
         block(x)
     with pytest.raises(ConversionError, match=r"norms in torch.float32 and inputs in torch.int64"):
@@ -130,6 +129,6 @@ def test_a_file_with_blocks_in_half_is_refused(tmp_path: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "LOWEST", torch.float16)  # as files were written before
-        on.save(on.reconstruct(convnet(), inputs=IMAGES), tmp_path / "net", dtype=torch.bfloat16)
-    with pytest.raises(FormatError, match=r"torch.bfloat16, which has too few digits"):
-        on.load(tmp_path / "net", into=convnet())
+        on.save(on.reconstruct(convnet(), IMAGES), tmp_path / "net", dtype=torch.bfloat16)
+    with pytest.raises(FormatError, match=r"torch.bfloat16"):
+        on.load(tmp_path / "net", like=convnet())

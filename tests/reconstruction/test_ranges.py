@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm import Ranges, Wide
 from onlynorm.errors import ValueRangeError
 from onlynorm.features import draw
 from onlynorm.frozen.pair import NormOnlyBlock
@@ -23,17 +25,13 @@ from onlynorm.reconstruction.ranges import (
     CERTIFIED_MARGIN,
     FREE_MARGIN,
     MARGIN,
-    Seen,
+    LayerInputs,
     calibrate,
     certify,
+    count_outside,
     find_ranges,
-    watching,
     widen,
 )
-
-
-def batch(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def block_for(
@@ -85,7 +83,7 @@ def test_calibrated_ranges_and_statistics_are_those_of_the_batch(
 ) -> None:
     layer, shape = LAYERS[name]
     monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 4_000)
-    block, inputs = block_for(layer, kernel=kernel), batch(6, *shape)
+    block, inputs = block_for(layer, kernel=kernel), normal(6, *shape)
     seen, made = hidden(block, inputs), calibrate(block, inputs, margin=0.0)
     assert torch.allclose(made.low, seen.amin(1), rtol=1e-12)
     assert torch.allclose(made.high, seen.amax(1), rtol=1e-12)
@@ -98,28 +96,28 @@ def test_calibrated_ranges_and_statistics_are_those_of_the_batch(
 def test_no_input_of_the_box_leaves_a_certified_range(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, shape = LAYERS[name]
     monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 40_000)
-    block, inputs = block_for(layer, kernel=kernel), batch(6, *shape)
+    block, inputs = block_for(layer, kernel=kernel), normal(6, *shape)
     box = box_around(inputs, 0.3)
     low, high = certify(block, box, margin=0.0)
     for points in (corners(box, 200), inputs, box.low[None], box.high[None]):
         seen = hidden(block, points)
         assert bool((seen >= low[:, None]).all())
         assert bool((seen <= high[:, None]).all())
-    ranges = find_ranges(block, Seen(inputs, box))
+    ranges = find_ranges(block, LayerInputs(inputs, box))
     block.low.copy_(ranges.low)
     block.high.copy_(ranges.high)
-    with watching(block) as outside:
+    with count_outside(block) as outside:
         block(corners(box, 100, seed=1))
-    assert outside.share == 0.0
+    assert outside.fraction == 0.0
 
 
 @given(st.integers(0, 2**31), st.floats(0.0, 10.0))
 @settings(max_examples=20)
 def test_the_range_of_a_linear_feature_is_exact(seed: int, width: float) -> None:
     block = block_for(nn.Linear(6, 2))
-    low = batch(6, seed=seed)
+    low = normal(6, seed=seed)
     high = low + width * torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    right = block.right.double()
+    right = block.map(0).right.double()
     least = (right * torch.where(right > 0, low, high)).sum(1)
     most = (right * torch.where(right > 0, high, low)).sum(1)
     made = certify(block, Box(low, high), margin=0.0)
@@ -135,15 +133,18 @@ def test_zero_padding_is_zero_and_other_padding_is_not() -> None:
     box = Box(*(torch.full((1, 4, 4), value, dtype=torch.float64) for value in (2.0, 3.0)))
     for mode, least in (("zeros", 4 * 2.0), ("replicate", 9 * 2.0)):
         block = block_for(nn.Conv2d(1, 1, 3, padding=1, padding_mode=mode), n_features=1)
-        block.right.fill_(1.0)
+        block.map(0).right.fill_(1.0)
         low, high = certify(block, box, margin=0.0)
         assert float(low) == pytest.approx(least)
         assert float(high) == pytest.approx(9 * 3.0)
 
 
 def test_certified_ranges_keep_the_statistics_of_the_batch() -> None:
-    block, inputs = block_for(nn.Linear(5, 3)), batch(9, 5)
-    calibrated, certified = find_ranges(block, Seen(inputs)), find_ranges(block, Seen(inputs, box_around(inputs, 1.0)))
+    block, inputs = block_for(nn.Linear(5, 3)), normal(9, 5)
+    calibrated, certified = (
+        find_ranges(block, LayerInputs(inputs)),
+        find_ranges(block, LayerInputs(inputs, box_around(inputs, 1.0))),
+    )
     assert torch.equal(calibrated.mean, certified.mean)
     assert torch.equal(calibrated.variance, certified.variance)
 
@@ -162,22 +163,22 @@ def test_certified_ranges_keep_the_statistics_of_the_batch() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_the_margin_is_large_where_it_is_free(activation: nn.Module | None, margin: float) -> None:
-    block, inputs = block_for(nn.Linear(5, 3), activation=activation), batch(9, 5)
+    block, inputs = block_for(nn.Linear(5, 3), activation=activation), normal(9, 5)
     plain = calibrate(block, inputs, margin=0.0)
     low, high = widen(plain.low, plain.high, margin)
-    made = find_ranges(block, Seen(inputs))
+    made = find_ranges(block, LayerInputs(inputs))
     assert torch.equal(made.low, low)
     assert torch.equal(made.high, high)
-    assert torch.equal(find_ranges(block, Seen(inputs), margin=0.0).low, plain.low)
+    assert torch.equal(find_ranges(block, LayerInputs(inputs), margin=0.0).low, plain.low)
 
 
 def test_a_margin_can_be_asked_for_with_a_box_too() -> None:
-    block, inputs = block_for(nn.Linear(5, 3)), batch(9, 5)
+    block, inputs = block_for(nn.Linear(5, 3)), normal(9, 5)
     box = box_around(inputs, 1.0)
     plain = certify(block, box, margin=0.0)
-    made = find_ranges(block, Seen(inputs, box))
+    made = find_ranges(block, LayerInputs(inputs, box))
     assert torch.equal(made.low, widen(*plain, CERTIFIED_MARGIN)[0])
-    assert torch.equal(find_ranges(block, Seen(inputs, box), margin=0.5).high, widen(*plain, 0.5)[1])
+    assert torch.equal(find_ranges(block, LayerInputs(inputs, box), margin=0.5).high, widen(*plain, 0.5)[1])
 
 
 def test_a_ball_narrows_the_ranges_of_the_features() -> None:
@@ -205,7 +206,7 @@ def test_a_convolution_that_sees_two_sizes_is_certified_for_both() -> None:
     box = Box(*(torch.full((1, 1, 1), value, dtype=torch.float64) for value in (2.0, 3.0)))
     made = propagate(Twice().double(), ["conv"], box)["conv"]
     block = block_for(nn.Conv2d(1, 1, 3, padding=1), n_features=1)
-    block.right.fill_(1.0)
+    block.map(0).right.fill_(1.0)
     low, high = certify(block, made, margin=0.0)
     assert float(low) <= float(hidden(block, box.low[None])) == 2.0
     assert float(high) == pytest.approx(9 * 3.0)
@@ -214,11 +215,11 @@ def test_a_convolution_that_sees_two_sizes_is_certified_for_both() -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_batch_outside_the_box_is_refused(name: str) -> None:
     layer, shape = LAYERS[name]
-    block, inputs = block_for(layer), batch(6, *shape)
+    block, inputs = block_for(layer), normal(6, *shape)
     box = box_around(inputs, 0.1)
     inputs[(2, *(0 for _ in shape))] += 100.0
-    with pytest.raises(ValueRangeError, match=r"holds the calibration batch; got 1 of .* outside.*Widen the box"):
-        find_ranges(block, Seen(inputs, box))
+    with pytest.raises(ValueRangeError, match=r"calibration batch; got 1 of .* outside.*Widen the box"):
+        find_ranges(block, LayerInputs(inputs, box))
 
 
 class Mixed(nn.Module):
@@ -244,10 +245,10 @@ def test_a_certified_network_never_leaves_its_ranges(name: str, dtype: torch.dty
         torch.manual_seed(0)
         network, shape = (mlp((6, 5, 4)), (6,)) if name == "mlp" else (Mixed(), (2, 5, 5))
     network = network.to(dtype).eval()
-    inputs = batch(20, *shape).to(dtype)
+    inputs = normal(20, *shape).to(dtype)
     box = box_around(inputs, 0.5)
-    result = reconstruct(network, inputs=inputs, box=box, activation=nn.ReLU())
-    calibrated = reconstruct(network, inputs=inputs, activation=nn.ReLU(), margin=0.0)
+    result = reconstruct(network, inputs, Wide(activation=nn.ReLU()), ranges=Ranges(box=box))
+    calibrated = reconstruct(network, inputs, Wide(activation=nn.ReLU()), ranges=Ranges(margin=0.0))
     points = torch.cat([corners(box, 300), box.low[None], box.high[None]]).to(dtype)
     check: Any = verify(network, result.network, points)
     assert check.outside == 0.0

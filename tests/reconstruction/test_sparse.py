@@ -6,16 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from tensors import normal
 from torch import Tensor
 
 from onlynorm.features import Features, draw
 from onlynorm.features.matching import reaches
 from onlynorm.reconstruction.constructions import unreached
 from onlynorm.reconstruction.constructions.unreached import find_unreached
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix_of(features: Features) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from systems import normal
+from tensors import normal
 from torch import Tensor
 
 import onlynorm as on
@@ -211,3 +211,14 @@ def test_rows_of_any_size_have_a_cholesky_factor() -> None:
     left = left * torch.logspace(-8, 8, 8, dtype=torch.float64)[:, None]
     found = solve_cholesky(KhatriRao(left, right).unit()[0], target, tolerance=1e-10)
     assert found is not None
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_the_condition_number_after_qr_does_not_depend_on_the_target(place: int) -> None:
+    left, right = normal(8, 58), normal(58, 8, seed=1)
+    left[1] = left[0]  # deficient rank
+    matrix = (left[:, None, :] * right.mT[None]).flatten(0, 1)
+    u, s, _ = torch.linalg.svd(matrix / matrix.norm(dim=0), full_matrices=False)
+    rank = int((s > 1e-10 * s[0]).sum())
+    found = on.solve(left, right, u[:, :rank][:, place].reshape(8, 8), method="qr")
+    assert found.condition == pytest.approx(float(s[0] / s[rank - 1]), rel=1e-6)

@@ -166,7 +166,9 @@ def test_to_and_cast_change_the_precision_and_nothing_else(case: Case) -> None:
     assert same.to(same.dtype) is same
 
 
-@pytest.mark.parametrize("name", ["he_normal", "sparse_he_normal", "orthogonal", "id_cond", "ortho_cond"])
+@pytest.mark.parametrize(
+    "name", ["he_normal", "sparse_he_normal", "orthogonal", "id_cond", "ortho_cond", "fast_ortho_cond"]
+)
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 4), (4, 1), (2, 3, 3)])
 @pytest.mark.parametrize("block", [None, 4])
 def test_regenerated_features_give_the_same_operator(name: str, shape: tuple[int, ...], block: int | None) -> None:
@@ -253,7 +255,7 @@ def test_powers_of_two_neither_overflow_nor_underflow_on_the_way(power: int) -> 
         ((4, 12), (11, 3), r"equal feat; got \(4, 12\) and \(11, 3\)\. Both must be matrices"),
         ((4, 12), (3, 12), r"got \(4, 12\) and \(3, 12\)\. If right is stored as \(inp, feat\), pass right\.mT"),
         ((4,), (4, 3), r"needs left \(out, feat\) and right \(feat, inp\).*got \(4,\)"),
-        ((0, 5), (5, 3), r"at least one output, one input and one feature; got left \(0, 5\).*Leave empty layers out"),
+        ((0, 5), (5, 3), r"at least one output, one input and one feature; got left \(0, 5\).*"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(left: tuple[int, ...], right: tuple[int, ...], message: str) -> None:
@@ -280,7 +282,7 @@ def test_arguments_of_wrong_shape_and_impossible_blocks_are_refused() -> None:
             ShapeError, match=rf"{name} needs a matrix \(\.\.\., 2, 3\); got \(3, 2\).*kernel positions"
         ):
             getattr(operator, name)(torch.ones(3, 2))
-    with pytest.raises(ValueRangeError, match=r"block needs to be a whole number from 1; got 0\. Leave it out"):
+    with pytest.raises(ValueRangeError, match=r"block .* from 1; got 0"):
         KhatriRao(torch.ones(2, 5), torch.ones(5, 3), block=0)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor
 
 from onlynorm.data import find_data
@@ -30,10 +31,6 @@ from onlynorm.solvers.operator import KhatriRao
 EPS = torch.finfo(torch.float64).eps
 EXACT = 1e-10
 """What the solver aims at when no tolerance is given."""
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def layers(widths: tuple[int, ...], *, features: str = "he_normal", seed: int = 0) -> list[Tensor]:
@@ -198,7 +195,7 @@ def test_both_methods_reach_the_same_target(method: str) -> None:
 
 def test_progress_tells_steps_and_residuals() -> None:
     told: list[tuple[int, float]] = []
-    solution = solve_multilayer(frozen((6, 6), 3), normal(6, 6), progress=lambda *news: told.append(news))
+    solution = solve_multilayer(frozen((6, 6), 3), normal(6, 6), on_step=lambda *news: told.append(news))
     assert told[0][0] == 0
     assert told[-1][0] == solution.steps
     assert told[-1][1] <= EXACT < told[0][1]
@@ -245,17 +242,17 @@ def test_layers_that_pass_nothing_on_end_without_a_solution() -> None:
 
 def test_bad_input_is_refused(unchecked: None) -> None:
     weights, target = frozen((4, 4), 3), normal(4, 4)
-    with pytest.raises(ValueRangeError, match=r"n_layers needs a whole number of at least 2; got 1"):
+    with pytest.raises(ValueRangeError, match=r"n_layers .* from 2 .*; got 1"):
         widths_for((4, 4), n_layers=1)
     with pytest.raises(ValueRangeError, match=r"excess needs a positive finite number; got 0"):
         widths_for((4, 4), n_layers=3, excess=0)
-    with pytest.raises(ShapeError, match=r"at least two matrices.*List them from the input on"):
+    with pytest.raises(ShapeError, match=r"at least two matrices.*from input"):
         solve_multilayer(weights[::-1], normal(4, 5))
     with pytest.raises(ShapeError, match=r"at least two matrices"):
         solve_multilayer(weights[:1], target)
     with pytest.raises(UnknownNameError, match=r"method needs a known name; got 'lu'"):
         solve_multilayer(weights, target, method="lu")
-    with pytest.raises(ValueRangeError, match=r"target needs finite numbers"):
+    with pytest.raises(ValueRangeError, match=r"target .*finite"):
         solve_multilayer(weights, target * torch.nan)
-    with pytest.raises(ValueRangeError, match=r"W_2 needs entries other than zero"):
+    with pytest.raises(ValueRangeError, match=r"W_2 needs entries"):
         solve_multilayer([weights[0], 0.0 * weights[1], weights[2]], target)

@@ -50,9 +50,9 @@ def test_near_is_one_number_or_one_per_feature() -> None:
     target = _ones(3, 4)
     for near in (1.0, torch.tensor(1.0), _ones(12)):
         prepare.need_target(_operator(), target, near)
-    with pytest.raises(ShapeError, match=r"near needs one number or 12 of them; got \(11,\)\. It is a gamma"):
+    with pytest.raises(ShapeError, match=r"near .*12 entries; got \(11,\)"):
         prepare.need_target(_operator(), target, _ones(11))
-    with pytest.raises(ValueRangeError, match=r"near needs finite numbers; got 1 NaN"):
+    with pytest.raises(ValueRangeError, match=r"near .*finite.*; got 1 NaN"):
         prepare.need_target(_operator(), target, math.nan)
 
 
@@ -60,7 +60,7 @@ def test_near_is_one_number_or_one_per_feature() -> None:
 def test_numbers_are_finite(bad: float) -> None:
     target = _ones(3, 4)
     target[1, 2] = bad
-    message = r"target needs finite numbers; got 1 NaN or infinite, the first at \(1, 2\)\. Look for a diverged"
+    message = r"target .*finite.*; got 1 NaN or infinite.*, the first at \(1, 2\)\. Check"
     with pytest.raises(ValueRangeError, match=message):
         prepare.need_target(_operator(), target, None)
 
@@ -69,7 +69,7 @@ def test_an_exact_solution_needs_as_many_features_as_equations() -> None:
     prepare.need_enough(_operator(feat=11), None, False)
     prepare.need_enough(_operator(feat=11), 1e-10, True)
     prepare.need_enough(_operator(feat=12), 1e-10, False)
-    message = r"needs 12 features for 3 x 4 weights; got 11 \(excess 0\.917\)\. Draw 1 more features, or leave"
+    message = r"needs 12 features for 3 x 4 weights; got 11 \(excess 0\.917\)\. Draw 1 more features"
     with pytest.raises(InsufficientFeaturesError, match=message):
         prepare.need_enough(_operator(feat=11), 1e-10, False)
 

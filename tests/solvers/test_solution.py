@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from systems import column_lengths, draw_system, least_squares, materialise, normal, rebuild, relative
+from systems import column_lengths, draw_system, least_squares, materialise, rebuild
+from tensors import normal, relative
 
 import onlynorm as on
 from onlynorm.errors import (
@@ -252,7 +253,7 @@ def test_the_arguments_are_left_as_they_were() -> None:
 def test_progress_is_reported_while_iterating() -> None:
     left, right, target = draw_system(6, 6, 60)
     heard: list[float] = []
-    on.solve(left, right, target, method="krylov", progress=lambda n, error: heard.append(error))
+    on.solve(left, right, target, method="krylov", on_step=lambda n, error: heard.append(error))
     assert heard[0] == 1.0
     assert heard[-1] <= 1e-10
 
@@ -261,13 +262,13 @@ def test_a_solution_reads_well() -> None:
     left, right, target = draw_system(6, 6, 50)
     solution = on.solve(left, right, target, method="krylov")
     text = str(solution)
-    assert text.startswith(f"50 gammas by krylov: relative residual {solution.residual:.1e} (wanted 1e-10), ")
-    assert f"{solution.iterations} iterations, condition about " in text
-    assert text.endswith("why: asked for")
+    assert text.startswith(f"50 gammas by krylov: relative residual {solution.residual:.1e} (tolerance 1e-10), ")
+    assert f"{solution.iterations} iterations, condition " in text
+    assert text.endswith("reason: requested")
     assert solution.seconds > 0
     assert solution.peak_memory >= 0
     short = on.solve(left[:, :30], right[:30], target)
-    assert str(short).splitlines()[-1].startswith("short: residual ")
+    assert str(short).splitlines()[-1].startswith("tolerance missed: residual ")
     assert "6 more dense features make the system solvable" in str(short)
 
 
@@ -275,23 +276,20 @@ def test_a_method_that_took_over_says_why() -> None:
     left, right, _ = draw_system(16, 16, 200)
     left, right = left.repeat(1, 2), right.repeat(2, 1)
     solution = on.solve(left, right, rebuild(left, right, torch.ones(400, dtype=torch.float64)))
-    assert "so " in solution.reason
-    assert "took over" in solution.reason
+    assert "was used" in solution.reason
 
 
 def test_a_factorization_asked_for_that_cannot_work_says_so() -> None:
     ones = torch.ones(3, 12, dtype=torch.float64)
     solution = on.solve(ones, ones.mT, normal(3, 3), method="cholesky")
-    assert solution.reason == "cholesky cannot factor this system"
+    assert solution.reason == "cholesky cannot factorize this system"
     assert (solution.residual, float(solution.gamma.norm())) == (1.0, 0.0)
     assert solution.shortfall
 
 
 def test_a_missed_tolerance_raises_with_size_and_cure() -> None:
     left, right, target = draw_system(6, 6, 36)
-    message = (
-        r"residual of 1e-17; \w+ reached .* on 36 equations with 36 features; tried: .*Cure: .*leave the tolerance"
-    )
+    message = r"residual of 1e-17; \w+ reached .* on 36 equations with 36 features; tried: .*Cure: .*tolerance"
     with pytest.raises(ToleranceError, match=message):
         on.solve(left, right, target, tolerance=1e-17)
 
@@ -314,7 +312,7 @@ def test_misuse_is_refused_with_need_got_and_cure() -> None:
     for position, name in enumerate(("left", "right", "target")):
         broken = [x.clone() for x in (left, right, target)]
         broken[position][0, 0] = math.nan
-        with pytest.raises(ValueRangeError, match=rf"{name} needs finite numbers; got 1 NaN.*first at \(0, 0\)\. Look"):
+        with pytest.raises(ValueRangeError, match=rf"{name} .*finite.*; got 1 NaN.*first at \(0, 0\)"):
             on.solve(*broken)
-    with pytest.raises(ValueRangeError, match=r"storage needs to be 'dense' or 'seed'; got 'disk'\. 'seed' saves"):
+    with pytest.raises(ValueRangeError, match=r"storage .* 'dense' or 'seed'; got 'disk'\. 'seed' saves"):
         on.solve_features(on.draw("he_normal", (4, 3)), target, storage="disk")

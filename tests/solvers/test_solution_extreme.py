@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from systems import column_lengths, draw_system, least_squares, materialise, normal, rebuild, relative
+from systems import column_lengths, draw_system, least_squares, materialise, rebuild
+from tensors import normal, relative
 from torch import Tensor
 
 import onlynorm as on
@@ -163,7 +164,7 @@ def test_targets_of_a_batch_are_solved_each_at_its_own_size(method: str) -> None
 def test_features_of_unequal_length_are_solved_at_once() -> None:
     left, right, target = draw_system(40, 40, 2000)
     solution = on.solve(left * torch.logspace(-2, 2, 2000, dtype=torch.float64), right, target, tolerance=1e-10)
-    assert "took over" not in solution.reason
+    assert "was used" not in solution.reason
     assert solution.condition < 30
 
 
@@ -206,7 +207,7 @@ def test_a_huge_gamma_that_seems_to_leave_less_is_not_preferred() -> None:
     huge = fallback.Attempt(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
     assert fallback._is_better(small, huge, target, 1e-10)
     assert not fallback._is_better(huge, small, target, 1e-10)
-    assert fallback._is_better(replace(small, left_over=0.1), replace(small, left_over=0.2), target, 1e-10)
+    assert fallback._is_better(replace(small, error=0.1), replace(small, error=0.2), target, 1e-10)
 
 
 def test_a_result_that_is_no_optimum_says_so() -> None:
@@ -232,7 +233,7 @@ def _more(left: Tensor, right: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return torch.cat([left, normal(len(left), n, seed=91)], 1), torch.cat([right, normal(n, right.shape[1], seed=92)])
 
 
-def _named(solution: on.Solution, pattern: str) -> int:
+def _named(solution: on.solvers.Solution, pattern: str) -> int:
     """The number that a shortfall names."""
     found = re.search(pattern, solution.shortfall)
     assert found, solution.shortfall
@@ -277,7 +278,7 @@ def test_nearly_repeated_features_name_as_many_as_reach_the_tolerance() -> None:
     left, right = left.repeat(1, 2), right.repeat(2, 1)
     left[:, 10:] += 1e-9 * normal(8, 10, seed=5)
     solution = on.solve(left, right, target)
-    n = _named(solution, r"up to rounding, and (\d+) more reach 1e-10")
+    n = _named(solution, r"up to rounding.*, and (\d+) more reach 1e-10")
     assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
 
 
@@ -289,7 +290,7 @@ def test_a_method_that_finds_no_factors_is_to_be_left_out(method: str, is_minimu
     left, right = (torch.cat([x[:7], x[: n - 7]]) for x in (left.mT, right))
     left = left.mT
     solution = on.solve(left, right, target, method=method, minimum_width=is_minimum_width)
-    assert f"Leave method='{method}' out" in solution.shortfall
+    assert f"method='{method}'" in solution.shortfall
     assert on.solve(left, right, target, minimum_width=is_minimum_width).residual < solution.residual
 
 
@@ -299,7 +300,7 @@ def test_near_far_beyond_the_target_is_not_called_an_optimum(n_features: int) ->
     solution = on.solve(left, right, target, near=1e100)
     assert solution.residual > 1e80
     assert not solution.is_least_squares
-    assert "leave near out" in solution.shortfall
+    assert "near" in solution.shortfall
     assert on.solve(left, right, target).is_least_squares
 
 
@@ -339,9 +340,9 @@ def test_the_tolerance_it_names_can_be_met() -> None:
     left, right, target = draw_system(6, 6, 50)
     short = on.solve(left, right, target, method="auto")
     assert short.is_exact
-    with pytest.raises(ToleranceError, match=r"a tolerance of 1e-\d+ can be met") as failed:
+    with pytest.raises(ToleranceError, match=r"a tolerance of 1e-\d+ can be reached") as failed:
         on.solve(left, right, target, tolerance=1e-18)
-    met = float(re.search(r"a tolerance of (1e-\d+) can be met", str(failed.value))[1])
+    met = float(re.search(r"a tolerance of (1e-\d+) can be reached", str(failed.value))[1])
     assert on.solve(left, right, target, tolerance=met).is_exact
 
 
@@ -369,7 +370,7 @@ def test_the_memory_it_names_holds_the_next_method(memory: int) -> None:
 def test_leaving_the_method_out_helps_where_it_says_so() -> None:
     left, right, target = draw_system(8, 9, 80)
     left = left * torch.logspace(-2, 2, 8, dtype=torch.float64)[:, None]
-    with pytest.raises(ToleranceError, match=r"Leave method='krylov' out"):
+    with pytest.raises(ToleranceError, match=r"method='krylov'"):
         on.solve(left, right, target, method="krylov", precondition=False, tolerance=1e-10)
     assert on.solve(left, right, target, tolerance=1e-10).is_exact
 
@@ -391,7 +392,7 @@ def test_sparse_features_that_cover_a_layer_are_solved_at_the_first_attempt(exce
     features = on.draw("sparse_he_normal", (30, 30), excess=excess, density=0.2, layer="30 x 30, density 0.2")
     solution = on.solve(features.left(), features.right(), normal(30, 30))
     assert solution.is_exact
-    assert "took over" not in solution.reason
+    assert "was used" not in solution.reason
 
 
 @pytest.mark.parametrize("excess", [1.0, 1.25, 2.0])
@@ -404,7 +405,7 @@ def test_zero_features_leave_the_system_and_keep_gamma_zero(excess: float, near:
     solution = on.solve(left, right, target, near=near)
     assert bool((solution.gamma[is_zero] == (near or 0.0)).all())
     assert solution.is_least_squares
-    assert near is not None or excess != 1.25 or "took over" not in solution.reason
+    assert near is not None or excess != 1.25 or "was used" not in solution.reason
     matrix = materialise(left, right)
     made = matrix @ torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution
     assert relative(rebuild(left, right, solution.gamma), made.view(3, 60)) <= 1e-8
@@ -424,7 +425,7 @@ def test_rows_of_unequal_size_are_factored_in_double_precision_at_once() -> None
     left = left * torch.logspace(-3, 3, 40, dtype=torch.float64)[:, None]
     solution = on.solve(left, right, target)
     assert solution.is_least_squares
-    assert "took over" not in solution.reason
+    assert "was used" not in solution.reason
     turned = on.solve(right.mT, left.mT, target.mT)
     assert turned.is_least_squares
-    assert "took over" not in turned.reason
+    assert "was used" not in turned.reason

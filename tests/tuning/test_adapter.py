@@ -14,6 +14,7 @@ import torch
 from foreign_norms import BatchNormAct2d, GlobalResponseNorm, LlamaRMSNorm, OwnBatchNorm
 from torch import Tensor, nn
 
+import onlynorm as on
 from onlynorm.errors import ConversionError, FormatError, ShapeError, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.models import CifarResNet
 from onlynorm.storage import read_tensors, write_tensors
@@ -22,10 +23,8 @@ from onlynorm.tuning import (
     apply_adapter,
     load_adapter,
     only_norms,
-    read_adapter,
     save_adapter,
     take_adapter,
-    write_adapter,
     write_peft,
 )
 
@@ -172,7 +171,7 @@ def test_a_change_outside_the_adapter_is_refused_by_name(tmp_path: Path) -> None
     only_norms(model)
     model[5].weight.requires_grad_(True)  # trained behind the back of only_norms
     train(model)
-    with pytest.raises(ConversionError, match=r"1 tensors changed that are not to be trained \(5\.weight\)"):
+    with pytest.raises(ConversionError, match=r"1 .*tensors changed \(5\.weight\)"):
         save_adapter(model, path)
     with pytest.raises(ConversionError, match=r"5\.weight"):
         take_adapter(model)
@@ -181,19 +180,19 @@ def test_a_change_outside_the_adapter_is_refused_by_name(tmp_path: Path) -> None
     loaded = make()
     only_norms(loaded)
     loaded.load_state_dict({name: t + 1 for name, t in loaded.state_dict().items()})
-    with pytest.raises(ConversionError, match=r"4 tensors changed .* load weights before only_norms"):
+    with pytest.raises(ConversionError, match=r"4 .*tensors changed .* load weights before only_norms"):
         save_adapter(loaded, path)
 
     cast = make()
     only_norms(cast)
     cast.double()
-    with pytest.raises(ConversionError, match=r"6 tensors changed their type or shape"):
+    with pytest.raises(ConversionError, match=r"6 tensors changed"):
         save_adapter(cast, path)
 
     grown = make()
     only_norms(grown)
     grown[0].register_buffer("extra", torch.zeros(3))
-    with pytest.raises(ConversionError, match=r"lost 0 and got 1 new ones \(0\.extra\)"):
+    with pytest.raises(ConversionError, match=r"0 missing and 1 new ones \(0\.extra\)"):
         save_adapter(grown, path)
 
 
@@ -204,10 +203,10 @@ def test_an_adapter_of_some_norms_pins_the_others(tmp_path: Path) -> None:
     save_adapter(model, tmp_path / "a.safetensors")
     with torch.no_grad():
         other.layer1[0].bn1.weight[0] = 3.0
-    with pytest.raises(ConversionError, match=r"1 of other values \(layer1\.0\.bn1\.weight\)"):
+    with pytest.raises(ConversionError, match=r"1 with other values \(layer1\.0\.bn1\.weight\)"):
         load_adapter(other, tmp_path / "a.safetensors")
     moved.layer1[0].bn1.running_mean[0] = 3.0
-    with pytest.raises(ConversionError, match=r"1 of other values \(layer1\.0\.bn1\.running_mean\)"):
+    with pytest.raises(ConversionError, match=r"1 with other values \(layer1\.0\.bn1\.running_mean\)"):
         load_adapter(moved, tmp_path / "a.safetensors")
 
 
@@ -215,8 +214,8 @@ def test_statistics_that_were_left_out_by_choice_are_not_compared(tmp_path: Path
     model = make()
     only_norms(model)
     train(model)
-    write_adapter(take_adapter(model, statistics=False), tmp_path / "a.safetensors")
-    adapter = read_adapter(tmp_path / "a.safetensors")
+    on.save(take_adapter(model, statistics=False), tmp_path / "a.safetensors")
+    adapter = on.load(tmp_path / "a.safetensors")
     assert not adapter.has_statistics
     fresh = make()
     fresh[1].running_mean += 1.0
@@ -235,7 +234,7 @@ def test_forged_documents_are_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         write_tensors(path, adapter.tensors, kind="adapter", format=2, document={**sound, **change})
         with pytest.raises(FormatError, match=r"forged\.safetensors lacks them"):
-            read_adapter(path)
+            on.load(path)
 
 
 def test_files_of_format_1_are_read(tmp_path: Path) -> None:
@@ -245,7 +244,7 @@ def test_files_of_format_1_are_read(tmp_path: Path) -> None:
     document = {"heads": [], "statistics": True, "base": adapter.base}
     path = tmp_path / "old.safetensors"
     write_tensors(path, adapter.tensors, kind="adapter", format=1, document=document)
-    assert read_adapter(path).free == "norms"
+    assert on.load(path).free == "norms"
     load_adapter(make(), path)
 
 
@@ -276,7 +275,7 @@ def test_tied_weights_are_saved_once_and_fit_a_fresh_base(also: str | tuple[str,
     model(tokens).square().sum().backward()
     torch.optim.SGD(handle.parameters(), lr=0.1).step()
     adapter = save_adapter(model, tmp_path / "a.safetensors")
-    assert adapter.n_numbers == 28 + 8
+    assert adapter.n_entries == 28 + 8
     for is_tied in (True, False):
         fresh = Tied(is_tied=is_tied)
         load_adapter(fresh, tmp_path / "a.safetensors")
@@ -294,7 +293,7 @@ def test_tied_weights_are_saved_once_and_fit_a_fresh_base(also: str | tuple[str,
 def test_an_adapter_of_an_untied_model_does_not_fit_a_tied_one() -> None:
     model = Tied(is_tied=False)
     only_norms(model, also="lm_head")
-    with pytest.raises(ConversionError, match=r"tied as they were in training; in this one embedding\.weight"):
+    with pytest.raises(ConversionError, match=r"tied.*; here embedding\.weight"):
         apply_adapter(Tied(), take_adapter(model))
 
 
@@ -349,7 +348,7 @@ def test_an_affine_map_that_was_added_is_added_to_a_fresh_base(name: str, tmp_pa
     assert same(bits(base), before)
     assert torch.equal(base(images(7)), wanted)
     with pytest.raises(ConversionError, match="PEFT needs an adapter of norms and heads"):
-        write_peft(read_adapter(tmp_path / "a.safetensors"), tmp_path / "peft")
+        write_peft(on.load(tmp_path / "a.safetensors"), tmp_path / "peft")
 
 
 # ------------------------------------------------------------------------------- all or nothing
@@ -371,7 +370,7 @@ def test_an_adapter_that_fails_while_it_is_loaded_leaves_the_model_as_it_was(mon
         return plain_copy(self, *args)
 
     monkeypatch.setattr(Tensor, "copy_", fail_late)
-    with pytest.raises(ConversionError, match=r"failed with: out of memory. The model is as it was"):
+    with pytest.raises(ConversionError, match=r"failed with: out of memory"):
         apply_adapter(fresh, adapter)
     monkeypatch.undo()
     assert same(bits(fresh), before)
@@ -386,7 +385,7 @@ def test_an_added_scale_of_another_kind_of_number_is_refused(dtype: torch.dtype)
     odd = dataclasses.replace(adapter, tensors=adapter.tensors | {name: adapter.tensors[name].to(dtype)})
     handle.undo()
     before = bits(model)
-    with pytest.raises(ConversionError, match=rf"own shapes; got {name} \(4,\) {dtype} for \(4,\) floating-point"):
+    with pytest.raises(ConversionError, match=rf"shape and dtype; got {name} \(4,\) {dtype} for \(4,\) floating-point"):
         apply_adapter(model, odd)
     assert same(bits(model), before)
 
@@ -396,7 +395,7 @@ def test_a_head_whose_parts_do_not_fit_together_is_refused() -> None:
     only_norms(model, also="5.weight")
     other = make(n_classes=2)
     before = bits(other)
-    with pytest.raises(ConversionError, match=r"of its own shapes; got 5\.weight \(5, 4\)"):
+    with pytest.raises(ConversionError, match=r"; got 5\.weight \(5, 4\)"):
         apply_adapter(other, take_adapter(model))
     assert same(bits(other), before)
 
@@ -520,7 +519,7 @@ def test_the_average_is_the_weighted_mean_of_values() -> None:
     assert torch.equal(model[1].weight, torch.full((4,), 3.0))
     assert adapters.active == "mean"
     for weights in ({}, {"a": 1.0, "b": -1.0}, {"a": float("nan")}):
-        with pytest.raises(ValueRangeError, match="finite weights with a sum other than zero"):
+        with pytest.raises(ValueRangeError, match=r"finite weights.*sum"):
             adapters.average(weights, name="none")
 
 
@@ -552,10 +551,10 @@ def test_half_precision_halves_the_file_and_rounds(tmp_path: Path) -> None:
             if p.requires_grad:
                 p += torch.linspace(0.0, 0.1, p.numel())
     save_adapter(model, tmp_path / "whole.safetensors")
-    save_adapter(model, tmp_path / "half.safetensors", dtype="float16")
-    whole, half = (read_adapter(tmp_path / f"{name}.safetensors") for name in ("whole", "half"))
+    save_adapter(model, tmp_path / "half.safetensors", dtype=torch.float16)
+    whole, half = (on.load(tmp_path / f"{name}.safetensors") for name in ("whole", "half"))
     saved = os.path.getsize(tmp_path / "whole.safetensors") - os.path.getsize(tmp_path / "half.safetensors")
-    assert abs(saved - 2 * whole.n_numbers) <= 64, "two bytes a number, but for the padding of the header"
+    assert abs(saved - 2 * whole.n_entries) <= 64, "two bytes per entry, except for the padding of the header"
     for name, t in whole.tensors.items():
         assert torch.equal(half.tensors[name], t.half())
 
@@ -568,14 +567,14 @@ def test_the_wrong_base_is_refused_and_the_difference_named(tmp_path: Path) -> N
     with torch.no_grad():
         other[0].bias[0] += 1.0
     before = bits(other)
-    with pytest.raises(ConversionError, match=r"of 4 tensors of this one 1 of other values \(0\.bias\)"):
+    with pytest.raises(ConversionError, match=r"4 tensors, 1 with other values \(0\.bias\)"):
         load_adapter(other, tmp_path / "a.safetensors")
     assert same(bits(other), before)
-    with pytest.raises(ConversionError, match=r"of another name, shape or type \(5\.bias, 5\.weight\)"):
+    with pytest.raises(ConversionError, match=r"another name, shape or dtype \(5\.bias, 5\.weight\)"):
         load_adapter(make(n_classes=6), tmp_path / "a.safetensors")
-    with pytest.raises(ConversionError, match="4 tensors beside its own; this one has 5"):
+    with pytest.raises(ConversionError, match="4 other tensors; got 5"):
         load_adapter(make().append(nn.PReLU()), tmp_path / "a.safetensors")
-    with pytest.raises(ConversionError, match=r"the model has none for 1\.bias"):
+    with pytest.raises(ConversionError, match=r"no 1\.bias"):
         load_adapter(nn.Sequential(nn.Conv2d(3, 4, 3)), tmp_path / "a.safetensors")
 
 
@@ -585,7 +584,7 @@ def test_one_hash_of_all_values_decides_and_the_marks_only_name_what_differs() -
     marks = base64.b64decode(own.base)
     assert len(marks) == 16 + 3 * 4, "sixteen bytes, and three for each weight and bias beside the norm's"
     forged = base64.b64encode(bytes([marks[0] ^ 1]) + marks[1:]).decode()
-    with pytest.raises(ConversionError, match="of 4 tensors of this one some are others"):
+    with pytest.raises(ConversionError, match="4 tensors, some"):
         apply_adapter(other, dataclasses.replace(own, base=forged))
     for damaged in ("", "?", base64.b64encode(marks[:-1]).decode(), base64.b64encode(marks[:8]).decode()):
         with pytest.raises(FormatError, match="a readable fingerprint"):
@@ -645,8 +644,8 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ConversionError, match="a model with norms; got none in Linear"):
         take_adapter(nn.Linear(2, 2))
     model = make()
-    with pytest.raises(UnknownNameError, match=r"dtype.*'float17'.*float16"):
-        save_adapter(model, "unused", dtype="float17")
+    with pytest.raises(ValueRangeError, match=r"dtype needs one of .*torch\.float16; got torch\.int64"):
+        save_adapter(model, "unused", dtype=torch.int64)
     adapters = Adapters(model)
     with pytest.raises(UnknownNameError, match=r"adapter.*'a'"):
         adapters.switch("a")

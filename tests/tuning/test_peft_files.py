@@ -109,10 +109,10 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"LN-tuning folder.*'LORA'"):
         read_peft(model, tmp_path)
     config.write_text(json.dumps({"peft_type": "LN_TUNING"}))
-    with pytest.raises(MissingDataError, match=r"\.bin kind can run code"):
+    with pytest.raises(MissingDataError, match=r"\.bin"):
         read_peft(model, tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678")
-    with pytest.raises(FormatError, match="whole safetensors file"):
+    with pytest.raises(FormatError, match="safetensors file"):
         read_peft(model, tmp_path)
     with pytest.raises(ConversionError, match="norm as the whole model"):
         write_peft(take_adapter(nn.LayerNorm(3)), tmp_path)

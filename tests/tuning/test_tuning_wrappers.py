@@ -124,7 +124,7 @@ def test_norms_are_chosen_in_a_wrapped_model(name: str) -> None:
 def test_gradients_that_a_wrapper_waits_for_are_not_taken_away() -> None:
     model = make()
     wrapped = DistributedDataParallel(model)
-    with pytest.raises(ConversionError, match="only_norms needs to come before DistributedDataParallel"):
+    with pytest.raises(ConversionError, match=r"only_norms needs .*before DistributedDataParallel"):
         only_norms(wrapped)
     assert all(p.requires_grad for p in model.parameters())
     train(wrapped)
@@ -191,7 +191,7 @@ def test_a_dynamically_quantized_base_is_told_from_another(tmp_path: Path) -> No
     fresh = quantized()
     load_adapter(fresh, tmp_path / "a.safetensors")
     assert torch.equal(fresh[1].weight, model[1].weight)
-    with pytest.raises(ConversionError, match=r"needs the base model it was trained on; of \d+ tensors"):
+    with pytest.raises(ConversionError, match=r"needs the base model it was trained on; got \d+ tensors"):
         load_adapter(quantized(seed=1), tmp_path / "a.safetensors")
     adapters = Adapters(fresh)
     adapters.capture("a")
@@ -245,9 +245,9 @@ def test_a_base_of_tensor_subclasses_is_told_from_another(tmp_path: Path) -> Non
     fresh = subclassed().eval()
     load_adapter(fresh, tmp_path / "a.safetensors")
     assert torch.equal(fresh(data()[0]), model(data()[0]))
-    with pytest.raises(ConversionError, match=r"1 of other values \(0\.weight\)"):
+    with pytest.raises(ConversionError, match=r"1 with other values \(0\.weight\)"):
         load_adapter(subclassed(value=2), tmp_path / "a.safetensors")
-    with pytest.raises(ConversionError, match=r"'0\.weight' \(Opaque\) cannot be: opaque"):
+    with pytest.raises(ConversionError, match=r"'0\.weight' \(Opaque\) cannot be read: opaque"):
         save_adapter(subclassed(Opaque), tmp_path / "b.safetensors")
 
 
@@ -275,9 +275,9 @@ def test_other_entries_of_a_state_dict_are_compared_too() -> None:
     assert marks == [fingerprint(extra(value), ()) for value in values]
     adapter = take_adapter(extra({"a": 1}))
     apply_adapter(extra({"a": 1}), adapter)
-    with pytest.raises(ConversionError, match=r"1 of another name, shape or type \(0\._extra_state\)"):
+    with pytest.raises(ConversionError, match=r"another name, shape or dtype \(0\._extra_state\)"):
         apply_adapter(extra({"a": 2}), adapter)
-    with pytest.raises(ConversionError, match=r"_extra_state' \(object\) cannot be"):
+    with pytest.raises(ConversionError, match=r"_extra_state' \(object\)"):
         take_adapter(extra(object()))
 
 

@@ -1,6 +1,6 @@
-"""The order of a target's rows that suits given features: `align` when there are fewer features than equations.
+"""`align`: permute the rows of a target to reduce the error with fewer features than equations.
 
-The files read in the order: objective, directions, search, align.
+Reading order: objective, directions, search, align.
 """
 
 from onlynorm.alignment.align import METHODS, Alignment, Attempt, align, align_within

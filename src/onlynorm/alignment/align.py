@@ -1,15 +1,15 @@
-"""`align`: the order of a target's rows in which too few features miss least of it.
+"""`align`: the permutation of a target's rows with the smallest error for given features.
 
-The rows of a layer are its neurons, and a network does not change if they are permuted together with the columns of the
-next layer. So the order is free, and where there are fewer features than equations some orders fit much better.
+The rows of a layer are its neurons. Permuting them together with the columns of the next layer does not change the
+network. With fewer features than equations, some permutations have a much smaller error than others.
 
-| method | what it does | where |
+| method | description | applies to |
 | --- | --- | --- |
-| greedy | one pass of best swaps, as the paper describes | everywhere |
-| two_opt | best swaps from the greedy order until none helps | everywhere |
-| random | the best of many random orders | everywhere |
-| tabu | a walk of best swaps that may not turn back, from the two_opt order | everywhere; the best we know |
-| assignment | the optimum, as a linear assignment problem | features that feed one output each, as sparse id_cond |
+| greedy | one pass of best swaps, as in the paper | all features |
+| two_opt | best swaps from the greedy order until none helps | all features |
+| random | the best of many random orders | all features |
+| tabu | tabu search from the two_opt order | all features; usually the best |
+| assignment | the optimum, as a linear assignment problem | features with one output each, such as sparse id_cond |
 
 Theory: random_features:thm-4.1
 """
@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor
 from onlynorm.alignment.directions import Directions, PerOutput, find_directions
 from onlynorm.alignment.objective import Objective, Order, objective_for
 from onlynorm.alignment.search import best_of_random, greedy, tabu_search, two_opt
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.features.streams import check_seed
 from onlynorm.validate import as_real, need_choice, need_instance, need_number
@@ -36,24 +38,24 @@ from onlynorm.validate import as_real, need_choice, need_instance, need_number
 METHODS = ("greedy", "two_opt", "random", "tabu", "assignment")
 N_RANDOM = 1000
 MAX_STEPS, STEPS_PER_ROW = 1000, 20
-"""How long tabu search walks; at 50 rows five times as many steps gain next to nothing."""
+"""Steps of tabu search; at 50 rows five times as many steps hardly reduce the error."""
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """What one method reached: the missed energy, and its seconds with those of any start it had to make first."""
+class Attempt(Result):
+    """The result of one method: the missed energy, and the seconds including those of its initial order."""
 
     method: str
     objective: float
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class Alignment:
-    """An order of the target's rows: `target[permutation]` is what the features come nearest to.
+@dataclass(frozen=True, eq=False, repr=False)
+class Alignment(ShownResult):
+    """A permutation of the target's rows, such that the features approximate `target[permutation]` best.
 
-    `objective` is the least |left diag(gamma) right - target[permutation]|^2 over gamma, `unaligned` the same for the
-    target as it came. `seconds` counts everything, `preparation` of it what belongs to the features alone.
+    `objective` is the minimum of |left diag(gamma) right - target[permutation]|^2 over gamma, `unaligned` the same for
+    the original target. `preparation` is the part of `seconds` that depends on the features only.
     """
 
     permutation: Int[Tensor, " out"]
@@ -69,13 +71,45 @@ class Alignment:
 
     @property
     def error(self) -> float:
-        """The missed part of the aligned target, as a share of its norm."""
+        """The relative error of the aligned target."""
         return math.sqrt(self.objective / self.energy) if self.energy else 0.0
 
     @property
     def unaligned_error(self) -> float:
-        """The same for the target as it came."""
+        """The relative error of the original target."""
         return math.sqrt(self.unaligned / self.energy) if self.energy else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, with the permutation as a list."""
+        found = {"permutation": self.permutation.tolist(), "error": self.error, "unaligned_error": self.unaligned_error}
+        return super().as_dict() | found
+
+    def plot(self) -> Figure:
+        """The energy that each method misses, beside that of the target as it came."""
+        if not self.attempts or not self.n_missed:
+            return Figure()
+        names = [one.method for one in self.attempts]
+        ends = (0.5, len(names) + 0.5)
+        return Figure(
+            [
+                Curve("after the method", range(1, len(names) + 1), [a.objective for a in self.attempts], "bars"),
+                Curve("as it came", ends, (self.unaligned,) * 2, style="law"),
+            ],
+            [Panel("", "Missed energy", y_label="squared error", x_names=names)],
+        )
+
+    def view(self) -> View:
+        """The error before and after, and the methods that were tried."""
+        columns = ("method", "missed energy", "seconds")
+        rows = [(one.method, f"{one.objective:.4g}", f"{one.seconds:.2g}") for one in self.attempts]
+        return View(
+            f"{len(self.permutation):,} rows aligned by {self.method}", "optimal" if self.is_optimal else "", "good",
+            facts={
+                "relative error": self.error, "of the target as it came": self.unaligned_error,
+                "directions missed": self.n_missed, "seconds": self.seconds,
+            },
+            tables={"Methods": Table(columns, rows)},
+        )  # fmt: skip
 
     def __str__(self) -> str:
         tried = ", ".join(f"{a.method} {a.objective:.3g} in {a.seconds:.2g} s" for a in self.attempts)
@@ -85,8 +119,8 @@ class Alignment:
         return (
             f"{len(self.permutation)} rows aligned by {self.method}{best}: relative error {self.error:.3g} instead of "
             f"{self.unaligned_error:.3g}, {self.n_missed} directions missed, {self.seconds:.2g} s "
-            f"({self.preparation:.2g} s of it for the features)\n"
-            f"  missed energy: as it came {self.unaligned:.3g}, {tried}"
+            f"({self.preparation:.2g} s for the features)\n"
+            f"  missed energy: original order {self.unaligned:.3g}, {tried}"
         )
 
 
@@ -98,10 +132,10 @@ def align(
     method: str = "best",
     seed: int = 0,
 ) -> Alignment:
-    """The order of the target's rows in which these features miss least of it, as far as the method finds it.
+    """The best permutation of the target's rows for these features that the method finds.
 
-    `best` tries all methods that fit and keeps the lowest; any name of the table above asks for one. Nothing can be
-    gained where the features reach everything. Theory: random_features:thm-4.1
+    "best" runs all applicable methods and returns the result with the smallest error; other names select one method of
+    the table above. If the features reach every target, nothing is permuted. Theory: random_features:thm-4.1
     """
     start = time.perf_counter()
     target, left, right = _need_matrix("target", target), _need_matrix("left", left), _need_matrix("right", right)
@@ -125,33 +159,33 @@ def align_within(
     seed: int = 0,
     preparation: float = 0.0,
 ) -> Alignment:
-    """As `align`, for directions that were found before: many targets for the same features cost little each."""
+    """`align` with precomputed directions, for many targets with the same features."""
     from scipy.optimize import linear_sum_assignment
 
     start = time.perf_counter()
     target = _need_matrix("target", target)
-    need_instance("align_within", directions, (Directions, PerOutput), cure="Pass what find_directions returns.")
+    need_instance("align_within", directions, (Directions, PerOutput), cure="Pass the result of find_directions.")
     preparation = need_number("preparation", preparation, low=0.0, cure="It is in seconds.")
     _need_method(method)
     seed = check_seed(seed)
     if tuple(target.shape) != directions.shape:
         raise ShapeError(
-            f"align needs a target of the shape {directions.shape} that the features are for; got "
-            f"{tuple(target.shape)}. Find the directions of features for this target."
+            f"align needs a target of the shape {directions.shape} of the features; got {tuple(target.shape)}. Call "
+            "find_directions with features for this target."
         )
     target = target.detach().double()
     if not bool(target.isfinite().all()):
-        raise ValueRangeError("align needs a finite target; got a NaN or an infinity. Look at the weights it is from.")
+        raise ValueRangeError("align needs a finite target; got NaN or infinity. Check the weights.")
     if method == "assignment" and not isinstance(directions, PerOutput):
         raise ValueRangeError(
-            "assignment needs features that feed one output each, as sparse id_cond, so that rows do not meddle with "
-            "each other; got features that feed several. Leave method out, or pass tabu."
+            "assignment needs features with one output each, such as sparse id_cond; got features with several. Leave "
+            "method out, or pass tabu."
         )
     energy, identity = float(target.square().sum()), np.arange(len(target))
     if not math.isfinite(energy) or (energy < np.finfo(np.float64).tiny and bool(target.any())):
         raise ValueRangeError(
-            "align needs a target whose sum of squares float64 can hold; got a largest entry of "
-            f"{float(target.abs().max()):.1e}. Divide the target by it: the order does not change."
+            "align needs a target whose sum of squares is in the range of float64; got a largest entry of "
+            f"{float(target.abs().max()):.1e}. Divide the target by it: the permutation does not change."
         )
     attempts: dict[str, tuple[Order, Attempt]] = {}
     if isinstance(directions, PerOutput) and method in ("best", "assignment"):
@@ -184,10 +218,10 @@ def align_within(
 
 
 def _attempts(objective: Objective, methods: tuple[str, ...], seed: int) -> dict[str, tuple[Order, Attempt]]:
-    """The orders of these methods; those that start from another method's order make it, and take its time too."""
+    """The orders of these methods; the time of an initial order is included."""
     orders: dict[str, Order] = {}
     n_steps = min(MAX_STEPS, STEPS_PER_ROW * objective.n_rows)
-    ways: dict[str, Callable[[], Order]] = {
+    searches: dict[str, Callable[[], Order]] = {
         "greedy": lambda: greedy(objective),
         "two_opt": lambda: two_opt(objective, order_of("greedy")),
         "random": lambda: best_of_random(objective, n_tries=N_RANDOM, seed=seed),
@@ -196,7 +230,7 @@ def _attempts(objective: Objective, methods: tuple[str, ...], seed: int) -> dict
 
     def order_of(name: str) -> Order:
         if name not in orders:
-            orders[name] = ways[name]()
+            orders[name] = searches[name]()
         return orders[name]
 
     found = {}

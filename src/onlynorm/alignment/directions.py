@@ -1,23 +1,22 @@
-"""The directions of target space that features miss: what no gamma can make.
+"""The directions of target space that features cannot represent with any gamma (missed directions).
 
-Features reach the column space of M, of dimension r, and miss N - r directions beside it. The smaller of the two spaces
-is kept, as an orthonormal basis. Where every feature feeds one output only (sparse id_cond), the space falls apart into
-one small piece per output, and nothing of the size of M is built.
+Features reach the column space of M, of dimension r, and miss its orthogonal complement of dimension N - r. The smaller
+of the two spaces is stored, as an orthonormal basis. If every feature has one output only (sparse id_cond), the space
+decomposes into one small space per output, and no matrix of the size of M is needed.
 
-For a little fewer features than equations, the missed directions come from a Cholesky factor of the Gram matrix, which
-two small products make: random vectors minus their part in the column space span what is missed. Many features are
-factorized in float32 first, and cleaned in float64. That takes a fortieth of a full singular value decomposition at
-50 x 50, and is verified; where it fails (features that depend on each other), the decomposition decides.
+For slightly fewer features than equations, the missed directions follow from a Cholesky factor of the Gram matrix,
+which is a product of two small matrices: random vectors minus their projection onto the column space span the missed
+directions. With many features the factorization is done in float32 first and refined in float64. At 50 x 50 this takes
+a fortieth of the time of a singular value decomposition. The result is verified; if it fails (dependent features), the
+singular value decomposition is used.
 
 Theory: random_features:thm-4.1
 
-The directions that many features miss, from a factor in float32 that float64 residuals clean.
-
-Nearly all work of finding them is one Cholesky factorization of the Gram matrix, which float32 does in half the time.
-Some more features, drawn at random, are eliminated along with it; what is left of them spans, but for a part of about
-1e-3 in the column space, the missed directions. That part is then seen in float64, by products with the features
-themselves, and solved for with the same factor. One such round leaves about 1e-4 of it, and random directions of the
-result are held against all features at the end. At 50 x 50 that was 2.4 times as fast as all in float64.
+Factorization in float32 with refinement in float64: most of the time is one Cholesky factorization of the Gram matrix,
+which takes half the time in float32. Additional random features are eliminated with it; their remainders span the
+missed directions, up to a component of about 1e-3 in the column space. That component is computed in float64 by
+products with the features, and removed by solving with the same factor. One round leaves about 1e-4 of it. Finally,
+random directions of the result are compared with all features. At 50 x 50 this was 2.4 times as fast as float64 only.
 
 Theory: random_features:thm-4.1
 """
@@ -32,28 +31,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.solvers import KhatriRao
 from onlynorm.validate import as_real
 
 CLEAN = 1e-9
-"""Cosine between a missed direction and a feature up to which it counts as missed.
+"""Largest cosine between a missed direction and a feature.
 
-At 50 x 50 the missed energy of a target then erred by 1e-10 of the target's at most.
+At 50 x 50 the error of the missed energy was then at most 1e-10 of the energy of the target.
 """
 N_SPARE = 60
-"""Random features beyond the number of directions: exactly as many would by chance hardly see some of them."""
+"""Random features beyond the number of directions, so that they span all of them reliably."""
 MAX_ROUNDS, N_TRIED = 3, 4
-_BLOCK, _PIECE = 128, 128  # features that are eliminated together, and whose outer products are alive at one time
-_SAFE = 1e-2  # a feature of unit length this near to the span of the others is lost in the rounding of float32
+_BLOCK, _PIECE = 128, 128  # features eliminated together, and features whose outer products are in memory at a time
+_SAFE = 1e-2  # a unit feature closer than this to the span of the others is lost in float32 rounding
 
 
 def missed_by_single_factor(unit: KhatriRao) -> Float[Tensor, "eq dims"] | None:
-    """An orthonormal basis of what these features of unit length miss; None where float32 cannot tell."""
+    """An orthonormal basis of the directions that these unit features miss; None if float32 is not accurate enough."""
     n, n_missed = unit.n_features, unit.equations - unit.n_features
     left, right = unit.dense()[0].mT, unit.dense()[1]
-    generator = torch.Generator().manual_seed(0)  # any vectors serve: the space they span does not depend on them
+    generator = torch.Generator().manual_seed(0)  # the spanned space does not depend on these vectors
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=unit.dtype).to(unit.device)
@@ -65,7 +65,7 @@ def missed_by_single_factor(unit: KhatriRao) -> Float[Tensor, "eq dims"] | None:
     if factor is None:
         return None
     lower, single = factor[:n], (lefts[:n], rights[:n])
-    missed = _left_of(factor, lefts, rights, n_missed).to(unit.dtype)
+    missed = _remainder(factor, lefts, rights, n_missed).to(unit.dtype)
     for _ in range(MAX_ROUNDS):
         seen = _compare(missed, left, right)
         scale = seen.abs().max().clamp_min(torch.finfo(seen.dtype).tiny)
@@ -79,9 +79,9 @@ def missed_by_single_factor(unit: KhatriRao) -> Float[Tensor, "eq dims"] | None:
 
 
 def _factorize(left: Tensor, right: Tensor, n: int) -> Tensor | None:
-    """The first n columns of the Cholesky factor of the Gram matrix of these features, given one to a row.
+    """The first n columns of the Cholesky factor of the Gram matrix of these features, one per row.
 
-    Block column by block column, each made when its turn comes: most of the work is one product for each.
+    Computed by block columns, with one matrix product each.
     """
     factor = left.new_empty(len(left), n)
     space, eye = left.new_empty(len(left) * _BLOCK), torch.eye(_BLOCK, dtype=left.dtype, device=left.device)
@@ -102,8 +102,8 @@ def _factorize(left: Tensor, right: Tensor, n: int) -> Tensor | None:
     return factor
 
 
-def _left_of(factor: Tensor, left: Tensor, right: Tensor, n_missed: int) -> Float[Tensor, "dims eq"]:
-    """What the features beyond the factor's columns have outside the span of those within, in its main directions."""
+def _remainder(factor: Tensor, left: Tensor, right: Tensor, n_missed: int) -> Float[Tensor, "dims eq"]:
+    """The leading directions of the remaining features orthogonal to the first n features."""
     n = factor.shape[1]
     inside, lower = factor[n:], factor[:n]
     more_left, more_right = left[n:], right[n:]
@@ -115,12 +115,12 @@ def _left_of(factor: Tensor, left: Tensor, right: Tensor, n_missed: int) -> Floa
 
 
 def _orthonormal(rows: Float[Tensor, "dims eq"]) -> Float[Tensor, "dims eq"]:
-    """The same space for rows that are nearly orthogonal, by the factor of their small Gram matrix."""
+    """An orthonormal basis of the span of nearly orthogonal rows, by the Cholesky factor of their Gram matrix."""
     return torch.linalg.solve_triangular(torch.linalg.cholesky(rows @ rows.mT), rows, upper=False).contiguous()
 
 
 def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """The outer products of a piece of the features at a time, in memory that is used again."""
+    """Yields the outer products of chunks of features, in a reused buffer."""
     space = left.new_empty(_PIECE, left.shape[1], right.shape[1])
     for start in range(0, len(left), _PIECE):
         where = slice(start, min(start + _PIECE, len(left)))
@@ -145,14 +145,14 @@ def _compare(matrices: Float[Tensor, "dims eq"], left: Tensor, right: Tensor) ->
 
 
 SAFE = 1e-5
-"""A feature of unit length that is closer than this to the span of the others may depend on them."""
-_CLEAN = 1e-10  # cosine between a missed direction and a feature up to which it counts as missed
+"""A unit feature closer than this to the span of the others may depend on them."""
+_CLEAN = 1e-10  # largest cosine between a missed direction and a feature
 MANY = 1000
-"""Features from which on a factor in float32 is tried first; below, nobody waits for either."""
+"""Number of features from which a float32 factorization is tried first."""
 
 
 @dataclass(frozen=True, eq=False)
-class Directions:
+class Directions(Result):
     """An orthonormal basis of the directions that features miss or, if `is_reached`, of those they reach."""
 
     basis: Float[Tensor, "out inp dims"]
@@ -161,55 +161,55 @@ class Directions:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the targets these directions are of."""
+        """The shape of the targets."""
         return self.basis.shape[0], self.basis.shape[1]
 
     @property
     def n_missed(self) -> int:
-        """How many directions the features miss."""
+        """The number of missed directions."""
         return self.shape[0] * self.shape[1] - self.rank
 
 
 @dataclass(frozen=True, eq=False)
-class PerOutput:
-    """For features that feed one output each: a basis of what each output's features reach of a row."""
+class PerOutput(Result):
+    """For features with one output each: a basis of the reached space of a row, per output."""
 
     bases: tuple[Float[Tensor, "inp _"], ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the targets these directions are of."""
+        """The shape of the targets."""
         return len(self.bases), self.bases[0].shape[0]
 
     @property
     def rank(self) -> int:
-        """How many directions the features reach."""
+        """The number of reached directions."""
         return sum(basis.shape[1] for basis in self.bases)
 
     @property
     def n_missed(self) -> int:
-        """How many directions the features miss."""
+        """The number of missed directions."""
         return sum(basis.shape[0] - basis.shape[1] for basis in self.bases)
 
     def costs(self, target: Float[Tensor, "out inp"]) -> Float[Tensor, "out out"]:
-        """The energy that output i misses of row t of the target, at [i, t]."""
-        target = as_real("target", target, cure="Pass the weight that the features are for.").to(self.bases[0])
+        """The missed energy of row t of the target at output i, as [i, t]."""
+        target = as_real("target", target, cure="Pass the target weight of the features.").to(self.bases[0])
         if tuple(target.shape) != self.shape:
             raise ShapeError(
-                f"costs needs a target of the shape {self.shape} that the features are for; got {tuple(target.shape)}. "
-                "Find the directions of features for this target."
+                f"costs needs a target of the shape {self.shape} of the features; got {tuple(target.shape)}. Call "
+                "find_directions with features for this target."
             )
         missed = [(target - (target @ basis) @ basis.mT).square().sum(-1) for basis in self.bases]
         return torch.stack(missed)
 
 
 def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]) -> Directions | PerOutput:
-    """What these features reach and miss, to align any number of targets with them."""
+    """The reached or missed directions of these features, for `align_within`."""
     left, right = as_real("left", left).detach().double(), as_real("right", right).detach().double()
     operator = KhatriRao(left, right)  # checks the shapes
     left, right = operator.dense()
     if not bool(left.isfinite().all() and right.isfinite().all()):
-        raise ValueRangeError("align needs finite features; got a NaN or an infinity in left or right. Draw others.")
+        raise ValueRangeError("align needs finite features; got NaN or infinity in left or right. Draw others.")
     if bool(((left != 0).sum(0) <= 1).all()):
         return _per_output(left, right)
     n, c = operator.equations, operator.n_features
@@ -217,26 +217,26 @@ def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat 
         f"align with {n} equations and {c} features",
         8 * (min(n, c) ** 2 + 2 * n * c),
         memory_limit(),
-        "Align a smaller layer, or features that feed one output each, as id_cond, which need no matrix.",
+        "Align a smaller layer, or use features with one output each, such as id_cond.",
     )
     lengths = operator.column_squares().sqrt()
     alive = lengths > 0  # sparse distributions draw dead features
     is_lost = ~lengths.isfinite() | (~alive & left.any(0) & right.any(1))
     if bool(is_lost.any()):
         raise ValueRangeError(
-            "align needs features whose lengths float64 can hold; got one too large or too small at feature "
-            f"{int(is_lost.nonzero()[0])}. Divide left and right by their largest entries: what they reach stays."
+            "align needs features whose norms are in the range of float64; got one too large or too small at feature "
+            f"{int(is_lost.nonzero()[0])}. Divide left and right by their largest entries."
         )
     if not bool(alive.any()):
         return Directions(left.new_zeros(operator.out, operator.inp, 0), 0, is_reached=True)
-    # Features of unit length span the same space, and say how near they are to each other.
+    # Unit features span the same space, and make distances between them comparable.
     unit = KhatriRao((left / lengths)[:, alive], right[alive])
     if 2 * unit.n_features <= unit.equations:
         found = _by_qr(unit)
     elif unit.n_features < unit.equations:
         found = _by_single_factor(unit) or _by_projection(unit)
     else:
-        found = _all_of_them(unit)
+        found = _by_row_gram(unit)
     return found or _by_svd(unit)
 
 
@@ -267,7 +267,7 @@ def _by_projection(unit: KhatriRao) -> Directions | None:
     if int(failed) or float(factor.diagonal().min()) < SAFE:
         return None
     matrix = unit.materialise()
-    generator = torch.Generator().manual_seed(0)  # any vectors serve: the space they span does not depend on them
+    generator = torch.Generator().manual_seed(0)  # the spanned space does not depend on these vectors
     shape = unit.equations, unit.equations - unit.n_features
     missed = torch.randn(shape, generator=generator, dtype=unit.dtype).to(unit.device)
     for _ in range(2):
@@ -278,11 +278,11 @@ def _by_projection(unit: KhatriRao) -> Directions | None:
     return None
 
 
-def _all_of_them(unit: KhatriRao) -> Directions | None:
+def _by_row_gram(unit: KhatriRao) -> Directions | None:
     gram = unit.row_gram()
     scale = gram.diagonal().sqrt()
     factor, failed = torch.linalg.cholesky_ex(gram / torch.outer(scale, scale))
-    if int(failed) or not float(factor.diagonal().min()) >= SAFE:  # an equation without features makes a NaN
+    if int(failed) or not float(factor.diagonal().min()) >= SAFE:  # NaN if an equation has no features
         return None
     nothing = torch.zeros(unit.out, unit.inp, 0, dtype=unit.dtype, device=unit.device)
     return Directions(nothing, unit.equations, is_reached=False)
@@ -297,5 +297,5 @@ def _by_svd(unit: KhatriRao) -> Directions:
 
 
 def _directions(unit: KhatriRao, basis: Tensor, rank: int, *, is_reached: bool) -> Directions:
-    """The columns of `basis` as matrices, laid out for products with one output after the other."""
+    """The columns of `basis` as matrices (out, inp, dims)."""
     return Directions(basis.contiguous().reshape(unit.out, unit.inp, -1), rank, is_reached)

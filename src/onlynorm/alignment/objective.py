@@ -1,12 +1,12 @@
-"""What a permutation of the target's rows costs: the energy that the features miss, and tables that make it cheap.
+"""The objective of a permutation of the target's rows: the missed energy, from precomputed tables.
 
 Row t of the target, placed at output i, has the coordinates
 
     pieces[i, t, k] = sum over j of basis[i, j, k] * target[t, j]
 
-in the missed directions, so that a permutation p misses |sum over i of pieces[i, p(i)]|^2. The sum stands inside the
-square: rows help or hinder each other, which makes this a quadratic assignment problem. In reached directions the same
-sum is what is saved of the target's energy.
+in the missed directions, so the missed energy of a permutation p is |sum over i of pieces[i, p(i)]|^2. The sum is
+inside the square, so rows interact: this is a quadratic assignment problem. In reached directions the same sum is the
+reached energy of the target.
 
 Theory: random_features:thm-4.1
 """
@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from onlynorm.alignment.directions import Directions, PerOutput
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, shown
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.validate import as_real, as_tensor, need_instance
@@ -30,15 +31,15 @@ Array = npt.NDArray[np.float64]
 Order = npt.NDArray[np.int64]
 _ORDER = "It is a permutation of the target's rows."
 SMALL = 2**26
-"""Bytes of tables for which nobody is asked: that takes as long as a small search."""
+"""Size of tables in bytes below which free memory is not queried."""
 
 
 @dataclass(frozen=True, eq=False)
-class Objective:
+class Objective(Result):
     """The missed energy offset + sign * |sum of pieces[i, p(i)]|^2 as a function of a permutation p.
 
-    `weights` says how much each output misses of an average row: greedy begins with the largest. `costs` are those of
-    each pair alone where rows do not meddle with each other, else None.
+    `weights` is the missed energy of an average row per output; greedy starts with the largest. `costs` are the costs
+    of single pairs if rows do not interact, else None.
     """
 
     pieces: Array
@@ -49,21 +50,21 @@ class Objective:
 
     @property
     def n_rows(self) -> int:
-        """How many rows are permuted."""
+        """The number of rows."""
         return len(self.pieces)
 
     def total(self, order: Order) -> Array:
-        """The sum of the pieces that a permutation picks."""
+        """The sum of the pieces that a permutation selects."""
         order = self._need_order(order)
         return np.asarray(self.pieces[np.arange(self.n_rows), order].sum(0))
 
     def missed(self, order: Order) -> float:
-        """The energy that features miss of target[order]."""
+        """The missed energy of target[order]."""
         total = self.total(order)
         return max(0.0, self.offset + self.sign * float(total @ total))
 
     def _need_order(self, order: Order) -> Order:
-        """The permutation as an array, or an error unless it names every row once."""
+        """`order` as an array; raises unless it is a permutation."""
         given = as_tensor("order", order, cure=_ORDER)
         is_whole = not given.is_floating_point() and not given.is_complex() and given.dtype != torch.bool
         if not is_whole or given.shape != (self.n_rows,) or sorted(given.tolist()) != list(range(self.n_rows)):
@@ -72,13 +73,13 @@ class Objective:
 
 
 def objective_for(target: Float[Tensor, "out inp"], directions: Directions | PerOutput) -> Objective:
-    """The objective of one target, in tables of rows x rows x directions."""
-    need_instance("objective_for", directions, (Directions, PerOutput), cure="Pass what find_directions returns.")
-    target = as_real("target", target, is_finite=True, cure="Pass the weight that the features are for.").detach()
+    """The objective of a target, with tables (rows, rows, directions)."""
+    need_instance("objective_for", directions, (Directions, PerOutput), cure="Pass the result of find_directions.")
+    target = as_real("target", target, is_finite=True, cure="Pass the target weight of the features.").detach()
     if tuple(target.shape) != directions.shape:
         raise ShapeError(
-            f"objective_for needs a target of the shape {directions.shape} that the features are for; got "
-            f"{tuple(target.shape)}. Find the directions of features for this target."
+            f"objective_for needs a target of the shape {directions.shape} of the features; got {tuple(target.shape)}. "
+            "Call find_directions with features for this target."
         )
     target = target.to(directions.bases[0] if isinstance(directions, PerOutput) else directions.basis)
     n_rows = len(target)
@@ -93,7 +94,7 @@ def objective_for(target: Float[Tensor, "out inp"], directions: Directions | Per
         )
     if isinstance(directions, PerOutput):
         costs = directions.costs(target).cpu().numpy()
-        # Coordinates of its own for every output: squares then add up without cross terms.
+        # Separate coordinates for every output, so that there are no cross terms.
         pieces = np.zeros((n_rows, n_rows, n_rows))
         pieces[np.arange(n_rows), :, np.arange(n_rows)] = np.sqrt(costs)
         weights = np.array([float(basis.shape[0] - basis.shape[1]) for basis in directions.bases])

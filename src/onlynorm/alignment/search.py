@@ -1,18 +1,18 @@
-"""Greedy alignment: one pass over the outputs, those that miss most first, each swapped with the best partner.
+"""Searches over permutations: greedy, random, two-opt and tabu search.
 
-The method of the paper's appendix, with its choices kept: the identity to begin with, outputs by falling weight, and
-for each the swap with the row not yet fixed that lowers the missed energy most, if any does. All partners of an output
-are scored at once from the tables, in rows x directions operations. `best_of_random` is what the paper compares with.
+`greedy` is the method of the paper's appendix: starting at the identity, outputs are visited by decreasing weight, and
+each is swapped with the free row that reduces the missed energy most, if any. All partners of an output are scored at
+once from the tables, in rows x directions operations. `best_of_random` is the baseline of the paper.
 
-Swaps of two rows: the change of all of them in one table, kept up to date instead of computed again.
+`Swaps` has the change of the objective for all swaps of two rows in one table, which is updated incrementally.
 
 With the sum b of the chosen pieces, swapping the rows at outputs i and k adds
 
     d = pieces[i, p(k)] + pieces[k, p(i)] - pieces[i, p(i)] - pieces[k, p(k)]
 
 to it and changes |b|^2 by 2 b.d + |d|^2. The products pieces . b are one table, which a swap updates with one matrix
-product; the squares |d|^2 are another, of which a swap touches two rows and columns. All out^2 / 2 swaps are then read
-off in out^2 operations.
+product; the squares |d|^2 are another, of which a swap changes two rows and columns. The changes of all out^2 / 2 swaps
+then take out^2 operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from onlynorm.alignment.objective import Array, Objective, Order
 
 ROUNDING = 1e-12
-"""A swap has to gain more than this share of the energy: less may be rounding, and could go round in circles."""
+"""Minimum gain of a swap as a fraction of the energy; a smaller gain may be rounding, and could cycle."""
 
 
 class Swaps:
@@ -39,18 +39,18 @@ class Swaps:
 
     @property
     def score(self) -> float:
-        """The objective of the present permutation without its offset."""
+        """The objective of the current permutation without its offset."""
         return self.sign * float(self._total @ self._total)
 
     def changes(self) -> Array:
-        """The change of the score by swapping outputs i and k, at [i, k]; zero on the diagonal."""
+        """The change of the score if outputs i and k are swapped, as [i, k]."""
         products = self._products[:, self.order]
         own = products.diagonal()
         linear = products + products.T - own[:, None] - own[None, :]
         return np.asarray(self.sign * (2.0 * linear + self._squares))
 
     def swap(self, first: int, second: int) -> None:
-        """Exchanges the rows at two outputs."""
+        """Swaps the rows at two outputs."""
         order = self.order
         step = self._steps(first)[second]
         order[first], order[second] = order[second], order[first]
@@ -64,7 +64,7 @@ class Swaps:
         return np.asarray((self._flat @ vector).reshape(len(self.order), -1))
 
     def _steps(self, output: int) -> Array:
-        """What a swap of `output` with each output adds to the sum."""
+        """The change of the sum if `output` is swapped with each output."""
         order, row = self.order, self.order[output]
         steps = self.pieces[output, order] + self.pieces[self.outputs, row]
         return np.asarray(steps - self.pieces[output, row] - self.pieces[self.outputs, order])
@@ -75,7 +75,7 @@ class Swaps:
 
 
 def two_opt(objective: Objective, order: Order) -> Order:
-    """The permutation after the best swap has been taken again and again, until none lowers the objective."""
+    """The permutation after repeated best swaps, until none reduces the objective."""
     swaps = Swaps(objective, order)
     while True:
         changes = swaps.changes()
@@ -86,10 +86,10 @@ def two_opt(objective: Objective, order: Order) -> Order:
 
 
 def tabu_search(objective: Objective, order: Order, *, n_steps: int, seed: int) -> Order:
-    """The best permutation on a walk that takes the best swap at every step, also where it loses, but never back.
+    """The best permutation found by tabu search, which takes the best allowed swap at every step, even if it is worse.
 
     A row that leaves an output may not return to it for about as many steps as there are rows, unless that gives the
-    best permutation so far (Taillard's robust tabu search): the walk leaves the valleys in which `two_opt` ends.
+    best permutation so far (Taillard's robust tabu search). This escapes the local minima in which `two_opt` ends.
     """
     generator = np.random.default_rng(seed)
     swaps, n_rows = Swaps(objective, order), len(order)
@@ -111,11 +111,11 @@ def tabu_search(objective: Objective, order: Order, *, n_steps: int, seed: int) 
     return best
 
 
-_AT_ONCE = 256  # permutations that are scored together
+_AT_ONCE = 256  # permutations scored together
 
 
 def greedy(objective: Objective) -> Order:
-    """The permutation that one greedy pass from the identity finds; it never misses more than the identity."""
+    """The permutation after one greedy pass from the identity; never worse than the identity."""
     pieces, sign = objective.pieces, objective.sign
     outputs = np.arange(objective.n_rows)
     order, is_open = outputs.copy(), np.ones(len(outputs), dtype=np.bool_)

@@ -1,10 +1,10 @@
-"""The command line. Every command prints a table for people, or one JSON document with --json for machines.
+"""The command line interface. Every command prints tables, or one JSON document with --json.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong use. Progress and messages go to standard error, results to standard
-output, so that both can be piped.
+Exit codes: 0 success, 1 a check failed, 2 invalid arguments. Progress and messages are written to standard error,
+results to standard output.
 """
 
-# The order of the imports is the order of the commands in the help.
+# Commands are listed in the help in the order of the imports.
 # isort: off
 from onlynorm.cli.app import main
 from onlynorm.cli.commands import demo as demo

@@ -1,4 +1,4 @@
-"""Where the command line begins: the application, the options that commands share, and how errors end it."""
+"""The command line application: entry point, shared options and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 Excess = Annotated[
     float | None,
-    typer.Option(max=1e6, help="Features per equation; a layer has one per weight (1.25 if left out)."),
+    typer.Option(max=1e6, help="Features per equation; one equation per weight (default 1.25)."),
 ]
 FeaturesName = Annotated[str, typer.Option(help=f"Distribution of the frozen weights: {', '.join(names())}.")]
 
@@ -41,14 +41,14 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Build, tune and explain neural networks through **only their normalization layers**."""
 
 
 def main() -> NoReturn:
-    """Runs the command line; our own errors become one line and an exit code."""
+    """Runs the command line; library errors are printed as one line and set the exit code."""
     try:
         app()
     except ToleranceError as error:
@@ -61,20 +61,22 @@ def main() -> NoReturn:
 
 
 def need_folder(out: Path, *, what: str = "records") -> None:
-    """Raises where nothing can be written, before hours of computing are lost to it; creates nothing."""
-    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise StorageError(f"{what} need a writable folder; got {out}, but {there} is none. Choose another --out.")
+    """Raises unless the folder can be written to or created; called before a computation starts."""
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise StorageError(
+            f"{what} need a writable folder; got {out}, but {existing} is not writable. Choose another --out."
+        )
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
-    """A run whose finished parts are kept in a folder: that is checked before it, and told where it is stopped."""
+def resumable(folder: Path) -> Iterator[None]:
+    """A run that can be resumed from a folder: checks the folder first, and prints it if the run is interrupted."""
     need_folder(folder)
     try:
         yield
     except KeyboardInterrupt:
         if folder.exists():
-            told = f"What is finished is in {escape(str(folder))}: the same command resumes from there."
-            errors.print(told, highlight=False)
+            message = f"Finished parts are in {escape(str(folder))}: run the same command again to resume."
+            errors.print(message, highlight=False)
         raise

@@ -1,10 +1,12 @@
-"""Arguments of commands about networks: the model, the data, and the recipe."""
+"""Shared arguments of commands: model, data and construction."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import typing
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,56 +14,102 @@ import typer
 
 from onlynorm.data import DATA_SETS
 from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.frozen import FrozenOptions
 from onlynorm.models import ACTIVATIONS
-from onlynorm.reconstruction import Recipe, constructions
+from onlynorm.reconstruction import Construction, Deep, LowRank, Multilayer, Ranges, Residual, Wide
+from onlynorm.validate import need_choice
 
+CONSTRUCTIONS: dict[str, type[Construction]] = {kind.name: kind for kind in (Deep, LowRank, Multilayer, Residual, Wide)}
+FLAGS = ("construction", "features", "excess", "density", "seed", "activation", "tolerance")
+"""Fields with an option of their own, which `--set` does not accept."""
+RANGES = ("window", "margin", "precision")
 Weights = Annotated[
-    Path | None, typer.Option(help="File with the model's weights: .safetensors, or a PyTorch state dict.")
+    Path | None, typer.Option(help="File with the weights of the model: .safetensors, or a PyTorch state dict.")
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; the model's own if left out."),
+    typer.Option(help=f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; default: that of the model."),
 ]
 Density = Annotated[
-    float | None, typer.Option(help="Share of the weights that sparse features keep (0.5 if left out; id_cond: all).")
+    float | None, typer.Option(help="Fraction of nonzero weights of sparse features (default 0.5; id_cond: all).")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the frozen weights.")]
 ActivationName = Annotated[
-    str, typer.Option(help=f"What stands between the frozen layers: {', '.join(ACTIVATIONS)} or none.")
+    str, typer.Option(help=f"Activation between the frozen layers: {', '.join(ACTIVATIONS)} or none.")
 ]
-ConstructionName = Annotated[str, typer.Option(help=f"How layers are rebuilt: {', '.join(sorted(constructions()))}.")]
+ConstructionName = Annotated[str, typer.Option(help=f"How layers are rebuilt: {', '.join(CONSTRUCTIONS)}.")]
 Fields = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Any other field of the recipe, as in --set kernel=second."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other option of the construction or of the ranges, as in --set kernel=second.",
+    ),
 ]
 
 
-def recipe_choices(fields: Iterable[str] | None, *, activation: str, **choices: Any) -> dict[str, Any]:
-    """The fields of a recipe as `reconstruct` and `plan` take them; what was left out keeps its default."""
-    made = {name: value for name, value in choices.items() if value is not None}
-    if activation != "none":
-        if activation not in ACTIVATIONS:
-            raise UnknownNameError("activation", activation, (*ACTIVATIONS, "none"))
-        made["activation"] = ACTIVATIONS[activation]()
+@dataclass(frozen=True)
+class Rebuilding:
+    """The construction, ranges and storage selected by the options of a command."""
+
+    construction: Construction
+    ranges: Ranges
+    storage: str
+
+
+def parse_rebuilding(
+    construction: str,
+    fields: Iterable[str] | None,
+    *,
+    features: str,
+    excess: float | None,
+    density: float | None,
+    activation: str,
+) -> Rebuilding:
+    """The construction with its options; omitted ones have their defaults."""
+    kind = CONSTRUCTIONS[need_choice("construction", construction, CONSTRUCTIONS)]
+    if activation not in (*ACTIVATIONS, "none"):
+        raise UnknownNameError("activation", activation, (*ACTIVATIONS, "none"))
+    made = None if activation == "none" else ACTIVATIONS[activation]()
+    own = _set_fields(kind)
+    given: dict[str, Any] = {}
     for field in fields or ():
         name, equals, text = field.partition("=")
-        if not equals or name in ("activation", *choices):
+        if not equals or name in FLAGS:
             raise ValueRangeError(
                 f"--set needs NAME=VALUE with a field that has no option of its own; got {field!r}. Write --set "
                 "kernel=second."
             )
-        made[name] = _value(name, text)
-    return made
+        users = [other for other, one in CONSTRUCTIONS.items() if name in _set_fields(one)]
+        if not users:
+            raise UnknownNameError("field of --set", name, sorted(own))
+        if name not in own:
+            raise ValueRangeError(
+                f"--set {name} needs --construction {' or '.join(users)}; got --construction {construction}. Omit "
+                f"--set {name}."
+            )
+        given[name] = _value(name, text, own[name])
+    ranges = Ranges(**{name: given.pop(name) for name in RANGES if name in given})
+    storage = given.pop("storage", "dense")
+    chosen = kind(features=features, excess=excess, density=density, activation=made, **given)
+    return Rebuilding(chosen, ranges, storage)
 
 
-def _value(name: str, text: str) -> Any:
-    """A number, a list or a word, as the field of that name takes it; other names are left to the recipe to refuse."""
+def _set_fields(kind: type[Construction]) -> dict[str, Any]:
+    """The type of every field that --set accepts for this construction."""
+    own, ranges = typing.get_type_hints(kind), typing.get_type_hints(Ranges)
+    without = (*FLAGS, *(field.name for field in dataclasses.fields(FrozenOptions)))
+    names = [field.name for field in dataclasses.fields(kind) if field.name not in without]
+    return {name: own[name] for name in names} | {name: ranges[name] for name in RANGES} | {"storage": str}
+
+
+def _value(name: str, text: str, hint: Any) -> Any:
+    """The text as a number, a tuple or a string; raises unless it has the type of the field."""
     try:
         value = json.loads(text)
     except ValueError:
         value = text
     value = tuple(value) if isinstance(value, list) else value
-    hint = typing.get_type_hints(Recipe).get(name, object)
     kinds = typing.get_args(hint) or (hint,)
     fits = any(isinstance(value, (typing.get_origin(kind) or kind, *((int,) * (kind is float)))) for kind in kinds)
     if isinstance(value, bool) or not fits:
@@ -71,18 +119,16 @@ def _value(name: str, text: str) -> Any:
 
 
 def is_shape(text: str) -> bool:
-    """Whether the text is meant as a shape: no name of a model begins with a digit, a sign or a separator."""
+    """Whether the text is a shape: names of models do not start with a digit, a sign or a separator."""
     return not text or text[0] in "0123456789+-.,"
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The whole numbers of a shape such as 64,64,3,3 or 512x512."""
+    """The sizes of a shape such as 64,64,3,3 or 512x512."""
     try:
         shape = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
-        raise ShapeError(
-            f"a shape needs whole numbers as in 64,64,3,3; got {text!r}. Separate them by commas."
-        ) from None
+        raise ShapeError(f"a shape needs integers as in 64,64,3,3; got {text!r}. Separate them by commas.") from None
     if max(shape) >= 2**31:
-        raise ShapeError(f"a shape needs sizes below 2^31; got {text!r}. No layer is larger.")
+        raise ShapeError(f"a shape needs sizes below 2^31; got {text!r}. Pass the shape of a weight.")
     return shape

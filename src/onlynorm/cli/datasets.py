@@ -1,4 +1,4 @@
-"""Training and test data: a folder of images, a data set by name or file, or what a function makes."""
+"""Training and test data from a name, a file, a folder of images or a factory function."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from onlynorm.data import CIFAR_MEAN, CIFAR_STD, DATA_SETS, Split, load_data
 from onlynorm.errors import FormatError, ShapeError, ValueRangeError
 from onlynorm.models import BUILT_IN, run_factory
 from onlynorm.seeds import seeded
-from onlynorm.tuning.batches import ImageFolder, Pairs, TensorPairs, collate
+from onlynorm.tuning import batches
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 
 def find_split(data: str | None, model: str) -> Split:
-    """The data that was asked for, or the usual data of a built-in model."""
+    """The given data set, or the default one of a built-in model."""
     if data is None and model not in BUILT_IN:
         raise ValueRangeError(
             f"{model} needs data to run on; got none. Pass --data digits, cifar10, fashion_mnist or a file of inputs."
@@ -36,27 +36,27 @@ AnyData = Annotated[
     str | None,
     typer.Option(
         help=f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
-        "package.module:factory of a Dataset; the model's own if left out."
+        "package.module:factory of a Dataset; default: that of the model."
     ),
 ]
-TEST_SHARE = 0.2
-"""Fraction of a folder that becomes the test set where it has no train and test folders."""
+TEST_FRACTION = 0.2
+"""Fraction of samples in the test set if the data has no train/test split."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Training and test samples, the number of classes, and images that were left out."""
+    """Training and test samples, the number of classes, and paths of unreadable images."""
 
-    train: Pairs
-    test: Pairs
+    train: batches.Pairs
+    test: batches.Pairs
     n_classes: int
     unreadable: tuple[Path, ...] = ()
 
 
 class _Images:
-    """Images of a folder, normalised as the networks for CIFAR and ImageNet expect them."""
+    """Images of a folder, normalized as expected by networks for CIFAR and ImageNet."""
 
-    def __init__(self, images: ImageFolder) -> None:
+    def __init__(self, images: batches.ImageFolder) -> None:
         self._images = images
         self._mean, self._std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
 
@@ -69,14 +69,14 @@ class _Images:
 
 
 def is_own(data: str | None) -> bool:
-    """Whether this is a folder of images or code of your own, not a name or a file of tensors."""
+    """Whether this is a folder of images or a factory, not a name or a file of tensors."""
     return data is not None and (Path(data).is_dir() or (":" in data and not Path(data).exists()))
 
 
 def find_parts(
     data: str | None, model: str, *, image_size: int | None = None, seed: int = 0, skip_unreadable: bool = False
 ) -> Parts:
-    """The data that was asked for, or the usual data of a built-in model; images have the size that it takes."""
+    """The given data set, or the default one of a built-in model; images are scaled to its input size."""
     if data is None or not is_own(data):
         return split_parts(find_split(data, model))
     if not Path(data).is_dir():
@@ -88,28 +88,28 @@ def find_parts(
 def find_batch(
     data: str | None, model: str, *, n_samples: int, image_size: int | None = None, seed: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Training samples, drawn by seed, with their labels if there are any."""
+    """Random training samples, with their labels if there are any."""
     if is_own(data):
         pairs = find_parts(data, model, image_size=image_size, seed=seed).train
-        return collate(pairs, draw_places(len(pairs), n_samples, seed))
+        return batches.collate(pairs, draw_indices(len(pairs), n_samples, seed))
     split = find_split(data, model)
-    chosen = draw_places(len(split.train_inputs), n_samples, seed)
+    chosen = draw_indices(len(split.train_inputs), n_samples, seed)
     if not len(split.train_labels):
-        errors.print(f"{escape(split.name)} has no labels: gradients are left out.", highlight=False)
+        errors.print(f"{escape(split.name)} has no labels: gradients are not measured.", highlight=False)
         return split.train_inputs[chosen], None
     return split.train_inputs[chosen], split.train_labels[chosen]
 
 
-def draw_places(n_known: int, n_wanted: int, seed: int) -> list[int]:
-    """Which of the known samples are taken."""
-    return sorted(torch.randperm(n_known, generator=seeded(seed))[:n_wanted].tolist())
+def draw_indices(n_samples: int, n_drawn: int, seed: int) -> list[int]:
+    """Sorted indices of a random subset of the samples."""
+    return sorted(torch.randperm(n_samples, generator=seeded(seed))[:n_drawn].tolist())
 
 
 def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -> Parts:
-    """The images below train/ and test/, or those of one folder of classes with a random fifth as the test set."""
+    """The images in train/ and test/, or one folder of classes with a random fifth as the test set."""
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         train, test = (
-            ImageFolder(folder / part, size=size, skip_unreadable=skip_unreadable) for part in ("train", "test")
+            batches.ImageFolder(folder / part, size=size, skip_unreadable=skip_unreadable) for part in ("train", "test")
         )
         if train.classes != test.classes:
             odd = sorted(set(train.classes) ^ set(test.classes))
@@ -118,57 +118,61 @@ def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -
                 "folder to the other, or remove it."
             )
         return Parts(_Images(train), _Images(test), len(train.classes), (*train.unreadable, *test.unreadable))
-    images = ImageFolder(folder, size=size, skip_unreadable=skip_unreadable)
-    return Parts(*_cut(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable))
+    images = batches.ImageFolder(folder, size=size, skip_unreadable=skip_unreadable)
+    return Parts(*_split(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable))
 
 
 def factory_parts(spec: str, *, seed: int) -> Parts:
-    """What "package.module:factory" makes: (train, test), or one data set of which a fifth becomes the test set.
+    """The result of "package.module:factory": (train, test), or one data set with a random fifth as the test set.
 
-    A data set is anything with a length that gives (input, label) by index, or a pair of tensors (inputs, labels).
+    A data set has a length and returns (input, label) by index, or is a pair of tensors (inputs, labels).
     """
     made = run_factory(spec, what="a data set")
     if isinstance(made, Split):
         return split_parts(made)
-    is_cut = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
-    if is_cut:
+    is_split = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
+    if is_split:
         train, test = (_data_set(part, spec) for part in made)
     else:
-        train, test = _cut(_data_set(made, spec), seed=seed, where=spec)
-    classes = getattr(made[0] if is_cut else made, "classes", None)
+        train, test = _split(_data_set(made, spec), seed=seed, where=spec)
+    classes = getattr(made[0] if is_split else made, "classes", None)
     n_classes = len(classes) if classes is not None else 1 + max(_labels(train, spec) | _labels(test, spec))
     return Parts(train, test, n_classes)
 
 
 def split_parts(split: Split) -> Parts:
-    """The two parts of a data set with labels."""
+    """Training and test samples of a split with labels."""
     if not split.has_labels or not len(split.train_labels):
         raise ValueRangeError(
-            f"training needs labels in both parts; {split.name} has none. Save labels and test_labels beside inputs."
+            f"training needs labels of the training and test set; {split.name} has none. Save labels and test_labels "
+            "in the same file."
         )
     n_classes = 1 + int(torch.cat([split.train_labels, split.test_labels]).max())
-    train, test = TensorPairs(split.train_inputs, split.train_labels), TensorPairs(split.test_inputs, split.test_labels)
+    train, test = (
+        batches.TensorPairs(split.train_inputs, split.train_labels),
+        batches.TensorPairs(split.test_inputs, split.test_labels),
+    )
     return Parts(train, test, n_classes)
 
 
-def _cut(pairs: Pairs, *, seed: int, where: str) -> tuple[Pairs, Pairs]:
-    """Training and test samples, drawn by seed."""
+def _split(pairs: batches.Pairs, *, seed: int, where: str) -> tuple[batches.Pairs, batches.Pairs]:
+    """A random train/test split."""
     n_samples = len(pairs)
     if n_samples < 2:
         raise ValueRangeError(
-            f"data need two samples or more to be cut in two; got {n_samples} from {where}. Add some, or give both "
-            "parts."
+            f"a train/test split needs at least two samples; got {n_samples} from {where}. Add samples, or pass both "
+            "sets."
         )
     order = torch.randperm(n_samples, generator=seeded(seed)).tolist()
-    n_learn = min(max(round(n_samples * (1.0 - TEST_SHARE)), 1), n_samples - 1)
-    whole = cast("Dataset[Any]", pairs)  # anything with a length and an index serves as one
-    return Subset(whole, order[:n_learn]), Subset(whole, order[n_learn:])
+    n_train = min(max(round(n_samples * (1.0 - TEST_FRACTION)), 1), n_samples - 1)
+    whole = cast("Dataset[Any]", pairs)  # Subset only needs __getitem__
+    return Subset(whole, order[:n_train]), Subset(whole, order[n_train:])
 
 
-def _data_set(made: Any, spec: str) -> Pairs:
+def _data_set(made: Any, spec: str) -> batches.Pairs:
     if isinstance(made, tuple) and len(made) == 2 and all(isinstance(part, Tensor) for part in made):
-        return TensorPairs(*made)
-    if not isinstance(made, Pairs) or isinstance(made, Tensor | str | dict) or not len(made):
+        return batches.TensorPairs(*made)
+    if not isinstance(made, batches.Pairs) or isinstance(made, Tensor | str | dict) or not len(made):
         what = "nothing" if made is None else f"a {type(made).__name__}"
         raise ShapeError(
             f"a data set needs a length and (input, label) by index; got {what} from {spec}. Return a Dataset, "
@@ -177,12 +181,12 @@ def _data_set(made: Any, spec: str) -> Pairs:
     return made
 
 
-def _labels(pairs: Pairs, spec: str) -> set[int]:
-    """All labels that occur, each sample read once: what cannot be read stops the run before it starts."""
+def _labels(pairs: batches.Pairs, spec: str) -> set[int]:
+    """The set of all labels; reads every sample once, so that errors are raised before training."""
     try:
-        return {int(pairs[place][1]) for place in range(len(pairs))}
+        return {int(pairs[i][1]) for i in range(len(pairs))}
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise ShapeError(
-            f"a data set needs (input, label) with a whole number as label; {spec} gave {type(error).__name__}: "
-            f"{error}. Give it `classes` if labels cannot be read beforehand."
+            f"a data set needs (input, label) with an integer label; {spec} raised {type(error).__name__}: "
+            f"{error}. Add an attribute `classes` if labels cannot be read in advance."
         ) from error

@@ -1,7 +1,7 @@
-"""How results look in a terminal: tables, facts, progress bars, and plain JSON for machines.
+"""Terminal output: tables, progress bars and JSON.
 
-Names of tensors, files and attributes come from elsewhere and may hold sequences that command a terminal. All that the
-consoles of this file print goes through `visible`, so that such characters are shown instead of obeyed.
+Names of tensors, files and attributes are untrusted and may contain terminal escape sequences. The consoles of this
+module escape control characters with `visible`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from rich.table import Table
 
 from onlynorm.display import Table as TextTable
 from onlynorm.errors import visible
-from onlynorm.reconstruction.plan import COLUMNS as PLAN_COLUMNS
-from onlynorm.reconstruction.plan import Plan
-from onlynorm.reconstruction.result import Reconstruction
-from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
+from onlynorm.memory import readable
+from onlynorm.reconstruction import Plan, Reconstruction
+from onlynorm.solvers import DEFAULT_TOLERANCE
 
-if TYPE_CHECKING:  # evidence is loaded by the commands that show it
+if TYPE_CHECKING:  # evidence is imported only by the commands that need it
     from onlynorm.evidence.papers.reproduce import Progress as Stage
     from onlynorm.evidence.records import Record
     from onlynorm.evidence.registry import Finding, Statement
 
 
 class Console(RichConsole):
-    """A console that shows control characters of what it prints instead of sending them to the terminal."""
+    """A console that escapes control characters in printed text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """The segments of what is printed; the console's own commands are segments of control and stay."""
+        """The rendered segments with escaped text; control segments of the console itself are unchanged."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
@@ -44,13 +43,28 @@ class Console(RichConsole):
 screen = Console()
 errors = Console(stderr=True)
 WIDE = 110
-"""Columns of a terminal from which on a plan is shown whole."""
+"""Terminal width from which all columns of a plan are shown."""
+LABELS = {
+    "agreement": "same prediction", "bytes": "size", "constant": "parameters over n log n + r^2",
+    "dense_matrix_bytes": "dense matrix (not built)", "feature_bytes": "features in float64",
+    "file_bytes": "file with seed and norms", "file_with_frozen_bytes": "file with frozen weights",
+    "is_fitted": "all training points correct", "is_known": "condition number is known",
+    "is_reproducible": "all frozen weights from the seed", "left": "layers not rebuilt",
+    "max_error": "largest error of an output", "max_residual": "largest residual", "n_features": "number of features",
+    "n_frozen": "frozen entries", "n_images_skipped": "images skipped", "n_merged": "repeated points merged",
+    "n_not_finite": "samples with NaN or infinity", "n_other": "entries neither frozen nor in norms",
+    "n_tilted": "tilted directions", "n_trained": "trained parameters", "n_wrong": "wrong training points",
+    "outside": "outside the calibrated range", "relative_error": "relative error of the outputs",
+    "rounding": "bound on rounding errors", "skipped": "norms not trained",
+    "target_bytes": "file of the trained network", "unresolved": "zero or unresolved",
+}  # fmt: skip
+"""Labels of keys of --json that are not clear by themselves."""
 CHIPS = {"holds": "green", "holds with a corrected constant": "yellow", "fails": "red", "not yet checked": "dim"}
-"""Colours of verdicts."""
+"""Colors of verdicts."""
 
 
 def statement_facts(s: Statement, where: str, finding: Finding | None) -> dict[str, Any]:
-    """What is known of a statement, where its check is, and the finding if there is one."""
+    """A statement, the location of its check, and the finding if there is one, as a dictionary."""
     facts: dict[str, Any] = {
         "key": s.key, "kind": s.kind, "title": s.title, "says": s.says, "assumes": list(s.assumes), "slips": s.slips,
         "restates": s.restates, "check": where,
@@ -62,7 +76,7 @@ def statement_facts(s: Statement, where: str, finding: Finding | None) -> dict[s
 
 
 def record_facts(record: Record) -> dict[str, Any]:
-    """What a record says, without its curves."""
+    """A record without its curves, as a dictionary."""
     return {
         "artifact": record.artifact, "scale": record.scale, "verdict": str(record.verdict.value),
         "reasons": list(record.reasons), "values": dict(record.values), "seconds": record.seconds,
@@ -70,9 +84,9 @@ def record_facts(record: Record) -> dict[str, Any]:
 
 
 def print_statements(chosen: Sequence[tuple[Statement, str]], found: dict[str, Finding]) -> None:
-    """A table of statements and where their checks are, with verdicts where checks were run."""
-    grid = make_table("key", "what we call it", "verdict" if found else "check", "evidence" if found else "slips")
-    grid.columns[0].no_wrap = True  # a key is there to be copied
+    """Prints a table of statements with the locations of their checks, or with verdicts if checks were run."""
+    grid = make_table("key", "title", "verdict" if found else "check", "evidence" if found else "corrections")
+    grid.columns[0].no_wrap = True  # so that a key can be copied
     for s, where in chosen:
         title = escape(s.title)
         finding = found.get(s.key)
@@ -104,13 +118,13 @@ def print_bench(tables: Sequence[TextTable]) -> None:
             if table is tables[-1]:
                 cells[-1] = f"[green]{cells[-1]}[/]" if cells[-1] == "yes" else f"[red]{cells[-1]}[/]"
             grid.add_row(*cells)
-        # folded into fewer columns than it needs, a table could not be read
+        # a wrapped table would not be readable
         (Console(width=table.width) if screen.width < table.width else screen).print(grid)
 
 
 def print_plan(title: str, plan: Plan) -> None:
-    """A table of the layers and their total, as wide as the terminal has room for, then what is out of the ordinary."""
-    shown = PLAN_COLUMNS if screen.width >= WIDE else PLAN_COLUMNS[:8]
+    """Prints a table of the layers and their total, with fewer columns on a narrow terminal, then the remarks."""
+    shown = Plan.columns if screen.width >= WIDE else Plan.columns[:8]
     grid = make_table(*shown)
     grid.title, grid.title_style, grid.padding = escape(f"Plan for {title}"), "bold", (0, 1, 0, 0)
     for column in grid.columns[1:]:
@@ -118,14 +132,14 @@ def print_plan(title: str, plan: Plan) -> None:
     for row in (*plan.layers, plan.total):
         grid.add_row(*map(escape, row.cells()[: len(shown)]), style="bold" if row.name == "total" else "")
     screen.print(grid)
-    words = "norms/target counts parameters; seconds are of the whole run on this machine"
+    words = "norms/target is a ratio of parameters; seconds are for the whole run on this machine"
     screen.print(f"[dim]{words}; {escape(plan.basis)}[/]", highlight=False)
     for remark in plan.remarks:
         screen.print(escape(remark), highlight=False)
 
 
 def print_layers(result: Reconstruction) -> None:
-    """A table of the rebuilt layers with the evidence for each, then what fell short."""
+    """Prints a table of the rebuilt layers with their errors, then shortfalls and warnings."""
     grid = make_table("layer", "features", "method", "residual", "window", "output error", "seconds")
     for row in result.layers:
         grid.add_row(
@@ -141,16 +155,20 @@ def print_layers(result: Reconstruction) -> None:
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
-    """A title and one line per fact that is not empty."""
+    """Prints a title and one line per non-empty value; keys are those of --json, shown as labels."""
     grid = Table(
         title=escape(title), show_header=False, title_justify="left", title_style="bold", box=None, padding=(0, 2)
     )
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     for name, value in facts.items():
-        if value not in ("", [], {}):
-            grid.add_row(name, _readable_value(value))
+        if value not in ("", [], {}, None):
+            grid.add_row(_label(name), readable(value) if name.endswith("bytes") else _readable_value(value))
     screen.print(grid)
+
+
+def _label(name: str) -> str:
+    return LABELS.get(name) or name.removeprefix("n_").removeprefix("is_").removesuffix("_bytes").replace("_", " ")
 
 
 def _readable_value(value: object) -> str:
@@ -168,7 +186,7 @@ def _readable_value(value: object) -> str:
 
 
 def make_table(*columns: str) -> Table:
-    """An empty table whose cells fold instead of being cut."""
+    """An empty table whose cells are wrapped, not truncated."""
     grid = Table(header_style="bold", box=None, padding=(0, 2, 0, 0), title_justify="left")
     for column in columns:
         grid.add_column(column, overflow="fold")
@@ -176,7 +194,7 @@ def make_table(*columns: str) -> Table:
 
 
 def print_json(value: object) -> None:
-    """One JSON document; numbers that JSON does not have become null."""
+    """Prints one JSON document; NaN and infinity become null."""
 
     def clean(item: object) -> object:
         if isinstance(item, float) and not math.isfinite(item):
@@ -190,7 +208,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows what is being done, on standard error."""
+    """Yields a function that shows a status message on standard error."""
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, disable=hidden,
         transient=True,
@@ -201,7 +219,7 @@ def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None]]:
-    """Yields a function that counts one more thing as done, on standard error."""
+    """Yields a function that advances a progress bar by one, on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
         disable=hidden, transient=True,
@@ -211,19 +229,19 @@ def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None
 
 
 @contextmanager
-def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that shows how many things of how many are done, on standard error."""
+def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields a function `progress(done, total, message)` that updates a bar on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
         disable=hidden, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda done, total, message: progress.update(task, completed=done, total=total)
 
 
 @contextmanager
 def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str, int, float], None]]:
-    """Two bars: layers that are done, and the digits of the residual that the present one has gained."""
+    """Two progress bars: finished layers, and the residual of the current layer on a log scale."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
         console=errors, disable=hidden, transient=True,
@@ -232,7 +250,7 @@ def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str,
         present = progress.add_task(escape(names[0]) if names else "", total=1.0, note="")
         shown = ""
 
-        def step(name: str, iterations: int, residual: float) -> None:
+        def on_step(name: str, iterations: int, residual: float) -> None:
             nonlocal shown
             if name != shown:
                 shown, done = name, names.index(name)
@@ -243,13 +261,13 @@ def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str,
                 present, completed=min(gained, 1.0), note=f"residual {residual:.1e} after {iterations} iterations"
             )
 
-        yield step
+        yield on_step
         progress.update(layers, completed=len(names), note=f"{len(names)}/{len(names)}")
 
 
 @contextmanager
 def stages(*, hidden: bool) -> Iterator[Callable[[Stage], None]]:
-    """One bar per artifact, which learns its length when the artifact has counted its pieces."""
+    """One progress bar per artifact; its total is set when the artifact has counted its pieces."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
         disable=hidden,

@@ -1,10 +1,11 @@
-"""Data sets: digits, CIFAR-10 and CIFAR-100, Fashion-MNIST in their standard formats, teachers, files of your own.
+"""Data sets: digits, CIFAR-10, CIFAR-100 and Fashion-MNIST in their standard formats, synthetic tasks, and files.
 
-The data folder is `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder. Nothing is downloaded, and nothing that
-a file holds can run. The files read in the order: split, digits, plain_pickle, tensor_files, cifar, fashion, teacher,
+The data folder is `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder. Nothing is downloaded, and code in files
+is never executed. Reading order: split, digits, plain_pickle, tensor_files, cifar, fashion, teacher,
 load, matrices, corruptions.
 """
 
+from onlynorm.data import matrices, tensor_files
 from onlynorm.data.cifar import CIFAR_MEAN, CIFAR_RECORD, CIFAR_STD, cifar10, cifar100
 from onlynorm.data.corruptions import CORRUPTIONS, corrupt
 from onlynorm.data.digits import digits
@@ -30,5 +31,7 @@ __all__ = [
     "fashion_mnist",
     "find_data",
     "load_data",
+    "matrices",
     "teacher",
+    "tensor_files",
 ]

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, from their binary files or from those for Python."""
+"""CIFAR-10 and CIFAR-100, from their binary or Python versions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from onlynorm.storage import read_file
 _PIXELS = 3 * 32 * 32
 CIFAR_RECORD = 1 + _PIXELS
 CIFAR_MEAN, CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""What the pretrained CIFAR networks were trained with."""
+"""Normalization of the pretrained CIFAR networks."""
 
 
 def cifar10() -> Split:
-    """CIFAR-10 images (3, 32, 32), normalised by `CIFAR_MEAN` and `CIFAR_STD`, from however many batches are there.
+    """CIFAR-10 images (3, 32, 32), normalized by `CIFAR_MEAN` and `CIFAR_STD`, from all available batches.
 
-    The folder is `cifar-10-batches-bin`, or else `cifar-10-batches-py`.
+    The folder is `cifar-10-batches-bin`, else `cifar-10-batches-py`.
     """
     folder, is_binary = _find("cifar-10-batches-bin", "cifar-10-batches-py")
     ending = ".bin" if is_binary else ""
     train = sorted(path for path in folder.glob(f"data_batch_*{ending}") if is_binary or not path.suffix)
     if not train:
         raise MissingDataError(
-            f"CIFAR-10 needs data_batch_1{ending} and so on in {folder.name}; got none. Copy one there."
+            f"CIFAR-10 needs data_batch_1{ending} or more in {folder.name}; got none. Copy one there."
         )
     files = [*train, folder / f"test_batch{ending}"]
     parts = [
@@ -43,9 +43,9 @@ def cifar10() -> Split:
 
 
 def cifar100(*, coarse: bool = False) -> Split:
-    """CIFAR-100 images (3, 32, 32), normalised as those of `cifar10`; 100 labels, or the 20 of its superclasses.
+    """CIFAR-100 images (3, 32, 32), normalized as in `cifar10`, with 100 fine or 20 coarse labels.
 
-    The folder is `cifar-100-binary`, or else `cifar-100-python`.
+    The folder is `cifar-100-binary`, else `cifar-100-python`.
     """
     folder, is_binary = _find("cifar-100-binary", "cifar-100-python")
     n_classes, column = (20, 0) if coarse else (100, 1)
@@ -65,14 +65,14 @@ def cifar100(*, coarse: bool = False) -> Split:
 
 
 def _find(binary: str, python: str) -> tuple[Path, bool]:
-    """(folder, whether it has the binary files); the binary one if both or neither are there."""
+    """(folder, is_binary); the binary folder if both or neither exist."""
     try:
         return find_data(binary), True
     except MissingDataError:
         try:
             return find_data(python), False
         except MissingDataError:
-            return find_data(binary), True  # the error names the folder to prefer
+            return find_data(binary), True  # raises with the name of the preferred folder
 
 
 def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, column: int = 0) -> tuple[Tensor, Tensor]:
@@ -87,11 +87,11 @@ def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, co
     records = torch.from_numpy(raw).reshape(-1, record)
     labels = records[:, column].long()
     _need_labels(labels, path, what, n_classes)
-    return _normalised(records[:, n_labels:]), labels
+    return _normalize(records[:, n_labels:]), labels
 
 
 def _read_python(path: Path, *, what: str, labels: str, n_classes: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of one file for Python: a pickled dict with an array of pixels and a list of labels."""
+    """Images and labels of one Python file: a pickled dict with an array of pixels and a list of labels."""
     _need_file(path, what)
     found = read_plain(read_file(path, what=what), name=path.name)
     content: dict[Any, Any] = found if isinstance(found, dict) else {}
@@ -99,7 +99,7 @@ def _read_python(path: Path, *, what: str, labels: str, n_classes: int) -> tuple
     is_sound = isinstance(pixels, np.ndarray) and pixels.shape[1:] == (_PIXELS,) and len(pixels) > 0
     if not is_sound or not isinstance(given, list) or not all(type(label) is int for label in given):
         raise FormatError(
-            f"{path.name} needs a dict with data, an array (n, {_PIXELS}) of bytes, and {labels}, a list of numbers; "
+            f"{path.name} needs a dict with data, an array (n, {_PIXELS}) of bytes, and {labels}, a list of integers; "
             f"got {_keys(content) or type(found).__name__}. Copy the file again."
         )
     assert isinstance(pixels, np.ndarray)
@@ -109,15 +109,15 @@ def _read_python(path: Path, *, what: str, labels: str, n_classes: int) -> tuple
         )
     made = torch.tensor(given)
     _need_labels(made, path, what, n_classes)
-    return _normalised(torch.from_numpy(np.array(pixels, order="C"))), made
+    return _normalize(torch.from_numpy(np.array(pixels, order="C"))), made
 
 
 def _keys(content: dict[Any, Any]) -> str:
     return ", ".join(repr(key)[:40] for key in list(content)[:5] if isinstance(key, bytes | str))
 
 
-def _normalised(pixels: Tensor) -> Tensor:
-    """Images from bytes, channel after channel, row after row."""
+def _normalize(pixels: Tensor) -> Tensor:
+    """Normalized images from bytes in channel, row, column order."""
     images = pixels.reshape(-1, 3, 32, 32).float() / 255.0
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in (CIFAR_MEAN, CIFAR_STD))
     return (images - mean) / std
@@ -125,7 +125,7 @@ def _normalised(pixels: Tensor) -> Tensor:
 
 def _need_file(path: Path, what: str) -> None:
     if not path.exists():
-        raise MissingDataError(f"{what} needs {path.name} in {path.parent.name}; it is not there. Copy it there.")
+        raise MissingDataError(f"{what} needs {path.name} in {path.parent.name}; got none. Copy it there.")
 
 
 def _need_labels(labels: Tensor, path: Path, what: str, n_classes: int) -> None:

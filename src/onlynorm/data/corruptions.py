@@ -1,4 +1,4 @@
-"""`corrupt`: images with noise, blurred, with less contrast or inverted colours; pure functions of their arguments."""
+"""`corrupt`: image corruptions (noise, blur, contrast, inversion), deterministic given a seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onlynorm.seeds import seeded
 from onlynorm.validate import as_tensor, need_choice, need_items, need_number
 
 SMALLEST = 1e-6
-"""Pixels of a blur below which nothing changes."""
+"""Standard deviation of a blur, in pixels, below which nothing changes."""
 CORRUPTIONS = ("noise", "blur", "contrast", "invert")
 """Corruptions by name."""
 MOST_SEVERE = 5.0
 _NOISE, _BLUR, _CONTRAST = 0.02, 0.2, 0.18
-"""What one unit of severity adds: standard deviation of the noise, pixels of the blur, share of the contrast lost."""
+"""Per unit of severity: standard deviation of the noise, pixels of the blur, fraction of the contrast lost."""
 
 
 def corrupt(
@@ -32,14 +32,14 @@ def corrupt(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Float[Tensor, "n channels height width"]:
-    """The images with this corruption, from 0 (untouched) to 5, cut to the range of pixels; the given ones stay.
+    """A corrupted copy of the images, with severity from 0 (unchanged) to 5, clipped to the range of pixels.
 
     - "noise": gaussian noise of standard deviation 0.02 severity, drawn from the seed.
-    - "blur": a gaussian of 0.2 severity pixels, mirrored at the border.
-    - "contrast": each image moved towards its mean, 0.18 severity of the way.
-    - "invert": colours inverted above a brightness of 1 - severity / 5, which at 5 is all of them.
+    - "blur": a gaussian blur of 0.2 severity pixels, with reflection at the border.
+    - "contrast": the difference to the mean of each image reduced by the factor 1 - 0.18 severity.
+    - "invert": values of at least 1 - severity / 5 inverted; at severity 5, all of them.
 
-    Pixels lie in [0, 1]; for images that were normalised by channel, give `mean` and `std`, and they are again after.
+    Pixels are in [0, 1]. For normalized images pass their `mean` and `std` per channel; the result is normalized too.
     """
     need_choice("corruption", kind, CORRUPTIONS)
     severity = need_number("severity", severity, low=0.0, high=MOST_SEVERE, cure="Try 3.")
@@ -64,10 +64,10 @@ def corrupt(
 
 
 def _blur(pixels: Tensor, sigma: float) -> Tensor:
-    """A gaussian blur, rows and columns one after the other."""
-    reach = min(math.ceil(3.0 * sigma), min(pixels.shape[-2:]) - 1)  # a mirror shows no more than the image
+    """A separable gaussian blur."""
+    reach = min(math.ceil(3.0 * sigma), min(pixels.shape[-2:]) - 1)  # reflection padding must be smaller than the image
     steps = torch.arange(-reach, reach + 1, dtype=torch.float64)
-    weights = torch.exp(-0.5 * (steps / max(sigma, SMALLEST)) ** 2)  # 0 / 0 at the smallest numbers of all
+    weights = torch.exp(-0.5 * (steps / max(sigma, SMALLEST)) ** 2)  # avoids 0 / 0 for subnormal values
     kernel = (weights / weights.sum()).to(pixels)
     n, channels, height, width = pixels.shape
     rows = functional.pad(pixels.reshape(n * channels, 1, height, width), (reach,) * 4, mode="reflect")
@@ -76,15 +76,15 @@ def _blur(pixels: Tensor, sigma: float) -> Tensor:
 
 
 def _statistics(images: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> tuple[Tensor, Tensor]:
-    """Shift and scale that turn the images into pixels, per channel."""
+    """(shift, scale) per channel that map the images to pixels."""
     n_channels = images.shape[1]
-    cure = "Pass one number per channel, such as CIFAR_MEAN and CIFAR_STD."
+    cure = "Pass one value per channel, such as CIFAR_MEAN and CIFAR_STD."
     shift = [0.0] * n_channels if mean is None else _need_numbers("mean", mean, cure)
     scale = [1.0] * n_channels if std is None else _need_numbers("std", std, cure)
     if len(shift) != n_channels or len(scale) != n_channels or not all(value > 0.0 for value in scale):
         raise ShapeError(
-            f"mean and std need one number per channel, {n_channels}, and std positive ones; got {tuple(shift)} and "
-            f"{tuple(scale)}. Pass those the images were normalised by."
+            f"mean and std need one value per channel, {n_channels}, and std positive ones; got {tuple(shift)} and "
+            f"{tuple(scale)}. Pass those used to normalize the images."
         )
     return tuple(torch.tensor(values).to(images).reshape(-1, 1, 1) for values in (shift, scale))  # type: ignore[return-value]
 
@@ -103,9 +103,9 @@ def _need_images(images: Tensor) -> None:
 
 def _need_pixels(pixels: Tensor) -> None:
     low, high = float(pixels.min()), float(pixels.max())
-    slack = 1e-2 if pixels.dtype in (torch.float16, torch.bfloat16) else 1e-5  # of normalising and going back
+    slack = 1e-2 if pixels.dtype in (torch.float16, torch.bfloat16) else 1e-5  # rounding of the normalization
     if not (low >= -slack and high <= 1.0 + slack):
         raise ValueRangeError(
-            f"corrupt needs pixels in [0, 1]; got values from {low:.3g} to {high:.3g}. Pass the mean and std that the "
-            "images were normalised by, such as CIFAR_MEAN and CIFAR_STD."
+            f"corrupt needs pixels in [0, 1]; got values from {low:.3g} to {high:.3g}. Pass the mean and std of the "
+            "normalization, such as CIFAR_MEAN and CIFAR_STD."
         )

@@ -11,7 +11,7 @@ from onlynorm.validate import need_number
 
 def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
     """1,797 handwritten digits of 8 x 8 pixels, scaled to [0, 1], shuffled by `seed`."""
-    from sklearn.datasets import load_digits  # a second to import, which only those who want the digits pay
+    from sklearn.datasets import load_digits  # takes a second to import
 
     generator = seeded(seed)
     test_share = need_number(
@@ -21,7 +21,7 @@ def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
     inputs = torch.from_numpy(raw.data).float() / 16.0
     labels = torch.from_numpy(raw.target).long()
     order = torch.randperm(len(inputs), generator=generator)
-    # Whatever the share, one sample at least to learn from and one to judge by.
+    # At least one training and one test sample.
     cut = min(max(round(len(inputs) * (1.0 - test_share)), 1), len(inputs) - 1)
     train, test = order[:cut], order[cut:]
     return Split("digits", inputs[train], labels[train], inputs[test], labels[test])

@@ -14,11 +14,11 @@ from onlynorm.data.tensor_files import inflate
 from onlynorm.errors import FormatError, MissingDataError
 
 FASHION_MEAN, FASHION_STD = 0.286, 0.353
-"""Of the 60,000 training images, scaled to [0, 1]."""
+"""Mean and standard deviation of the 60,000 training images, scaled to [0, 1]."""
 
 
 def fashion_mnist() -> Split:
-    """Fashion-MNIST images (1, 28, 28), normalised by `FASHION_MEAN` and `FASHION_STD`, from its gzipped idx files."""
+    """Fashion-MNIST images (1, 28, 28), normalized by `FASHION_MEAN` and `FASHION_STD`, from its gzipped idx files."""
     folder = find_data("fashion-mnist")
     parts: list[Tensor] = []
     for part in ("train", "t10k"):
@@ -34,26 +34,24 @@ def fashion_mnist() -> Split:
 
 
 def _read_idx(path: Path, sample: tuple[int, ...]) -> Tensor:
-    """The bytes of a gzipped idx file whose samples have this shape: a magic number, the sizes, the numbers."""
+    """The array in a gzipped idx file (magic number, sizes, values) with samples of this shape."""
     if not path.exists():
-        raise MissingDataError(
-            f"Fashion-MNIST needs {path.name} in {path.parent.name}; it is not there. Copy it there."
-        )
+        raise MissingDataError(f"Fashion-MNIST needs {path.name} in {path.parent.name}; got none. Copy it there.")
     n_axes = 1 + len(sample)
     n_head = 4 + 4 * n_axes
     head = inflate(path, n_head)
     magic, *sizes = np.frombuffer(head, ">u4").tolist() if len(head) == n_head else [0]
-    # 8 in the third byte says unsigned bytes, the fourth byte counts the axes.
+    # The third byte is 8 for unsigned bytes, the fourth is the number of dimensions.
     if magic != 0x0800 + n_axes or tuple(sizes[1:]) != sample or not sizes[0]:
         raise FormatError(
-            f"{path.name} needs an idx head of unsigned bytes with samples of shape {sample}; got magic number "
+            f"{path.name} needs an idx header of unsigned bytes with samples of shape {sample}; got magic number "
             f"{magic} and sizes {sizes}. Copy the file again."
         )
-    wanted = math.prod(sizes)
-    raw = inflate(path, n_head + wanted + 1)[n_head:]
-    if len(raw) != wanted:
+    n_bytes = math.prod(sizes)
+    raw = inflate(path, n_head + n_bytes + 1)[n_head:]
+    if len(raw) != n_bytes:
         raise FormatError(
-            f"{path.name} needs {wanted} bytes after its head; got {'more' if len(raw) > wanted else len(raw)}. "
+            f"{path.name} needs {n_bytes} bytes after its header; got {'more' if len(raw) > n_bytes else len(raw)}. "
             "Copy the file again."
         )
     return torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).reshape(sizes)

@@ -30,8 +30,8 @@ DATA_SETS: dict[str, Callable[[], Split]] = {
 def load_data(spec: str) -> Split:
     """The data set of this name, or the samples in a .safetensors or .npy file.
 
-    A .safetensors file holds `inputs` and, if known, `labels`; `test_inputs` and `test_labels` are what to judge by,
-    which is otherwise the same samples again. A .npy file holds the inputs.
+    A .safetensors file has `inputs` and optionally `labels`, `test_inputs` and `test_labels`; without a test set, the
+    training set is used. A .npy file has the inputs.
     """
     need_text("load_data", spec, cure=f"Pass one of {', '.join(DATA_SETS)}, or the path of a file.")
     if spec in DATA_SETS:
@@ -40,7 +40,7 @@ def load_data(spec: str) -> Split:
     if path.suffix not in (".safetensors", ".npy"):
         raise UnknownNameError("data", spec, (*DATA_SETS, "FILE.safetensors", "FILE.npy"))
     if not path.is_file():
-        raise MissingDataError(f"data needs a file; there is none at {path}. Check the path, or take the digits.")
+        raise MissingDataError(f"data needs a file; got none at {path}. Check the path, or use digits.")
     tensors = _read_npy(path) if path.suffix == ".npy" else read_safetensors(path)
     if "inputs" not in tensors:
         got = ", ".join(sorted(tensors)[:5]) or "nothing"
@@ -56,22 +56,22 @@ def load_data(spec: str) -> Split:
 def _read_npy(path: Path) -> dict[str, Tensor]:
     array = read_npy(path)
     if array.dtype.kind != "f":
-        raise FormatError(f"{path.name} needs floating-point numbers; got {array.dtype}. Save array.astype('float32').")
+        raise FormatError(f"{path.name} needs floating-point values; got {array.dtype}. Save array.astype('float32').")
     return {"inputs": torch.from_numpy(array)}
 
 
 def _labels_for(inputs: Tensor, labels: Tensor | None, path: Path) -> Tensor:
-    """The labels as whole numbers, one per sample, or none."""
+    """The labels as int64, one per sample, or an empty tensor."""
     if not inputs.ndim or not len(inputs) or not inputs.dtype.is_floating_point:
         raise ShapeError(
-            f"{path.name} needs floating-point inputs (samples, ...), one sample at least; got {inputs.dtype} of shape "
+            f"{path.name} needs floating-point inputs (samples, ...), at least one; got {inputs.dtype} of shape "
             f"{tuple(inputs.shape)}. Save inputs.float(), samples first."
         )
     if labels is None:
         return torch.empty(0, dtype=torch.long)
     if labels.shape != inputs.shape[:1] or labels.dtype.is_floating_point:
         raise ShapeError(
-            f"{path.name} needs one whole-number label per sample, {len(inputs)}; got {labels.dtype} of shape "
+            f"{path.name} needs one integer label per sample, {len(inputs)}; got {labels.dtype} of shape "
             f"{tuple(labels.shape)}. Save labels.long(), or leave them out."
         )
     return labels.long()

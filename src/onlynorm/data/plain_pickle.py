@@ -1,9 +1,9 @@
-"""`read_plain`: reads numbers, text, lists, dicts and arrays of bytes from a pickle without executing it.
+"""`read_plain`: reads numbers, strings, lists, dicts and byte arrays from a pickle without executing it.
 
-A pickle is a program. Ours may use only the operations that build plain containers, and only the few names with which
-numpy writes arrays; those stand for inert objects of this file, so that not even numpy's own code is reached. Keys of
-dicts are text or small numbers: the hash of nested tuples can take a time that is exponential in their depth. Anything
-else, and any program of more than `MAX_OPERATIONS`, is refused before the first operation is carried out.
+A pickle is a program. Only operations that build plain containers are allowed, and only the names that numpy uses for
+arrays, which are replaced by inert placeholder objects, so that no code of numpy runs. Dict keys must be strings or
+small integers, since hashing nested tuples can take exponential time. Any other pickle, and any with more than
+`MAX_OPERATIONS`, raises before the first operation is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from onlynorm.errors import FormatError
 
 MAX_OPERATIONS = 2**20
-"""Operations of a pickle that is read; CIFAR-100 has a fifth of it, and a tensor of a PyTorch file takes about 25."""
+"""Maximum number of operations of a pickle. CIFAR-100 has a fifth of it; a tensor in a PyTorch file takes about 25."""
 OPERATIONS = frozenset((
     "PROTO", "FRAME", "STOP", "MARK", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "TUPLE", "TUPLE1", "TUPLE2",
     "TUPLE3", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "LIST", "DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS",
@@ -36,35 +36,35 @@ _KEYS = frozenset((
     "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES",
     "SHORT_BINBYTES", "BINBYTES8", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "REDUCE",
 ))  # fmt: skip
-"""Operations whose results may be keys of a dict: their hash takes no longer than reading them, and none collide by
-design. What calls (REDUCE) make here is bytes, or compares by identity."""
+"""Operations whose results may be dict keys: hashing them is cheap, and collisions cannot be constructed. Calls
+(REDUCE) return bytes here, or objects compared by identity."""
 _BYTES = ("u1", "|u1", b"u1", b"|u1")
-_CURE = "Copy the file again from where it was published."
+_CURE = "Download the file again."
 
 
 def read_plain(raw: bytes, *, name: str) -> Any:
-    """What the pickle holds, text of Python 2 as bytes; arrays of bytes, alone or in a dict, as numpy arrays.
+    """The content of a pickle, with Python 2 strings as bytes and byte arrays as numpy arrays.
 
-    `name` is what errors call the file. FormatError if it holds, or would do, anything else.
+    `name` is the file name in errors. Raises FormatError if the pickle contains anything else.
     """
     try:
         need_plain(io.BytesIO(raw))
         found = _Reader(io.BytesIO(raw), encoding="bytes").load()
         made = {key: _to_array(item) for key, item in found.items()} if isinstance(found, dict) else _to_array(found)
-        _need_no_stand_ins(made)
+        _need_no_placeholders(made)
         return made
-    # Whatever else a damaged program makes the reader raise, the file is no plain one.
+    # A damaged pickle can make the reader raise anything.
     except Exception as error:
-        told = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise FormatError(f"{name} needs a pickle of plain lists, dicts and arrays; got {told}. {_CURE}") from error
+        first = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise FormatError(f"{name} needs a pickle of plain lists, dicts and arrays; got {first}. {_CURE}") from error
 
 
 def need_plain(file: IO[bytes], operations: frozenset[str] = OPERATIONS, names: Container[str] | None = None) -> None:
-    """Goes through the operations of one pickle and raises UnpicklingError at the first that is not plain.
+    """Scans the operations of one pickle and raises UnpicklingError at the first that is not allowed.
 
-    `operations` are allowed, and of `names`, as "module name", those that GLOBAL may use (any if None).
+    `operations` are the allowed operations, `names` the names ("module name") allowed for GLOBAL; None allows all.
     """
-    stack: list[bool] = []  # for every object on the reader's stack, whether it may be a key
+    stack: list[bool] = []  # for every object on the stack, whether it may be a dict key
     marks: list[int] = []
     memo: dict[int, bool] = {}
     for n_before, (operation, argument, _) in enumerate(pickletools.genops(file)):
@@ -77,9 +77,9 @@ def need_plain(file: IO[bytes], operations: frozenset[str] = OPERATIONS, names: 
             raise pickle.UnpicklingError(f"the name {argument!s:.60}")
         if name in _PUTS or name == "MEMOIZE":
             place = len(memo) if name == "MEMOIZE" else argument
-            # The reader makes room for every place of the memo up to this one.
+            # The reader allocates the memo up to this index.
             if not isinstance(place, int) or place > n_before:
-                raise pickle.UnpicklingError(f"place {place} of the memo after {n_before} operations")
+                raise pickle.UnpicklingError(f"memo index {place} after {n_before} operations")
             memo[place] = bool(stack) and stack[-1]
         elif name in _GETS:
             stack.append(isinstance(argument, int) and memo.get(argument, False))
@@ -89,13 +89,13 @@ def need_plain(file: IO[bytes], operations: frozenset[str] = OPERATIONS, names: 
             taken = _take(operation, stack, marks)
             keys = taken[1:2] if name == "SETITEM" else taken[::2] if name in ("SETITEMS", "DICT") else []
             if not all(keys):
-                raise pickle.UnpicklingError("a key of a dict that is neither text nor a small number")
+                raise pickle.UnpicklingError("a dict key that is neither a string nor a small integer")
             if operation.stack_after and pickletools.markobject not in operation.stack_before[1:]:
                 stack.append(name in _KEYS)
 
 
 def _take(operation: pickletools.OpcodeInfo, stack: list[bool], marks: list[int]) -> list[bool]:
-    """Removes from the stack what the operation takes, down to the last mark where it takes all above that."""
+    """Pops the arguments of an operation from the stack, down to the last mark for operations that use it."""
     if pickletools.markobject in operation.stack_before:
         if not marks:
             raise pickle.UnpicklingError("an operation without its mark")
@@ -110,7 +110,7 @@ def _take(operation: pickletools.OpcodeInfo, stack: list[bool], marks: list[int]
 
 
 class _Array:
-    """Stands for a numpy array until it is known to be one of bytes."""
+    """Placeholder for a numpy array until its state is validated."""
 
     __slots__ = ("state",)
 
@@ -122,7 +122,7 @@ class _Array:
 
 
 class _Name:
-    """Stands for a function or type that numpy's pickles name; calling it makes inert objects only."""
+    """Placeholder for a function or type in numpy's pickles; calling it returns placeholders only."""
 
     __slots__ = ("_what",)
 
@@ -148,7 +148,7 @@ class _Name:
 
 
 class _Type:
-    """Stands for numpy's dtype; only its name is kept."""
+    """Placeholder for a numpy dtype with its name."""
 
     __slots__ = ("name",)
 
@@ -156,7 +156,7 @@ class _Type:
         self.name = name
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and alignment, which bytes do not have."""
+        """Ignores byte order and alignment, which do not apply to bytes."""
 
 
 _NAMES = {
@@ -172,33 +172,33 @@ _NAMES = {
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """The inert object that stands for the name; there is none for names that could run something."""
+        """The placeholder for a name; raises for all other names."""
         if (module, name) not in _NAMES:
             raise pickle.UnpicklingError(f"the name {module}.{name}")
         return _NAMES[module, name]
 
 
-def _need_no_stand_ins(value: Any) -> None:
-    """Raises where an inert object is left in the content; each container is looked at once, however it is shared."""
+def _need_no_placeholders(value: Any) -> None:
+    """Raises if a placeholder is left in the content; shared containers are visited once."""
     waiting, seen = [value], set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, _Array | _Name | _Type):
-            raise pickle.UnpicklingError("an array or a name inside of something else")
+            raise pickle.UnpicklingError("an array or a name inside another object")
         if isinstance(item, dict | list | tuple) and id(item) not in seen:
             seen.add(id(item))
             waiting += [*item, *item.values()] if isinstance(item, dict) else item
 
 
 def _to_array(value: Any) -> Any:
-    """The array that a stand-in stands for; any other value as it is."""
+    """The array of a placeholder; other values unchanged."""
     if not isinstance(value, _Array):
         return value
     _, shape, dtype, is_fortran, data = value.state
     is_bytes = isinstance(dtype, _Type) and dtype.name in _BYTES
     is_whole = isinstance(data, bytes | bytearray) and isinstance(shape, tuple)
     if not is_bytes or not is_whole or not all(type(n) is int and n >= 0 for n in shape):
-        raise pickle.UnpicklingError("an array of something other than bytes")
+        raise pickle.UnpicklingError("an array that is not of bytes")
     if math.prod(shape) != len(data):
         raise pickle.UnpicklingError(f"{len(data)} bytes for an array of shape {shape}")
     return np.frombuffer(data, np.uint8).reshape(shape, order="F" if is_fortran else "C")

@@ -1,4 +1,4 @@
-"""Train/test splits, and where data sets are stored."""
+"""Train/test splits, and the data folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
+from onlynorm.display import Result
 from onlynorm.errors import MissingDataError, ShapeError
 from onlynorm.validate import need_integer, need_path, need_text
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Result):
     """A train/test split; without labels, the label tensors are empty."""
 
     name: str
@@ -30,15 +31,15 @@ class Split:
         return len(self.test_labels) > 0
 
     def smaller(self, side: int) -> Split:
-        """The same with images averaged down to so many pixels in width, and as many in height as their shape asks for.
+        """The split with images average-pooled to a width of `side` pixels, with the same aspect ratio.
 
-        Images that have no more stay as they are.
+        Smaller images are not changed.
         """
         side = need_integer("side", side, low=1, cure="Pass a width in pixels, such as 16.")
         if self.train_inputs.ndim != 4:
             raise ShapeError(
                 f"smaller needs images (n, channels, height, width); {self.name} has samples of shape "
-                f"{tuple(self.train_inputs.shape[1:])}. Take a data set of images."
+                f"{tuple(self.train_inputs.shape[1:])}. Use a data set of images."
             )
         height, width = self.train_inputs.shape[-2:]
         if width <= side:
@@ -60,12 +61,12 @@ def data_folder() -> Path:
 
 
 def find_data(name: str) -> Path:
-    """The file or folder of that name in the data folder, or an error that says where it was looked for."""
+    """The path of a file or folder in the data folder; raises `MissingDataError` if it does not exist."""
     need_text("find_data", name, cure="Pass the name of a file or folder of the data folder.")
     folder = data_folder()
     if not need_path("find_data", folder / name).exists():
         raise MissingDataError(
-            f"{name} needs to lie in the data folder; got nothing at {folder / name}. Put it there in its standard "
-            "format, or set ONLYNORM_DATA to the folder that holds it."
+            f"{name} needs to be in the data folder; got nothing at {folder / name}. Copy it there in its standard "
+            "format, or set ONLYNORM_DATA to the folder that contains it."
         )
     return folder / name

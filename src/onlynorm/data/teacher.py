@@ -22,20 +22,20 @@ def teacher(
     n_test: int = 1000,
     seed: int = 0,
 ) -> Split:
-    """Gaussian inputs of widths[0] numbers with the labels that a random ReLU network gives them.
+    """Gaussian inputs with widths[0] features, labelled by a random ReLU network.
 
-    Layers of the teacher go through the widths, the last one being the number of classes, with weights from
-    N(0, 2 / inputs). Its outputs are centred by their mean over inputs of its own, so that no class takes all: the
-    label is a function of the input alone. The parts share no sample, and a longer part begins as a shorter one.
+    `widths` are the layer widths of the teacher, the last one the number of classes; its weights are N(0, 2 / fan in).
+    Its outputs are centred by their mean over separate inputs, so that classes are balanced and a label depends on its
+    input only. Train and test set are disjoint, and a larger set starts with the samples of a smaller one.
     """
     cure = "Pass widths such as (64, 64, 10)."
     widths = need_sizes("widths", widths, n_least=2, cure=cure)
     n_train = need_integer("n_train", n_train, low=1, cure="Pass the number of samples, such as 4000.")
     n_test = need_integer("n_test", n_test, low=1, cure="Pass the number of samples, such as 1000.")
     entries = (n_train + n_test) * max(widths) + sum(one * two for one, two in itertools.pairwise(widths))
-    need_free_memory("teacher", 8.0 * entries, cure="Ask for fewer samples, or smaller widths.")
+    need_free_memory("teacher", 8.0 * entries, cure="Use fewer samples, or smaller widths.")
     if widths[-1] < 2:
-        raise ValueRangeError(f"teacher needs two widths or more and two classes or more; got {widths}. {cure}")
+        raise ValueRangeError(f"teacher needs at least two widths and two classes; got {widths}. {cure}")
     source = seeded(seed)
     weights = [
         torch.randn(n_out, n_in, generator=source, dtype=torch.float64) * (2.0 / n_in) ** 0.5
@@ -48,7 +48,7 @@ def teacher(
         return x @ weights[-1].mT
 
     def inputs(n: int, generator: torch.Generator) -> torch.Tensor:
-        # In float32 first: the labels belong to the very numbers that are handed out.
+        # In float32, so that labels are computed from the returned inputs.
         return torch.randn(n, widths[0], generator=generator)
 
     centre = outputs(inputs(_N_CENTRING, source).double()).mean(0)

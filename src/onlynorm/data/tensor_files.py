@@ -1,8 +1,9 @@
-"""Arrays and tensors from .npy, .npz, .safetensors, PyTorch and gzip files. Nothing in such a file can run.
+"""Read arrays and tensors from .npy, .npz, .safetensors, PyTorch and gzip files, without executing code.
 
-A file may come from anywhere. The sizes it declares are compared with its length before memory is taken for them, and
-compressed content may expand to `INFLATED_BYTES`, or to `INFLATED_RATIO` times the size of its file if that is more.
-Whatever is wrong with a file is a `FormatError`; content that does not fit into memory is a `MemoryLimitError`.
+Files are not trusted. Declared sizes are compared with the length of the file before memory is allocated, and
+compressed content may expand to `INFLATED_BYTES`, or to `INFLATED_RATIO` times the size of the file if that is more.
+Invalid files
+raise `FormatError`; content that does not fit into memory raises `MemoryLimitError`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from onlynorm.errors import FormatError, MemoryLimitError, MissingDataError, Onl
 from onlynorm.storage import open_file
 
 INFLATED_BYTES = 2**28
-"""Bytes to which compressed content may always expand: 256 MiB."""
+"""Size to which compressed content may always expand: 256 MiB."""
 INFLATED_RATIO = 20
-"""How many times the size of its file compressed content may have beyond that; images and weights have 1 to 5."""
+"""Maximum compression ratio of larger content; images and weights have 1 to 5."""
 _CHUNK = 2**20
 _TORCH_OPERATIONS = (OPERATIONS - {"STACK_GLOBAL"}) | {"BINPERSID"}
 _STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "ComplexFloat",
@@ -47,25 +48,25 @@ _TORCH_NAMES = frozenset((
 
 
 def inflated_limit(n_bytes: int) -> int:
-    """Bytes to which the content of a compressed file of `n_bytes` may expand."""
+    """Maximum size of the content of a compressed file of `n_bytes`."""
     return max(INFLATED_BYTES, INFLATED_RATIO * n_bytes)
 
 
 def read_npy(path: Path) -> np.ndarray:
-    """The array in a .npy file: real numbers or booleans of up to 64 bits, in the byte order of this machine."""
-    cure = "Save it with numpy.save and without objects."
-    with _reading(path, "a whole .npy file of plain numbers", cure), open_file(path) as file:
+    """The array in a .npy file: real or boolean, up to 64 bits, in native byte order."""
+    cure = "Save it with numpy.save, without objects."
+    with _reading(path, "to be a complete .npy file of numeric values", cure), open_file(path) as file:
         return _array(file, os.fstat(file.fileno()).st_size)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a .npz file by name, each as `read_npy` gives it."""
+    """The arrays in a .npz file by name, as in `read_npy`."""
     with (
-        _reading(path, "a whole .npz file of plain numbers", "Save it with numpy.savez and without objects."),
+        _reading(path, "to be a complete .npz file of numeric values", "Save it with numpy.savez, without objects."),
         open_file(path) as file,
         zipfile.ZipFile(file) as archive,
     ):
-        _need_modest_archive(archive, path)
+        _need_allowed_size(archive, path)
         found: dict[str, np.ndarray] = {}
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -78,21 +79,21 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors in a .safetensors file by name."""
-    with _reading(path, "a whole safetensors file", "Save or copy it again."):
+    with _reading(path, "to be a complete safetensors file", "Save or copy it again."):
         open_file(path).close()
         return load_file(path)
 
 
 def read_torch(path: Path) -> Any:
-    """What a PyTorch file holds: tensors, numbers and texts in dicts and lists, read with `weights_only=True`."""
-    cure = "Save network.state_dict(): whole pickled networks are not read, because they could run code."
-    with _reading(path, "to be a whole file of tensors", cure), warnings.catch_warnings():
+    """The content of a PyTorch file: tensors, numbers and strings in dicts and lists, read with `weights_only=True`."""
+    cure = "Save network.state_dict(): pickled networks are not read, because they could run code."
+    with _reading(path, "to be a complete file of tensors", cure), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with open_file(path) as file:
             if file.read(4) == b"PK\x03\x04":
                 _need_plain_archive(path)
-            else:  # five pickles, then the numbers
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:  # reads no more than there is
+            else:  # five pickles, then the data
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:  # never reads beyond the end
                     for _ in range(5):
                         need_plain(cast("IO[bytes]", whole), _TORCH_OPERATIONS, _TORCH_NAMES)
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -100,32 +101,32 @@ def read_torch(path: Path) -> Any:
 
 def inflate(path: Path, n_bytes: int | None = None) -> bytes:
     """The content of a gzip file, or its first `n_bytes`."""
-    with _reading(path, "to be a whole gzip file", "Copy the file again."):
+    with _reading(path, "to be a complete gzip file", "Copy the file again."):
         limit = inflated_limit(path.stat().st_size)
-        wanted = limit + 1 if n_bytes is None else n_bytes
+        remaining = limit + 1 if n_bytes is None else n_bytes
         if n_bytes is not None and n_bytes > limit:
             raise _too_large(path, n_bytes, limit)
         parts: list[bytes] = []
         with open_file(path) as raw, gzip.open(raw) as file:
-            while wanted and (part := file.read(min(wanted, _CHUNK))):
+            while remaining and (part := file.read(min(remaining, _CHUNK))):
                 parts.append(part)
-                wanted -= len(part)
-        if n_bytes is None and not wanted:
+                remaining -= len(part)
+        if n_bytes is None and not remaining:
             raise _too_large(path, limit + 1, limit)
         return b"".join(parts)
 
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str, cure: str) -> Iterator[None]:
-    """Turns whatever a damaged file makes its reader raise into our own errors."""
+    """Converts exceptions of file readers to onlynorm errors."""
     try:
         yield
     except OnlynormError:
         raise
     except FileNotFoundError as error:
-        raise MissingDataError(f"{path.name} needs to be a file; there is none at {path}. Check the path.") from error
+        raise MissingDataError(f"{path.name} needs to be a file; got none at {path}. Check the path.") from error
     except MemoryError as error:
-        raise MemoryLimitError(f"{path.name} needs more memory than there is. Save a part of it.") from error
+        raise MemoryLimitError(f"{path.name} needs more memory than available. Save a part of it.") from error
     except Exception as error:
         first = (str(error).splitlines() or ["no more"])[0][:300]
         raise FormatError(f"{path.name} needs {what}; got {type(error).__name__}: {first}. {cure}") from error
@@ -134,12 +135,12 @@ def _reading(path: Path, what: str, cure: str) -> Iterator[None]:
 def _too_large(path: Path, n_bytes: int, limit: int) -> FormatError:
     return FormatError(
         f"{path.name} needs to expand to at most {limit:,} bytes (the larger of {INFLATED_BYTES:,} and "
-        f"{INFLATED_RATIO} times its size); got {n_bytes:,}. Save it without compression if it is yours."
+        f"{INFLATED_RATIO} times its size); got {n_bytes:,}. Save it without compression."
     )
 
 
-def _need_modest_archive(archive: zipfile.ZipFile, path: Path) -> None:
-    """Raises unless the members are stored or deflated and together not larger than they may be."""
+def _need_allowed_size(archive: zipfile.ZipFile, path: Path) -> None:
+    """Raises unless the members are stored or deflated, with a total size within the limit."""
     members = archive.infolist()
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 0x1:
@@ -150,11 +151,11 @@ def _need_modest_archive(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _need_plain_archive(path: Path) -> None:
-    """Raises unless a PyTorch file in zip format is modest in size and its pickle plain."""
+    """Raises unless a PyTorch file in zip format is within the size limit and has a plain pickle."""
     with open_file(path) as file, zipfile.ZipFile(file) as archive:
         _need_one_directory(file)
-        _need_modest_archive(archive, path)
-        # PyTorch's reader ignores case, and does not end names at a null byte as Python's does.
+        _need_allowed_size(archive, path)
+        # PyTorch's reader ignores case and does not truncate names at null bytes, unlike Python's.
         names = {member: member.orig_filename.lower() for member in archive.infolist()}
         pickles = [member for member, name in names.items() if name.endswith("data.pkl")]
         if len(pickles) != 1 or any("\0" in name for name in names.values()):
@@ -163,10 +164,10 @@ def _need_plain_archive(path: Path) -> None:
 
 
 def _need_one_directory(file: IO[bytes]) -> None:
-    """Raises unless the end of a zip file leaves no choice of where its directory is.
+    """Raises unless the location of the directory of a zip file is unambiguous.
 
-    Python takes the directory right before the end, PyTorch the one at the offset that the end declares: of a file in
-    which these differ, we would check members that PyTorch does not read.
+    Python reads the directory directly before the end record, PyTorch the one at the offset in that record. If they
+    differed, the members checked here would not be those that PyTorch reads.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 98))
@@ -174,7 +175,7 @@ def _need_one_directory(file: IO[bytes]) -> None:
     signature, n_bytes, offset, n_comment = struct.unpack("<4s8xIIH", tail[-22:])
     start = size - 22
     is_one = signature == b"PK\5\6" and n_comment == 0
-    if tail[-42:-38] == b"PK\6\7":  # sizes of 64 bits, which PyTorch always writes
+    if tail[-42:-38] == b"PK\6\7":  # 64-bit sizes, which PyTorch always writes
         start = size - 98
         place = int.from_bytes(tail[-34:-26], "little")
         long_bytes, long_offset = struct.unpack("<QQ", tail[40:56])
@@ -182,20 +183,20 @@ def _need_one_directory(file: IO[bytes]) -> None:
         is_one &= n_bytes in (2**32 - 1, long_bytes) and offset in (2**32 - 1, long_offset)
         n_bytes, offset = long_bytes, long_offset
     if not is_one or offset + n_bytes != start:
-        raise ValueError("a zip file whose directory is not right before its end")
+        raise ValueError("a zip file whose directory is not directly before its end record")
 
 
 def _array(file: IO[bytes], size: int) -> np.ndarray:
-    """The array of a .npy file of this size; the numbers have to fill it exactly."""
+    """The array of a .npy file of this size, which the data must fill exactly."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
         raise ValueError(f"format {version}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of headers written by Python 2
+        warnings.simplefilter("ignore")  # about headers written by Python 2
         shape, is_fortran, dtype = readers[version](file)
     if dtype.kind not in "fiub" or dtype.itemsize > 8:
-        raise ValueError(f"{dtype} where real numbers belong")
+        raise ValueError(f"{dtype} instead of real values")
     if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != size - file.tell():
         raise ValueError(f"{size - file.tell()} bytes for {dtype} of shape {shape!s:.80}")
     count = math.prod(shape)
@@ -204,6 +205,6 @@ def _array(file: IO[bytes], size: int) -> np.ndarray:
     else:
         flat = np.fromfile(file, dtype, count)
     if flat.size != count:
-        raise EOFError(f"{flat.size} of {count} numbers")
+        raise EOFError(f"{flat.size} of {count} values")
     array = flat.reshape(shape, order="F" if is_fortran else "C")
     return array.astype(dtype.newbyteorder("="), copy=isinstance(file, io.BytesIO))

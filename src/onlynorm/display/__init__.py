@@ -1,10 +1,12 @@
-"""Figures, tables and pages: what results look like on paper and in a browser.
+"""Figures, tables and HTML pages of results.
 
-`figure` has curves in panels, drawn with matplotlib; `table` rows under headings; `page` self-contained HTML pages from
-Jinja2 templates. matplotlib and Jinja2 are imported when something is drawn.
+`figure` draws curves in panels with matplotlib. `table` formats tables. `page` renders self-contained HTML pages from
+Jinja2 templates. `result` has the base classes of results. matplotlib and Jinja2 are imported on first use.
 """
 
-from onlynorm.display.figure import Curve, Figure, Panel
+from onlynorm.display.figure import ENDINGS, Curve, Figure, Panel
+from onlynorm.display.page import render, seconds
+from onlynorm.display.result import Result, ShownResult, View
 from onlynorm.display.table import Table
 
-__all__ = ["Curve", "Figure", "Panel", "Table"]
+__all__ = ["ENDINGS", "Curve", "Figure", "Panel", "Result", "ShownResult", "Table", "View", "render", "seconds"]

@@ -1,4 +1,4 @@
-"""Figures: curves in panels, as PNG, as SVG, and as inline SVG that follows the colours of its page."""
+"""Figures: curves in panels, as PNG, SVG or PDF, and as inline SVG in the colours of the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
-from xml.etree import ElementTree
 
 from onlynorm.errors import ValueRangeError, shown, visible
 from onlynorm.storage import write_atomically
@@ -18,34 +17,45 @@ from onlynorm.validate import as_real, need_items, need_path, need_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure as Drawing
 
-CurveKind = Literal["line", "points", "line+points", "histogram"]
+CurveKind = Literal["line", "points", "line+points", "histogram", "bars"]
 ENDINGS = ("svg", "png", "pdf")
-# Okabe and Ito's colours: distinguishable with any kind of colour vision.
+# The colour-blind safe palette of Okabe and Ito.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c6d31", "#7f7f7f")
 INK = "#222222"
-"""Text, axes and the first law; in a page they have the colour of its text."""
+"""Colour of text, axes and the first law; replaced by the text colour in a page."""
 LAW_COLOURS = (INK, "#c0392b", "#7d8a99")
 LAW_DASHES = ("-", "--", ":")
 STYLE: Any = {
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.linewidth": 0.8,
-    "legend.frameon": False, "legend.fontsize": 8, "svg.fonttype": "none",
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": INK, "grid.alpha": 0.1, "grid.linewidth": 0.6,
+    "axes.titlelocation": "left", "legend.frameon": False,
+    "legend.fontsize": 8, "svg.fonttype": "none",
     "svg.hashsalt": "onlynorm",  # equal figures give equal files
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }  # fmt: skip
 MAX_HOVERED = 400
-"""Points of a curve that show their values on hover; curves with more points show none."""
+"""Maximum number of points of a curve that shows values on hover."""
+SHORT = 150.0
+"""Logarithmic axes that span less than this factor have labels without exponents."""
+MAX_LETTERS = 60
+"""Maximum total length of the tick labels of an axis that are not rotated."""
+MAX_NAMES = 24
+"""Maximum number of tick labels of an axis; of more names, every n-th is shown."""
+LARGEST = 1.7
+"""Maximum pixels per point of a figure in a page."""
 _SVG = "http://www.w3.org/2000/svg"
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve of a figure. A histogram has one more x (the bin edges) than y (the heights).
+    """One curve of a figure. A histogram has one more x (bin edges) than y (heights).
 
-    `style` is "data" for what was measured and "law" for what theory or a paper predicts. `y_error` has half the height
-    of an error bar for every point, or is empty.
+    `style` is "data" for measurements and "law" for predictions of theory or of a paper. `y_error` contains half the
+    height of each error bar, or is empty. A curve with an empty label is not in the legend.
     """
 
     label: str
@@ -57,8 +67,8 @@ class Curve:
     y_error: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        names = [value if isinstance(value, str) else None for value in (self.kind, self.style)]
-        if names[0] not in get_args(CurveKind) or names[1] not in ("data", "law"):
+        kind, style = (value if isinstance(value, str) else None for value in (self.kind, self.style))
+        if kind not in get_args(CurveKind) or style not in ("data", "law"):
             raise ValueRangeError(
                 f"curve {shown(self.label)} needs kind in {get_args(CurveKind)} and style data or law; "
                 f"got {shown(self.kind)} and {shown(self.style)}."
@@ -78,7 +88,7 @@ class Curve:
             )
 
     def points(self) -> Iterable[tuple[float, float]]:
-        """Where values can be read off: the points, or the middle of every bin."""
+        """The points (x, y); for a histogram, the centre of each bin."""
         if self.kind == "histogram":
             return [((left + right) / 2, y) for left, right, y in zip(self.x, self.x[1:], self.y, strict=False)]
         return zip(self.x, self.y, strict=True)
@@ -86,9 +96,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; curves name the panel they belong to.
+    """One pair of axes; curves refer to it by name.
 
-    `x_names` stand at 1, 2, 3 and so on instead of numbers.
+    `x_names` are the tick labels at x = 1, 2, 3, ...
     """
 
     name: str = ""
@@ -100,20 +110,20 @@ class Panel:
     x_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        names = need_items("x_names", self.x_names, cure="Pass a list of texts.")
+        names = need_items("x_names", self.x_names, cure="Pass a list of strings.")
         object.__setattr__(self, "x_names", tuple(names))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Curves and the panels they are drawn in; a label looks the same in every panel."""
+    """Curves and panels; curves with the same label have the same style in all panels."""
 
     curves: Sequence[Curve] = ()
     panels: Sequence[Panel] = ()
 
     @property
     def used_panels(self) -> tuple[Panel, ...]:
-        """The panels that have curves, with a plain one for curves that name a panel nobody described."""
+        """The panels with curves, including a default panel for each name not in `panels`."""
         known = {panel.name: panel for panel in self.panels}
         for curve in self.curves:
             known.setdefault(curve.panel, Panel(name=curve.panel, title=curve.panel))
@@ -121,29 +131,29 @@ class Figure:
         return tuple(panel for panel in known.values() if panel.name in used)
 
     def draw(self) -> Drawing:
-        """The matplotlib figure: one pair of axes per panel, one legend for all."""
+        """The matplotlib figure, with one pair of axes per panel and a common legend."""
         return _draw(self)[0]
 
     def to_bytes(self, ending: str = "svg") -> bytes:
-        """The figure as the content of an SVG, PNG or PDF file; equal figures give equal bytes."""
+        """The bytes of an SVG, PNG or PDF file; equal figures give equal bytes."""
         if not isinstance(ending, str) or ending not in ENDINGS:
             raise ValueRangeError(f"a figure needs svg, png or pdf; got {shown(ending)}. Name the file figure.svg.")
         dates: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
         return _saved(self.draw(), format=ending, dpi=160, metadata=dates.get(ending))
 
     def save(self, path: Path | str) -> Path:
-        """The path of the file, written as the ending of its name says."""
+        """Saves the figure in the format of the file extension and returns the path."""
         path = need_path("save", path)
         write_atomically(path, self.to_bytes(path.suffix.lower().removeprefix(".")))
         return path
 
     def write(self, folder: Path, name: str = "figure") -> tuple[Path, ...]:
-        """The paths of `name.png` and `name.svg` in the folder; a figure without curves writes nothing."""
-        folder, name = need_path("folder", folder), need_text("name", name, cure="Pass the name without its ending.")
+        """Saves `name.png` and `name.svg` in the folder and returns their paths; none if there are no curves."""
+        folder, name = need_path("folder", folder), need_text("name", name, cure="Pass the name without extension.")
         return tuple(self.save(folder / f"{name}.{ending}") for ending in ("png", "svg")) if self.curves else ()
 
     def inline_svg(self) -> str:
-        """SVG to be put into a page: no background, ink in the page's colour, and values shown on hover."""
+        """SVG for embedding in a page: no background, the text colour of the page, and values on hover."""
         drawing, hovered = _draw(self, is_hovered=True)
         return _inline(_saved(drawing, format="svg", transparent=True, metadata={"Date": None}).decode(), hovered)
 
@@ -152,7 +162,7 @@ class Figure:
 
 
 def _draw(figure: Figure, *, is_hovered: bool = False) -> tuple[Drawing, dict[str, list[str]]]:
-    """The drawing, and the texts of the points that are hovered over by the ids of their groups."""
+    """The drawing, and the hover texts of points by the id of their group."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Drawing
@@ -173,10 +183,12 @@ def _draw(figure: Figure, *, is_hovered: bool = False) -> tuple[Drawing, dict[st
             panel = panels[place]
             for curve in figure.curves:
                 if curve.panel == panel.name:
-                    named.setdefault(curve.label, _draw_curve(axes, curve, styles[curve.label]))
+                    drawn = _draw_curve(axes, curve, styles[curve.label])
+                    if curve.label:
+                        named.setdefault(curve.label, drawn)
                     if is_hovered:
                         hovered |= _add_hover(axes, curve, panel, f"hover-{len(hovered)}")
-            _set_axes(axes, panel)
+            _set_axes(axes, panel, [curve for curve in figure.curves if curve.panel == panel.name])
         _add_legend(drawing, named)
     return drawing, hovered
 
@@ -186,22 +198,53 @@ def _saved(drawing: Drawing, **options: Any) -> bytes:
 
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # labels that leave no room, or are of letters the font lacks
+        warnings.simplefilter("ignore", UserWarning)  # labels without space, or missing glyphs
         drawing.savefig(buffer, **options)
     return buffer.getvalue()
 
 
-def _set_axes(axes: Axes, panel: Panel) -> None:
+def _set_axes(axes: Axes, panel: Panel, curves: Sequence[Curve]) -> None:
     axes.set(title=_plain(panel.title), xlabel=_plain(panel.x_label), ylabel=_plain(panel.y_label))
     axes.set_xscale("log" if panel.x_log else "linear")
     axes.set_yscale("log" if panel.y_log else "linear")
+    for axis, is_log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
+        if is_log:
+            _set_log_ticks(axis)
+    if not panel.x_log and all(x.is_integer() for curve in curves for x in curve.x if curve.style == "data"):
+        axes.locator_params(axis="x", integer=True)
+    has_points = any(curve.kind in ("points", "line+points") for curve in curves)
+    if not panel.y_log and has_points and min((y for curve in curves for y in curve.y), default=1.0) == 0.0:
+        axes.set_ylim(bottom=-0.02 * axes.get_ylim()[1])  # room for markers at zero
     if panel.x_names:
-        places = range(1, len(panel.x_names) + 1)
-        axes.set_xticks(places, [_plain(name) for name in panel.x_names], rotation=30, ha="right")
+        step = -(-len(panel.x_names) // MAX_NAMES)
+        names = {place: _plain(name) for place, name in enumerate(panel.x_names, start=1)}
+        shown = [place for place in names if (place - 1) % step == 0]
+        is_level = sum(len(names[place]) + 2 for place in shown) < MAX_LETTERS
+        rotated: dict[str, Any] = {} if is_level else {"rotation": 30 if len(shown) < 8 else 60, "ha": "right"}
+        axes.set_xticks(shown, [names[place] for place in shown], **rotated)
+        axes.tick_params(axis="x", labelsize=8 if is_level else 7)
+        axes.grid(visible=False, axis="x")
+        axes.set_xlim(0.4, len(names) + 0.6)
+
+
+def _set_log_ticks(axis: Axis) -> None:
+    """Makes a logarithmic axis span at least a factor of ten; short ones get labels at 1, 2 and 5 times 10^n."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = (float(end) for end in axis.get_view_interval())
+    if not 0 < low < high < math.inf:
+        return
+    if high / low < 10.0:
+        grow = math.sqrt(10.0 * low / high)
+        axis.set_view_interval(low / grow, high * grow, ignore=True)
+    if high / low < SHORT:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _add_legend(drawing: Drawing, named: dict[str, Any]) -> None:
-    """One legend below all panels, in as many columns, four at most, as fit into the figure."""
+    """Adds one legend below all panels, with up to four columns."""
     labels = [_plain(label) for label in named]
     for n_columns in range(min(4, len(named)), 0, -1):
         legend = drawing.legend(list(named.values()), labels, loc="outside lower center", ncols=n_columns)
@@ -211,7 +254,7 @@ def _add_legend(drawing: Drawing, named: dict[str, Any]) -> None:
 
 
 def _styles(curves: Sequence[Curve]) -> dict[str, int]:
-    """A number per label, counted within data and within laws."""
+    """The index of the style of each label, counted separately for data and laws."""
     styles: dict[str, int] = {}
     for wanted in ("data", "law"):
         labels = dict.fromkeys(curve.label for curve in curves if curve.style == wanted)
@@ -220,39 +263,44 @@ def _styles(curves: Sequence[Curve]) -> dict[str, int]:
 
 
 def _draw_curve(axes: Axes, curve: Curve, number: int) -> Any:
-    look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.1, "alpha": 0.9}
+    style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linewidth": 1.1, "alpha": 0.9}
     if curve.style == "law":
         place = number % len(LAW_COLOURS)
-        look = {"color": LAW_COLOURS[place], "linestyle": LAW_DASHES[place], "linewidth": 1.4, "zorder": 3}
+        style = {"color": LAW_COLOURS[place], "linestyle": LAW_DASHES[place], "linewidth": 1.4, "zorder": 3}
     if curve.kind == "histogram":
         if curve.style == "data" and number == 0:
-            axes.stairs(curve.y, curve.x, fill=True, color=look["color"], alpha=0.14)
-        return axes.stairs(curve.y, curve.x, **look)
+            axes.stairs(curve.y, curve.x, fill=True, color=style["color"], alpha=0.14)
+        return axes.stairs(curve.y, curve.x, **style)
+    if curve.kind == "bars":
+        return axes.bar(curve.x, curve.y, width=0.75, color=style["color"], alpha=0.85)
     if curve.kind in ("points", "line+points"):
-        look |= {"marker": "o", "markersize": 3.5}
+        style |= {"marker": "o", "markersize": 3.5}
     if curve.kind == "points":
-        look |= {"linestyle": "none"}
+        style |= {"linestyle": "none"}
     if curve.y_error:
         halves = [half if math.isfinite(half) else 0.0 for half in curve.y_error]
-        return axes.errorbar(curve.x, curve.y, halves, capsize=2.5, **look)
-    return axes.plot(curve.x, curve.y, **look)[0]
+        return axes.errorbar(curve.x, curve.y, halves, capsize=2.5, **style)
+    return axes.plot(curve.x, curve.y, **style)[0]
 
 
 def _add_hover(axes: Axes, curve: Curve, panel: Panel, name: str) -> dict[str, list[str]]:
-    """Invisible points over the curve, in a group of this name, and the text of each."""
-    is_shown = [
+    """Adds invisible points on the curve, in a group of this name, and returns their texts."""
+    visible_points = [
         (x, y) for x, y in curve.points()
         if math.isfinite(x) and math.isfinite(y) and (x > 0 or not panel.x_log) and (y > 0 or not panel.y_log)
     ]  # fmt: skip
-    if not 0 < len(is_shown) <= MAX_HOVERED:
+    if not 0 < len(visible_points) <= MAX_HOVERED:
         return {}
     places: dict[float, str] = dict(enumerate(panel.x_names, start=1))
-    x, y = zip(*is_shown, strict=True)
+    x, y = zip(*visible_points, strict=True)
     axes.plot(x, y, linestyle="none", marker="o", markersize=8, alpha=0.0, zorder=10, gid=name)
-    return {name: [f"{curve.label}: {places.get(a, f'{a:.4g}')}, {b:.4g}" for a, b in is_shown]}
+    label = f"{curve.label}: " if curve.label else ""
+    return {name: [f"{label}{places.get(a, f'{a:.4g}')}, {b:.4g}" for a, b in visible_points]}
 
 
 def _inline(text: str, hovered: dict[str, list[str]]) -> str:
+    from xml.etree import ElementTree
+
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
     root = ElementTree.fromstring(text)
@@ -263,10 +311,16 @@ def _inline(text: str, hovered: dict[str, list[str]]) -> str:
         uses = list(groups[name].iter(f"{{{_SVG}}}use")) if name in groups else []
         for use, words in zip(uses, texts, strict=False):
             ElementTree.SubElement(use, f"{{{_SVG}}}title").text = _without_controls(words)
-    for group in groups.values():  # ids of several figures on a page would be the same
+    for group in groups.values():  # ids must be unique in a page with several figures
         group.attrib.pop("id", None)
     root.set("role", "img")
-    return ElementTree.tostring(root, encoding="unicode").replace(INK, "currentColor")
+    width = float(root.get("width", "0pt").removesuffix("pt"))
+    root.set("style", f"max-width: {LARGEST * width:.0f}px")
+    svg = ElementTree.tostring(root, encoding="unicode").replace(INK, "currentColor")
+    for name, colours in (("curve", COLOURS), ("law", LAW_COLOURS)):
+        for number, colour in enumerate(colours):  # the dark mode of a page has lighter colours
+            svg = svg.replace(colour, f"var(--{name}-{number}, {colour})")
+    return svg
 
 
 def _without_controls(text: str) -> str:
@@ -274,5 +328,5 @@ def _without_controls(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Dollar signs start formulas in matplotlib; in a label they are dollars."""
+    """Escapes dollar signs, which matplotlib would parse as formulas."""
     return _without_controls(text).replace("$", r"\$")

@@ -1,8 +1,8 @@
-"""Pages: self-contained HTML files that fetch nothing, from Jinja2 templates that escape every text.
+"""Self-contained HTML pages from Jinja2 templates.
 
-A template extends `display/page.html` and imports `display/macros.html`; its name is its path in the package. Texts
-come from files that are not ours to trust: autoescape is on, and the content security policy of a page allows its own
-scripts, by their hashes, and no request.
+A template extends `display/page.html` and imports `display/macros.html`; its name is its path in the package. Texts may
+come from untrusted files: autoescape is on, and the content security policy of a page forbids requests and all scripts
+except its own, given by their hashes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from onlynorm.errors import visible
+
 
 def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
-    """The page that the template makes of these values; `scripts` are put at its end."""
+    """The HTML of a template with these values; `scripts` are added at its end."""
     return str(_environment().get_template(template).render(policy=_policy(scripts), scripts=scripts, **values))
 
 
@@ -26,29 +28,36 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
 def _environment() -> Any:
     import jinja2
 
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("onlynorm", "."), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True, lstrip_blocks=True, finalize=_printable,
     )  # fmt: skip
-    made.filters.update(number=number, seconds=seconds, anchor=anchor, value=value)
-    made.globals["css"] = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    return made
+    environment.filters.update(number=number, seconds=seconds, anchor=anchor, value=value)
+    for name in ("page", "notebook"):
+        css = resources.files(__package__).joinpath(f"{name}.css").read_text(encoding="utf-8")
+        environment.globals["css" if name == "page" else "notebook_css"] = css
+    return environment
+
+
+def _printable(value: Any) -> Any:
+    """The value with control characters escaped if it is a text; names of modules may contain any."""
+    return visible(value) if type(value) is str else value
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """No request may leave the page, and only the scripts we put there may run, whatever its texts say."""
+    """A content security policy that forbids requests and all other scripts."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     allowed = f"script-src {hashes}; " if scripts else ""
     return f"default-src 'none'; {allowed}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
 
 def anchor(*parts: str) -> str:
-    """A fragment identifier made of letters, digits and dashes."""
+    """A fragment identifier of lowercase letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-") or "item"
 
 
 def number(value: float | int | str | None) -> str:
-    """A number with four digits, as a reader wants it; text stays text."""
+    """A number formatted with four significant digits; strings are returned unchanged."""
     if value is None:
         return "–"
     if isinstance(value, str):
@@ -59,7 +68,7 @@ def number(value: float | int | str | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration a reader can compare at a glance."""
+    """A duration formatted in milliseconds, seconds, minutes or hours."""
     if value < 1:
         return f"{1000 * value:.0f} ms"
     if value < 120:
@@ -68,7 +77,9 @@ def seconds(value: float) -> str:
 
 
 def value(given: Any) -> str:
-    """A setting as text; several are separated by commas."""
+    """A setting as text; lists are joined by commas."""
     if isinstance(given, list | tuple):
         return ", ".join(value(item) for item in given)
-    return f"{given:g}" if isinstance(given, float) else str(given)
+    if isinstance(given, bool):
+        return "yes" if given else "no"
+    return number(given) if isinstance(given, float | int) else str(given)

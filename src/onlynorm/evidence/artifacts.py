@@ -1,4 +1,4 @@
-"""Artifacts: every figure, table and stated number of a paper, as words in TOML and a function in Python."""
+"""Artifacts: the figures, tables and stated numbers of a paper, as descriptions in TOML and functions in Python."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Function = Callable[["Run"], "Outcome"]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a value has to be: near `value` within `tolerance`, or between `minimum` and `maximum`, or both.
+    """The expected range of a value: `value` within `tolerance`, between `minimum` and `maximum`, or both.
 
-    `is_relative` reads the tolerance as a share of the value. A soft expectation that fails is a caveat, not
-    a failure. `scale` limits it to one scale; None means both.
+    With `is_relative` the tolerance is a fraction of the value. A soft expectation that fails is a caveat, not a
+    failure. `scale` limits it to one scale; None means both.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Artifact:
-    """One figure, table or number: what the paper claims, at which sizes we measure it, what we expect."""
+    """A figure, table or number: the claim of the paper, the sizes of the measurement, and the expectations."""
 
     id: str
     title: str
@@ -64,13 +64,13 @@ class Artifact:
     source_digest: str
 
     def expectations_at(self, scale: Scale) -> tuple[Expectation, ...]:
-        """The expectations that hold at this scale."""
+        """The expectations for this scale."""
         return tuple(item for item in self.expectations if item.scale in (None, scale))
 
 
 def artifacts() -> dict[str, Artifact]:
-    """Every artifact of the papers in this package, by id."""
-    from onlynorm.evidence.papers.table import PAPERS  # the papers use this file
+    """All artifacts of the papers in this package, by id."""
+    from onlynorm.evidence.papers.table import PAPERS  # avoids a circular import
 
     found: dict[str, Artifact] = {}
     for paper in PAPERS:
@@ -79,7 +79,7 @@ def artifacts() -> dict[str, Artifact]:
 
 
 def load_artifacts(path: Path | str, functions: Mapping[str, Function]) -> dict[str, Artifact]:
-    """The artifacts that a TOML file describes and these functions compute, by id; each needs its other half."""
+    """The artifacts of a TOML file with their functions, by id; raises unless the ids are the same."""
     path = Path(path)
     entries = _read_toml(path).get("artifact", [])
     found: dict[str, Artifact] = {}
@@ -87,7 +87,7 @@ def load_artifacts(path: Path | str, functions: Mapping[str, Function]) -> dict[
         name = table.get("id", number) if isinstance(table, dict) else number
         entry = parse(_Entry, table, what=f"artifact {name} of {path.name}", cure="Correct the field.")
         if entry.id in found:
-            raise FormatError(f"{path.name} needs each artifact once; got {entry.id!r} twice.")
+            raise FormatError(f"{path.name} needs each artifact once; got {entry.id!r} twice. Remove one.")
         if entry.id not in functions:
             raise FormatError(
                 f"artifact {entry.id!r} of {path.name} needs a function; got {', '.join(functions) or 'none'}. Add it "
@@ -96,12 +96,12 @@ def load_artifacts(path: Path | str, functions: Mapping[str, Function]) -> dict[
         found[entry.id] = _artifact(entry, functions[entry.id])
     for id in functions:
         if id not in found:
-            raise FormatError(f"the function for {id!r} needs an [[artifact]] table in {path.name}; it has none.")
+            raise FormatError(f"the function for {id!r} needs an [[artifact]] table in {path.name}; got none. Add it.")
     return found
 
 
 def select(ids: Iterable[str | Artifact] | None, known: Mapping[str, Artifact]) -> tuple[Artifact, ...]:
-    """The artifacts named by `ids`: ids, paper keys (all of that paper) or Artifact objects; None is all."""
+    """The artifacts selected by `ids`: ids, paper keys (all of that paper) or Artifact objects; None selects all."""
     if ids is None:
         return tuple(known.values())
     chosen: dict[str, Artifact] = {}
@@ -122,7 +122,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{path.name} needs valid TOML; {error}.") from error
+        raise FormatError(f"{path.name} needs valid TOML; got: {error}. Correct the file.") from error
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Expect:
         )  # fmt: skip
 
     def by_scale(self) -> tuple[Expectation, ...]:
-        """One expectation for the scales that share it, or one for each."""
+        """One expectation for both scales, or one for each if values differ."""
         if any(isinstance(given, dict) for given in (self.value, self.tolerance, self.min, self.max)):
             return tuple(self.at(scale) for scale in SCALES)
         return (replace(self.at("quick"), scale=self.scale),)
@@ -162,7 +162,7 @@ class _Expect:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What an artifact is measured with, at each scale."""
+    """Sizes of an artifact at each scale."""
 
     quick: dict[str, Any]
     paper: dict[str, Any]
@@ -191,18 +191,20 @@ def _artifact(entry: _Entry, function: Function) -> Artifact:
     for one in expectations:
         where = f"expectation {one.name!r} of {entry.id!r}"
         if one.tolerance is not None and (one.value is None or not one.tolerance > 0):
-            raise FormatError(f"{where} needs a value and a positive tolerance around it; got {one.tolerance!r}.")
+            raise FormatError(f"{where} needs a value and a positive tolerance; got {one.tolerance!r}. Correct it.")
         if one.tolerance is None and one.minimum is None and one.maximum is None:
-            raise FormatError(f"{where} needs a tolerance, a min or a max: nothing decides it.")
+            raise FormatError(f"{where} needs a tolerance, a min or a max; got none. Add one.")
     built = Artifact(
         entry.id, entry.title, entry.claim, entry.kind, entry.seeds,
         {"quick": entry.sizes.quick, "paper": entry.sizes.paper}, expectations, entry.caveats, function,
         source_digest(function),
     )  # fmt: skip
     for scale in SCALES:
-        here = built.expectations_at(scale)
-        if not any(not item.is_soft for item in here):
-            raise FormatError(f"artifact {entry.id!r} needs an expectation that can fail at scale {scale!r}; got none.")
-        if len({item.name for item in here}) < len(here):
+        expected = built.expectations_at(scale)
+        if not any(not item.is_soft for item in expected):
+            raise FormatError(
+                f"artifact {entry.id!r} needs an expectation that is not soft at scale {scale!r}; got none. Add one."
+            )
+        if len({item.name for item in expected}) < len(expected):
             raise FormatError(f"artifact {entry.id!r} needs one expectation per name at scale {scale!r}.")
     return built

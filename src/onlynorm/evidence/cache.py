@@ -1,8 +1,8 @@
-"""Finished pieces of work that survive a kill: each is a sealed file, which the next run reads again.
+"""A cache of finished results on disk, so that an interrupted run resumes.
 
-The name of a file ends with the digest of everything its piece was made of, so other data or other sizes are another
-piece. The state of the library and of the code that made it is stored with a piece but is no part of the name: it
-changes too often. A piece of older code is read again, and says so.
+A piece is a sealed file. Its name ends with a digest of its dependencies, so that other data or sizes give another
+piece. Versions of the library and of the code are stored in the file but are not part of the digest, since they change
+too often. A piece from older code is reused, with a note.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, w
 
 PIECE = "onlynorm-piece"
 CACHED, OLDER = "cached", "cached, from older code"
-Say = Callable[[str], None]
+OnMessage = Callable[[str], None]
 
-# What only shows or orders results cannot change them.
-_NOT_COMPUTING = ("cli", "display", "evidence")  # of the evidence only what a result is made with can change it
+# Modules that only display or organize results cannot change them.
+_NOT_COMPUTING = ("cli", "display", "evidence")  # evidence modules are included if they are imported
 _ORDERING = ("artifacts", "cache", "expectations", "harness", "records", "registry", "reproduce", "table")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What was computed, now or by an earlier run, as numbers, text, lists and dicts."""
+    """A result as plain numbers, strings, lists and dicts, computed or read from the cache."""
 
     key: str
     result: Any
@@ -49,19 +49,21 @@ class Piece:
 
     @property
     def note(self) -> str:
-        """What to say of a result that was not computed now."""
+        """A note if the result was cached, else an empty string."""
         return (OLDER if self.is_stale else CACHED) if self.is_reloaded else ""
 
 
 class Cache:
-    """The pieces in one folder; `force` computes every one again.
+    """The pieces in one folder; `force` computes all of them again.
 
-    `modules` are the names of the modules whose functions compute: a change of their code, or of what they import,
+    `modules` are the names of the modules that compute the results: a change of their code, or of modules they import,
     makes a piece stale.
     """
 
-    def __init__(self, folder: Path, *, modules: Iterable[str], force: bool = False, say: Say = lambda _: None) -> None:
-        self.folder, self.force, self.say = folder, force, say
+    def __init__(
+        self, folder: Path, *, modules: Iterable[str], force: bool = False, status: OnMessage = lambda _: None
+    ) -> None:
+        self.folder, self.force, self.status = folder, force, status
         self.made_with = {"library": library_digest(*modules), **versions()}
 
     def get_or_compute(
@@ -72,9 +74,9 @@ class Cache:
         *,
         check: Callable[[Any], object] = lambda _: None,
     ) -> Piece:
-        """The piece that is made of these things; one that is damaged, or that `check` refuses, is computed again.
+        """The piece with these dependencies; it is computed if it is missing, damaged or rejected by `check`.
 
-        A fresh result goes through the same conversion as a stored one, so both runs see the same types.
+        A new result is converted in the same way as a stored one, so that types are the same.
         """
         key = digest(made_of)
         path = self.folder / f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', name)[:80]}-{key[:16]}.json"
@@ -86,8 +88,8 @@ class Cache:
                     is_stale = stored.get("made_with") != self.made_with
                     return Piece(key, stored["result"], stored["seconds"], is_reloaded=True, is_stale=is_stale)
             except FormatError:
-                self.say(f"{name}: {path.name} is damaged or has other fields, so it is computed again")
-        with claim(path):  # another run that needs this piece is refused instead of computing it a second time
+                self.status(f"{name}: {path.name} is damaged or has other fields; computing it again")
+        with claim(path):  # a second run that needs this piece raises instead of computing it again
             start = time.perf_counter()
             result = to_plain(compute())
             seconds = time.perf_counter() - start
@@ -97,17 +99,17 @@ class Cache:
 
 
 def read_piece(path: Path, key: str) -> dict[str, Any] | None:
-    """A stored piece; None when there is no file, `FormatError` when it is damaged or another piece."""
+    """A stored piece, or None if there is no file; raises `FormatError` if it is damaged or has another key."""
     if not path.exists():
         return None
     stored = read_sealed(path, kind=PIECE)
     if stored.get("key") != key or "result" not in stored or not isinstance(stored.get("seconds"), float):
-        raise FormatError(f"a piece needs its key, its result and its seconds; {path.name} has others. Delete it.")
+        raise FormatError(f"a piece needs key, result and seconds; {path.name} has other fields. Delete it.")
     return stored
 
 
 def worst_note(notes: Iterable[str]) -> str:
-    """What to say of a result that several pieces make: the worst of what is said of them."""
+    """The note of a result from several pieces: stale before cached before none."""
     given = set(notes)
     return next((note for note in (OLDER, CACHED) if note in given), "")
 
@@ -116,38 +118,38 @@ def worst_note(notes: Iterable[str]) -> str:
 
 
 def source_digest(function: Callable[..., Any]) -> str:
-    """SHA-256 of the source text of the module that defines `function`, without its imports: files may move."""
+    """SHA-256 of the source of the module that defines `function`, without imports, which change if files move."""
     module = sys.modules.get(function.__module__)
     try:
         text = inspect.getsource(module if module is not None else function)
     except (OSError, TypeError) as error:
         raise FormatError(
-            f"{function.__qualname__} needs source text, so that stored results follow its code; none found. "
-            "Define it in a file."
+            f"{function.__qualname__} needs source code for the digest of its results; got none. Define it in a file."
         ) from error
     return hashlib.sha256(without_imports(text).encode()).hexdigest()
 
 
 def without_imports(text: str) -> str:
-    """The source text without the lines of its import statements."""
-    lines = text.splitlines(keepends=True)
+    """The source text without import statements and blank lines."""
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom) and node.end_lineno is not None:
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    return "".join(lines)
+    return "\n".join(line for line in lines if line.strip())
 
 
 @functools.cache
 def library_digest(*modules: str) -> str:
-    """SHA-256 over the source files that can change a result of functions of these modules.
+    """SHA-256 of the source files, without imports, that can change a result of functions in these modules.
 
-    The whole library counts, without what only shows or orders results. Of the papers and benchmarks those files count
-    that the modules import, directly or through each other.
+    These are all files of the library except those that only display or organize results. Files of papers and
+    benchmarks are included if the modules import them, directly or indirectly.
     """
     root = Path(inspect.getfile(onlynorm)).parent
     total = hashlib.sha256()
     for path in source_files(root, *modules):
-        total.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        source = without_imports(path.read_text(encoding="utf-8"))
+        total.update(f"{path.relative_to(root).as_posix()}\0{source}\0".encode())
     return total.hexdigest()
 
 
@@ -156,7 +158,7 @@ def source_files(root: Path, *modules: str) -> list[Path]:
     files = {path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in _NOT_COMPUTING}
     waiting = [path for name in modules if (path := _file_of(root, name)) is not None]
     for name in modules:
-        if _file_of(root, name) is None and name in sys.modules:  # an artifact of a user's own module
+        if _file_of(root, name) is None and name in sys.modules:  # an artifact in a module of a user
             waiting += _imported_files(root, inspect.getsource(sys.modules[name]))
     while waiting:
         path = waiting.pop()
@@ -167,7 +169,7 @@ def source_files(root: Path, *modules: str) -> list[Path]:
 
 
 def _imported_files(root: Path, source: str) -> list[Path]:
-    """The files of the evidence that a source text imports."""
+    """The files of `onlynorm.evidence` that a source text imports."""
     names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -178,7 +180,7 @@ def _imported_files(root: Path, source: str) -> list[Path]:
 
 
 def _file_of(root: Path, module: str) -> Path | None:
-    """The file of a module of the evidence that measures something, else None."""
+    """The file of a measuring module of `onlynorm.evidence`, else None."""
     parts = module.split(".")
     if parts[:2] != ["onlynorm", "evidence"] or parts[2:3] == ["report"] or parts[-1] in _ORDERING:
         return None
@@ -187,7 +189,7 @@ def _file_of(root: Path, module: str) -> Path | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a number can depend on."""
+    """Versions of the packages that results depend on."""
     return {
         "onlynorm": onlynorm.__version__,
         "python": platform.python_version(),

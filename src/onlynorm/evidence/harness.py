@@ -1,8 +1,9 @@
-"""The harness of all benchmarks: sizes with quick ones, races, sweeps, goals judged by code, tables.
+"""The benchmark harness: sizes, races, sweeps, confidence intervals, goals and tables.
 
-A benchmark is one file. A `Race` measures rows of competitors in one run, with the times of `timing.race`. A `Sweep`
-measures every case of a grid with several seeds: it selects a learning rate on validation data where cases have one,
-caches every finished training, so that a killed run resumes, and turns the runs into intervals, tables and a figure.
+A benchmark is one file. A `Race` compares several methods in one run, with the times of `timing.race`. A `Sweep` trains
+every case of a grid with several seeds: it selects a learning rate on validation data, caches every finished training
+so that an interrupted run resumes, and computes intervals, tables and a figure. The artifacts of a paper run sweeps
+with the settings of the paper: see `Sweep.measured`.
 
     @dataclass(frozen=True)
     class RepairSizes(Sizes):
@@ -12,36 +13,40 @@ caches every finished training, so that a killed run resumes, and turns the runs
     sweep = Sweep("repair", "Deep networks after every repair.", RepairSizes, cases=cases, lrs=(0.01, 0.1))
 
     @sweep.trial
-    def validation_accuracy(case: Case, run: Run, sizes: RepairSizes) -> float: ...
+    def validation_accuracy(case: Case, run: TrainingRun, sizes: RepairSizes) -> float: ...
 
     @sweep.measure
-    def train(case: Case, run: Run, sizes: RepairSizes) -> Trained: ...      # a dataclass of what was measured
+    def train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Trained: ...  # a dataclass of what was measured
 
     @sweep.goals
-    def goals(results: Results) -> Iterator[Goal]: ...                       # results.runs is a DataFrame
+    def goals(results: Results) -> Iterator[Goal]: ...  # results.runs is a DataFrame
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
 import typing
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
-from onlynorm.display import Figure, Table
+from onlynorm.data import Split
+from onlynorm.display import Curve, Figure, Table
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.cache import Cache, Say, worst_note
+from onlynorm.evidence.cache import Cache, OnMessage, Piece, worst_note
 from onlynorm.evidence.records import parse
-from onlynorm.evidence.spread import Spread
 from onlynorm.evidence.validation import TRIAL_SEED
+from onlynorm.memory import readable
+from onlynorm.storage import tensors_digest
 from onlynorm.validate import (
     need_callable,
     need_choice,
@@ -54,8 +59,10 @@ from onlynorm.validate import (
 )
 
 OUT = Path("onlynorm-out/bench")
+LEVEL = 0.95
+"""Confidence level of all intervals."""
 NARROW = 0.03
-"""Half the width up to which an interval of accuracies shows that two methods are equal; a wider one holds any gap."""
+"""Maximum half width of an interval that shows that two methods have equal accuracy."""
 GOAL_COLUMNS = ("goal", "measured", "met")
 _S = TypeVar("_S", bound="Sizes")
 _C = TypeVar("_C", bound=tuple[Any, ...])
@@ -64,7 +71,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Goal:
-    """A stated aim, what was measured for it, and whether it was met."""
+    """A goal, the measured values as text, and whether it was met."""
 
     aim: str
     measured: str
@@ -72,8 +79,44 @@ class Goal:
 
 
 def number(value: float, pattern: str) -> str:
-    """The value as text, or a dash where nothing was measured."""
+    """The formatted value, or a dash for NaN."""
     return "-" if math.isnan(value) else format(value, pattern)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean of n measurements and the half width of its confidence interval, NaN for n = 1."""
+
+    mean: float
+    half: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Student's interval: mean +- t s / sqrt(n) with n - 1 degrees of freedom."""
+        n = len(values)
+        if n == 0:
+            return cls(math.nan, math.nan, 0)
+        if n == 1:
+            return cls(values[0], math.nan, 1)
+        quantile = float(stdtrit(n - 1, 0.5 + LEVEL / 2.0))
+        return cls(float(np.mean(values)), quantile * float(np.std(values, ddof=1)) / math.sqrt(n), n)
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end of the interval."""
+        return self.mean + self.half
+
+    def percent(self) -> str:
+        """Mean and half width in percent, as text."""
+        if math.isnan(self.mean):
+            return "-"
+        return f"{100 * self.mean:.1f}" + ("" if math.isnan(self.half) else f" ± {100 * self.half:.1f}")
 
 
 # ------------------------------------------------------------------------------- sizes
@@ -83,9 +126,9 @@ def setting(
     default: Any, *, quick: Any = None, help: str = "", low: float | None = None, high: float | None = None,
     choices: Collection[str] = (), is_key: bool = True,
 ) -> Any:  # fmt: skip
-    """A field of `Sizes`: its value, that of a quick run, and the text that makes it an option of the command.
+    """A field of `Sizes`: its default, the value of a quick run, and the help text of its option on the command line.
 
-    `is_key=False` says that the result of a single run does not depend on it, such as how many runs there are.
+    `is_key=False` if the result of a single run does not depend on it, such as the number of seeds.
     """
     facts = {"quick": quick, "help": help, "low": low, "high": high, "choices": choices, "is_key": is_key}
     return field(default=default, metadata=facts)
@@ -93,9 +136,9 @@ def setting(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a benchmark measures, and how much of it: the base class of the sizes of every benchmark.
+    """Base class of the sizes of a benchmark.
 
-    Whole numbers are at least 1, other numbers at least 0, names are among their choices.
+    Integers must be at least 1, floats at least 0, names in their choices.
     """
 
     quick: bool = setting(False, is_key=False)
@@ -107,7 +150,7 @@ class Sizes:
 
     @classmethod
     def make(cls: type[_S], *, quick: bool = False, **given: Any) -> _S:
-        """The sizes of an ordinary or a quick run, with those given that are not None."""
+        """The default or quick sizes, updated with the given values that are not None."""
         small = {f.name: f.metadata["quick"] for f in dataclasses.fields(cls) if f.metadata.get("quick") is not None}
         chosen = {name: value for name, value in given.items() if value is not None}
         return cls(quick=quick, **((small if quick else {}) | chosen))
@@ -148,44 +191,86 @@ def _int(value: float | None) -> int | None:
 
 
 class Result(typing.Protocol):
-    """What one run of a benchmark measured."""
+    """The result of a benchmark."""
 
     @property
     def goals(self) -> Sequence[Goal]:
         """What was promised, as far as this run measured it."""
 
     def tables(self) -> list[Table]:
-        """Everything that was measured, without the goals."""
+        """Tables of all measurements, without the goals."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
 
 
 def is_met(result: Result) -> bool:
-    """Whether every goal that the run could measure was met."""
+    """Whether all measured goals were met."""
     return all(goal.is_met for goal in result.goals)
 
 
 def goal_table(result: Result) -> Table:
-    """The goals as rows of text."""
+    """The goals as a table."""
     return Table(GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals])
 
 
-@dataclass(frozen=True)
-class Voice:
-    """How a run reports: `say` what is being done, which is replaced by what follows, and `tell` what is finished."""
+class Pieces(typing.Protocol):
+    """Storage of finished pieces: a `Cache`, or a run of an artifact of a paper."""
 
-    say: Say
-    tell: Say
+    def get_or_compute(
+        self, name: str, made_of: Mapping[str, Any], compute: Callable[[], Any], *,
+        check: Callable[[Any], object] = ...,
+    ) -> Piece:  # fmt: skip
+        """The piece of this name that depends on `made_of`, stored or computed now."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a benchmark: `status` shows the current step, `log` prints a line for each finished part.
+
+    `get_or_compute` stores finished results in `pieces`; `folder` is for other files.
+    """
+
+    status: OnMessage
+    log: OnMessage
+    folder: Path
+    pieces: Pieces
+
+    def get_or_compute(
+        self, kind: type[_R], name: str, made_of: Mapping[str, Any], compute: Callable[[], _R]
+    ) -> tuple[_R, str]:
+        """The result for `made_of`, computed or from the cache, and a note if it was cached."""
+
+        def read(stored: Any) -> _R:
+            return parse(kind, stored, what=f"{name}: a stored result", cure="It is computed again.")
+
+        def plain() -> Any:
+            made: Any = compute()
+            return asdict(made) if dataclasses.is_dataclass(made) and not isinstance(made, type) else made
+
+        made_of = {key: _plain_dependency(value) for key, value in made_of.items()}
+        piece = self.pieces.get_or_compute(name, made_of, plain, check=read)
+        return read(piece.result), piece.note
+
+
+def _plain_dependency(value: Any) -> Any:
+    """The value itself, or the digest of the tensors of a data set."""
+    if not isinstance(value, Split):
+        return value
+    if id(value) not in _DIGESTS:
+        _DIGESTS[id(value)] = tensors_digest(vars(value))
+        weakref.finalize(value, _DIGESTS.pop, id(value), None)  # ids are reused
+    return _DIGESTS[id(value)]
+
+
+_DIGESTS: dict[int, str] = {}
 
 
 class Benchmark(ABC, Generic[_S]):
-    """A name, one line about it, its sizes and how it is run; `is_stored` if it caches pieces in a folder."""
+    """Base class of benchmarks: a name, a description and its sizes; `is_stored` if results are cached in a folder."""
 
-    is_stored = False
-
-    def __init__(self, name: str, about: str, sizes: type[_S]) -> None:
-        self.name, self.about, self.sizes = name, about, sizes
+    def __init__(self, name: str, about: str, sizes: type[_S], *, is_stored: bool) -> None:
+        self.name, self.about, self.sizes, self.is_stored = name, about, sizes, is_stored
 
     def run(
         self,
@@ -193,27 +278,33 @@ class Benchmark(ABC, Generic[_S]):
         *,
         out: Path | str = OUT,
         force: bool = False,
-        progress: Say | None = None,
-        on_row: Say | None = None,
+        progress: OnMessage | None = None,
+        on_row: OnMessage | None = None,
     ) -> Result:
-        """Measures everything; `out` is the folder of cached pieces and figures, `force` computes every piece again.
+        """Runs the benchmark; `out` is the folder of cached pieces and figures, `force` computes every piece again.
 
-        `progress` is called with what is being done, `on_row` with one line for everything that is finished.
+        `progress` is called with status messages, `on_row` with one line for each finished part.
         """
         sizes = need_instance(
             "sizes", self.sizes() if sizes is None else sizes, self.sizes, cure=f"Pass a {self.sizes.__name__}."
         )
         folder = need_path("out", out) / self.name
-        voice = Voice(_listener("progress", progress), _listener("on_row", on_row))
-        return self.work(sizes, folder, need_flag("force", force), voice)
+        status, log = _callback("progress", progress), _callback("on_row", on_row)
+        cache = Cache(folder, modules=[self.module], force=need_flag("force", force), status=status)
+        return self.work(sizes, Session(status, log, folder, cache))
+
+    @property
+    @abstractmethod
+    def module(self) -> str:
+        """Name of the module with the measuring function; cached pieces depend on its code."""
 
     @abstractmethod
-    def work(self, sizes: _S, folder: Path, force: bool, voice: Voice) -> Result:
-        """What the kind of benchmark does; arguments are checked."""
+    def work(self, sizes: _S, session: Session) -> Result:
+        """Runs the benchmark with validated arguments."""
 
 
-def _listener(name: str, value: Any) -> Say:
-    return (lambda _: None) if value is None else need_callable(name, value, cure="Leave it out to hear nothing.")
+def _callback(name: str, value: Any) -> OnMessage:
+    return (lambda _: None) if value is None else need_callable(name, value, cure="Omit it for no messages.")
 
 
 # ------------------------------------------------------------------------------- races
@@ -221,7 +312,7 @@ def _listener(name: str, value: Any) -> Say:
 
 @dataclass(frozen=True)
 class RaceResult(Generic[_S]):
-    """The rows of a race, in one or several parts with a table each."""
+    """The rows of a race, in one or more parts with a table each."""
 
     race: Race[_S]
     sizes: _S
@@ -237,13 +328,18 @@ class RaceResult(Generic[_S]):
         """What was promised, as far as this run measured it."""
         return list(self.race.judge(self))
 
+    def find(self, **fields: Any) -> Any:
+        """The first row with these values, or None if it was not measured."""
+        return next((r for r in self.rows if all(getattr(r, k, None) == v for k, v in fields.items())), None)
+
     def tables(self) -> list[Table]:
-        """A table for each part."""
-        return [
-            Table(tuple(columns), [tuple(cell(row) for cell in columns.values()) for row in self.parts[name]])
-            for name, columns in self.race.columns.items()
-            if self.parts.get(name)
-        ]
+        """One table per part, then additional tables of the benchmark."""
+        made = []
+        for name, columns in self.race.columns.items():
+            if columns and self.parts.get(name):
+                rows = [tuple(_cell(row, column) for column in columns.values()) for row in self.parts[name]]
+                made.append(Table(tuple(columns), rows, self.race.width))
+        return [*made, *self.race.more_tables(self)]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for --json."""
@@ -254,39 +350,68 @@ class RaceResult(Generic[_S]):
         }
 
 
-class Race(Benchmark[_S]):
-    """A benchmark whose rows are measured side by side in one run; nothing of it is cached.
+Column = str | Callable[[Any], str]
+"""The content of a cell: a function of the row, or a field with a format, as in "seconds:.3g" or "memory:bytes"."""
 
-    `columns` has the headings of each part's table with the function that makes a cell of a row.
+
+def _cell(row: Any, column: Column) -> str:
+    if not isinstance(column, str):
+        return column(row)
+    name, _, pattern = column.partition(":")
+    value = getattr(row, name)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if pattern == "bytes":
+        return readable(value) if value else "-"
+    return format(value, pattern)
+
+
+class Race(Benchmark[_S]):
+    """A benchmark that compares methods in one run.
+
+    `columns` maps the headings of each part's table to the content of a cell, see `Column`; a part without columns has
+    no table. With `is_stored`, rows are cached by `Session.get_or_compute`.
     """
 
     def __init__(
-        self, name: str, about: str, sizes: type[_S], *, columns: Mapping[str, Mapping[str, Callable[[Any], str]]]
-    ) -> None:
-        super().__init__(name, about, sizes)
-        self.columns = columns
+        self, name: str, about: str, sizes: type[_S], *, columns: Mapping[str, Mapping[str, Column]],
+        is_stored: bool = False, width: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(name, about, sizes, is_stored=is_stored)
+        self.columns, self.width = columns, width
         self.judge: Callable[[RaceResult[_S]], Iterable[Goal]] = lambda _: ()
+        self.more_tables: Callable[[RaceResult[_S]], Iterable[Table]] = lambda _: ()
 
-    def measure(self, function: Callable[[_S, Voice], Iterable[tuple[str, Any]]]) -> Any:
-        """A decorator of the generator of (part, row); a row is a dataclass."""
+    @property
+    def module(self) -> str:
+        """Name of the module with the measuring function."""
+        return self.rows.__module__
+
+    def measure(self, function: Callable[[_S, Session], Iterable[tuple[str, Any]]]) -> Any:
+        """Decorator for the generator of (part, row) or (part, list of rows); a row is a dataclass."""
         self.rows = function
         return function
 
     def goals(self, function: Callable[[RaceResult[_S]], Iterable[Goal]]) -> Any:
-        """A decorator of the function that judges a result."""
+        """Decorator for the function that evaluates the goals."""
         self.judge = function
         return function
 
+    def tables(self, function: Callable[[RaceResult[_S]], Iterable[Table]]) -> Any:
+        """Decorator for the function that returns additional tables."""
+        self.more_tables = function
+        return function
+
     def result(self, rows: Iterable[tuple[str, Any]], sizes: _S | None = None) -> RaceResult[_S]:
-        """The result that these rows make."""
+        """The result with these rows."""
         parts: dict[str, list[Any]] = {name: [] for name in self.columns}
         for part, row in rows:
-            parts[part].append(row)
+            parts[part] += row if isinstance(row, list) else [row]
         return RaceResult(self, self.sizes() if sizes is None else sizes, parts)
 
-    def work(self, sizes: _S, folder: Path, force: bool, voice: Voice) -> RaceResult[_S]:
+    def work(self, sizes: _S, session: Session) -> RaceResult[_S]:
         """Measures all rows."""
-        return self.result(self.rows(sizes, voice), sizes)
+        return self.result(self.rows(sizes, session), sizes)
 
 
 # ------------------------------------------------------------------------------- learning rates
@@ -295,14 +420,14 @@ class Race(Benchmark[_S]):
 def try_lrs(
     grid: Sequence[float], attempt: Callable[[float], float], *, start: Sequence[float] | None = None
 ) -> dict[float, float]:
-    """Validation accuracies by learning rate: of the whole grid, or of `start` and neighbours of the best.
+    """Validation accuracies by learning rate, for the whole grid or for `start` and neighbours of the best.
 
-    Neighbours are tried until the best learning rate lies between two others, or at an end of the grid.
+    Neighbours are tried until the best learning rate is between two others, or at an end of the grid.
     """
     tried = {lr: attempt(lr) for lr in grid if start is None or lr in start}
     while tried:
-        place = grid.index(best_lr(tried))
-        missing = next((lr for lr in grid[max(0, place - 1) : place + 2] if lr not in tried), None)
+        best = grid.index(best_lr(tried))
+        missing = next((lr for lr in grid[max(0, best - 1) : best + 2] if lr not in tried), None)
         if missing is None:
             break
         tried[missing] = attempt(missing)
@@ -310,11 +435,11 @@ def try_lrs(
 
 
 def best_lr(tried: Mapping[float, float]) -> float:
-    """The learning rate with the best accuracy; the lower one of two that are equally good."""
+    """The learning rate with the best accuracy; the smallest one of ties."""
     finite = {lr: accuracy for lr, accuracy in tried.items() if not math.isnan(accuracy)}
     if not finite:
         raise TrainingError(
-            f"a choice of the learning rate needs a trial with a finite loss; got none of {len(tried)}. Lower the grid."
+            f"a learning rate needs a trial with a finite loss; got none of {len(tried)}. Try smaller learning rates."
         )
     return max(finite, key=lambda lr: (finite[lr], -lr))
 
@@ -323,39 +448,39 @@ def best_lr(tried: Mapping[float, float]) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training: its seed and learning rate (NaN where there is none to choose), and how it reports."""
+class TrainingRun:
+    """Seed and learning rate (NaN if there is none) of one training, and a callback for status messages."""
 
     seed: int
     lr: float
-    say: Say = lambda _: None
+    status: OnMessage = lambda _: None
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a case measured: a dataclass of the benchmark, and whether it came from the cache."""
+    """The result of one run of a case, a dataclass of the benchmark, and a note if it was cached."""
 
     case: tuple[Any, ...]
-    run: Run
+    run: TrainingRun
     row: Any
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The accuracy of one learning rate on validation data, with a seed that is not judged."""
+    """The validation accuracy of one learning rate; its seed is not used in the results."""
 
     case: tuple[Any, ...]
-    run: Run
+    run: TrainingRun
     accuracy: float
     note: str = ""
 
 
 @dataclass
 class Results(Generic[_S, _C]):
-    """All runs of a sweep and the trials that chose their learning rates, as tables of pandas.
+    """All runs of a sweep and the trials of learning rates, as pandas DataFrames.
 
-    The columns of `runs` are the fields of a case, seed, lr, what was measured, and note.
+    The columns of `runs` are the fields of a case, seed, lr, the measured quantities, and note.
     """
 
     sweep: Sweep[_S, _C]
@@ -371,17 +496,17 @@ class Results(Generic[_S, _C]):
 
     @property
     def cases(self) -> list[_C]:
-        """The cases that were measured."""
+        """The measured cases."""
         return typing.cast("list[_C]", list(dict.fromkeys(one.case for one in self.measured)))
 
     def of(self, case: _C, *, lr: float | None = None) -> pd.DataFrame:
-        """The runs of a case in the order of their seeds, at its own learning rate or at this one."""
+        """The runs of a case, sorted by seed, at its selected learning rate or at `lr`."""
         wanted = self.lr(case) if lr is None else lr
         mask = [one.case == case and (_same(one.run.lr, wanted)) for one in self.measured]
         return self.runs[mask].sort_values("seed") if any(mask) else self.runs.iloc[:0]
 
     def values(self, case: _C, column: str = "accuracy", *, lr: float | None = None) -> list[float]:
-        """One measured quantity, seed by seed."""
+        """A measured quantity, one value per seed."""
         found = self.of(case, lr=lr)
         return [] if found.empty else [float(value) for value in found[column]]
 
@@ -390,23 +515,42 @@ class Results(Generic[_S, _C]):
         return Spread.of(self.values(case, column, lr=lr))
 
     def gap(self, first: _C, second: _C, column: str = "accuracy") -> Spread:
-        """By how much the first case exceeds the second, seed by seed."""
+        """Paired difference of the first and second case over the seeds."""
         one, other = self.of(first), self.of(second)
         if one.empty or other.empty:
             return Spread.of([])
         both = one.merge(other, on="seed", suffixes=("", "_other"))
         return Spread.of([float(value) for value in both[column] - both[f"{column}_other"]])
 
+    def curve(
+        self, label: str, x: Sequence[float], cases: Sequence[_C], *, column: str = "accuracy", lr: float | None = None,
+        **style: Any,
+    ) -> Curve:  # fmt: skip
+        """A curve of a fraction in percent with intervals; one case per x."""
+        found = [self.spread(case, column, lr=lr) for case in cases]
+        y_error = [100 * one.half for one in found]
+        return Curve(label, x, [100 * one.mean for one in found], y_error=y_error, **style)
+
+    def seeds_goal(self, aim: str, cases: Sequence[_C], least: int) -> Goal:
+        """The goal that each of these cases has at least `least` seeds."""
+        fewest = min(len(self.of(case)) for case in cases)
+        return Goal(f"{aim} with {least} seeds or more", f"{fewest} or more in {len(cases)} cases", fewest >= least)
+
+    def every_run_goal(self, aim: str, column: str) -> Goal:
+        """The goal that a boolean column is true for every run."""
+        n_true, n_runs = int(self.runs[column].sum()), len(self.runs)
+        return Goal(aim, f"{n_true} of {n_runs} runs", n_true == n_runs)
+
     def trial_accuracies(self, case: _C) -> dict[float, float]:
-        """Mean validation accuracies by learning rate, over all cases that share the learning rate of this one."""
-        group = self.sweep.lr_group(case)
+        """Mean validation accuracy by learning rate, over all cases of the same `lr_group`."""
+        group = self.sweep.lr_group(self.sweep.lr_case(case))
         mask = [self.sweep.lr_group(typing.cast("_C", one.case)) == group for one in self.tried]
         if not any(mask):
             return {}
         return {float(lr): float(mean) for lr, mean in self.trials[mask].groupby("lr")["accuracy"].mean().items()}
 
     def lr(self, case: _C) -> float:
-        """The learning rate with the best validation accuracy, the lower one of two; NaN where none was tried."""
+        """The learning rate with the best validation accuracy, the smallest of ties; NaN if none was tried."""
         tried = self.trial_accuracies(case)
         return best_lr(tried) if tried else math.nan
 
@@ -416,7 +560,7 @@ class Results(Generic[_S, _C]):
         return list(self.sweep.judge(self)) if self.measured else []
 
     def tables(self) -> list[Table]:
-        """A row for every case, the benchmark's own tables, and the trials of learning rates."""
+        """A table of all cases, additional tables of the benchmark, and the trials of learning rates."""
         tables = [self._case_table(), *self.sweep.more_tables(self)]
         return [*tables, self._trial_table()] if self.tried else tables
 
@@ -461,7 +605,7 @@ class Results(Generic[_S, _C]):
 
 
 Cell = Callable[[Results[Any, Any], Any, Any], str]
-"""Makes a cell of a table of the results, a case and the DataFrame of its runs."""
+"""A function of the results, a case and the DataFrame of its runs that returns the text of a cell."""
 
 
 def percent(column: str) -> Cell:
@@ -475,7 +619,7 @@ def mean(column: str, pattern: str) -> Cell:
 
 
 def first(column: str, pattern: str = "") -> Cell:
-    """Cells with a quantity that is the same for all seeds."""
+    """Cells with a quantity that is equal for all seeds."""
     return lambda _results, _case, runs: format(runs[column].iloc[0], pattern)
 
 
@@ -484,18 +628,17 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
 
     Args:
         cases: the grid for given sizes; a case is a named tuple, whose fields are the first columns of the table.
-        columns: further headings with functions that make a cell, see `percent`, `mean` and `first`.
-        lrs: learning rates to try, the same for every case or by case; none where a case has no learning rate.
-        start: of these the ones every case begins with; neighbours follow while the best lies at an end.
-        lr_group: cases that share their learning rate, by default each has its own.
-        also_at: another case whose learning rate a case is trained with as well.
-        seeds: how many seeds a case has, by default `sizes.seeds`; the first one is `first_seed`.
-        trial_seeds: seeds of the trials, which are not judged.
-        made_of: what a run depends on beside its case and the sizes, such as digests of data and models.
-        hidden: measured quantities that are too long for --json.
+        columns: further headings with functions that return a cell, see `percent`, `mean` and `first`.
+        lrs: learning rates to try, for all cases or as a function of the case; empty if there is no learning rate.
+        start: learning rates that are tried first; neighbours are added while the best is at an end.
+        lr_group: key of cases that share a learning rate; by default each case has its own.
+        also_at: another case; each case is also trained with its learning rate.
+        seeds: number of seeds of a case, by default `sizes.seeds`; the first one is `first_seed`.
+        trial_seeds: seeds of the trials, not used in the results.
+        made_of: further dependencies of a run besides case and sizes: data sets, digests of models.
+        lr_case: the case whose trials select the learning rate of a case; by default the case itself.
+        hidden: measured quantities that are omitted from --json.
     """
-
-    is_stored = True
 
     def __init__(
         self,
@@ -508,6 +651,7 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
         lrs: Sequence[float] | Callable[[_C], Sequence[float]] = (),
         start: Sequence[float] | None = None,
         lr_group: Callable[[_C], Any] = lambda case: case,
+        lr_case: Callable[[_C], _C] = lambda case: case,
         also_at: Callable[[_C], _C] | None = None,
         seeds: Callable[[_C, _S], int] | None = None,
         first_seed: int = 0,
@@ -516,141 +660,130 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
         hidden: Collection[str] = (),
         width: int = 0,
     ) -> None:
-        super().__init__(name, about, sizes)
-        self.cases, self.columns, self.start, self.lr_group, self.also_at = cases, columns, start, lr_group, also_at
+        super().__init__(name, about, sizes, is_stored=True)
+        self.cases, self.columns, self.start, self.also_at = cases, columns, start, also_at
+        self.lr_group, self.lr_case = lr_group, lr_case
         self.n_seeds = seeds or (lambda _, sizes: int(getattr(sizes, "seeds", 1)))
         self.first_seed, self.trial_seeds, self.made_of = first_seed, trial_seeds, made_of
         self.hidden, self.width = frozenset(hidden), width
         self.grid = lrs
         self.judge: Callable[[Any], Iterable[Goal]] = lambda _: ()
         self.more_tables: Callable[[Any], Sequence[Table]] = lambda _: ()
-        self.more_facts: Callable[[Any, Say], dict[str, Any]] = lambda _results, _say: {}
+        self.more_facts: Callable[[Any, OnMessage], dict[str, Any]] = lambda _results, _status: {}
         self.draw: Callable[[Any], Mapping[str, Figure]] = lambda _: {}
-        self.train: Callable[[_C, Run, _S], Any]
-        self.validate: Callable[[_C, Run, _S], float]
+        self.train: Callable[[_C, TrainingRun, _S], Any]
+        self.validate: Callable[[_C, TrainingRun, _S], float]
+
+    @property
+    def module(self) -> str:
+        """Name of the module with the training function."""
+        return self.train.__module__
 
     def lrs(self, case: _C) -> Sequence[float]:
         """The learning rates of a case, ascending."""
         return self.grid(case) if callable(self.grid) else self.grid
 
-    def measure(self, function: Callable[[_C, Run, _S], _R]) -> Callable[[_C, Run, _S], _R]:
-        """A decorator of the function that trains and tests one case; it returns a dataclass."""
+    def measure(self, function: Callable[[_C, TrainingRun, _S], _R]) -> Callable[[_C, TrainingRun, _S], _R]:
+        """Decorator for the function that trains and tests one case and returns a dataclass."""
         self.train = function
         self.kind = typing.get_type_hints(function)["return"]
         return function
 
-    def trial(self, function: Callable[[_C, Run, _S], float]) -> Callable[[_C, Run, _S], float]:
-        """A decorator of the function that trains one case and returns its accuracy on validation data."""
+    def trial(self, function: Callable[[_C, TrainingRun, _S], float]) -> Callable[[_C, TrainingRun, _S], float]:
+        """Decorator for the function that trains one case and returns its validation accuracy."""
         self.validate = function
         return function
 
     def goals(self, function: Callable[[Any], Iterable[Goal]]) -> Any:
-        """A decorator of the function that judges results."""
+        """Decorator for the function that evaluates the goals."""
         self.judge = function
         return function
 
     def tables(self, function: Callable[[Any], Sequence[Table]]) -> Any:
-        """A decorator of the function that makes further tables of results."""
+        """Decorator for the function that returns additional tables."""
         self.more_tables = function
         return function
 
-    def facts(self, function: Callable[[Any, Say], dict[str, Any]]) -> Any:
-        """A decorator of the function that adds to --json, before goals and tables are made."""
+    def facts(self, function: Callable[[Any, OnMessage], dict[str, Any]]) -> Any:
+        """Decorator for the function that returns additional data for --json; called before goals and tables."""
         self.more_facts = function
         return function
 
     def figures(self, function: Callable[[Any], Mapping[str, Figure]]) -> Any:
-        """A decorator of the function that draws results; figures are named for their files."""
+        """Decorator for the function that returns figures by file name."""
         self.draw = function
         return function
 
     def results(
         self, runs: Iterable[Measured], trials: Iterable[Trial] = (), *, sizes: _S | None = None, **facts: Any
     ) -> Results[_S, _C]:
-        """The results that these runs and trials make."""
+        """The results with these runs and trials."""
         return Results(self, self.sizes() if sizes is None else sizes, list(runs), list(trials), facts)
 
-    def work(self, sizes: _S, folder: Path, force: bool, voice: Voice) -> Results[_S, _C]:
-        """Tries learning rates, trains every case with every seed, draws, all from the cache where it can."""
+    def measured(self, sizes: _S, session: Session) -> Results[_S, _C]:
+        """Tries learning rates, then trains every case with every seed; finished trainings come from the cache."""
         cases = list(self.cases(sizes))
-        cache = Cache(folder, modules=[self.train.__module__], force=force, say=voice.say)
-        lab = _Lab(self, sizes, cache, voice)
-        results = self.results([], list(lab.trials(cases)), sizes=sizes)
-        results = self.results(lab.runs(cases, results), results.tried, sizes=sizes)
-        results.facts = self.more_facts(results, voice.say)
-        drawn = [figure.write(folder, name) for name, figure in self.draw(results).items()]
+        tried = list(self._trials(cases, sizes, session))
+        chosen = self.results([], tried, sizes=sizes)
+        return self.results(self._runs(cases, chosen, session), tried, sizes=sizes)
+
+    def work(self, sizes: _S, session: Session) -> Results[_S, _C]:
+        """Runs the sweep and writes the figures."""
+        results = self.measured(sizes, session)
+        results.facts = self.more_facts(results, session.status)
+        drawn = [figure.write(session.folder, name) for name, figure in self.draw(results).items()]
         results.figures = tuple(str(paths[0]) for paths in drawn if paths)
         for path in results.figures:
-            voice.tell(f"figure: {path}")
+            session.log(f"figure: {path}")
         return results
 
-
-@dataclass
-class _Lab(Generic[_S, _C]):
-    """The trials and runs of one sweep, each from the cache or computed now."""
-
-    sweep: Sweep[_S, _C]
-    sizes: _S
-    cache: Cache
-    voice: Voice
-
-    def trials(self, cases: Sequence[_C]) -> Iterator[Trial]:
-        """Every learning rate that is tried, group by group."""
+    def _trials(self, cases: Sequence[_C], sizes: _S, session: Session) -> Iterator[Trial]:
+        """The trials of all learning rates, group by group."""
         groups: dict[Any, list[_C]] = {}
-        for case in cases:
-            groups.setdefault(self.sweep.lr_group(case), []).append(case)
+        for case in dict.fromkeys(map(self.lr_case, cases)):
+            groups.setdefault(self.lr_group(case), []).append(case)
         for group in groups.values():
             found: list[Trial] = []
 
             def attempt(lr: float, group: list[_C] = group, found: list[Trial] = found) -> float:
-                seeds = self.sweep.trial_seeds(self.sizes)
-                made = [self._trial(case, Run(seed, lr)) for case in group for seed in seeds]
+                made = [
+                    Trial(case, run, *self._piece(case, run, sizes, session, float, self.validate, "trial"))
+                    for case in group for run in (TrainingRun(seed, lr) for seed in self.trial_seeds(sizes))
+                ]  # fmt: skip
                 found += made
                 return statistics.fmean(one.accuracy for one in made)
 
-            try_lrs(self.sweep.lrs(group[0]), attempt, start=self.sweep.start)
+            try_lrs(self.lrs(group[0]), attempt, start=self.start)
             yield from found
 
-    def _trial(self, case: _C, run: Run) -> Trial:
-        piece = self._piece(
-            case, run, "trial", lambda run: float(self.sweep.validate(case, run, self.sizes)),
-            lambda stored: parse(float, stored, what="a trial", cure=""),
-        )  # fmt: skip
-        return Trial(case, run, float(piece[0]), piece[1])
-
-    def runs(self, cases: Sequence[_C], chosen: Results[_S, _C]) -> Iterator[Measured]:
-        """Every case with every seed, at its own learning rate and at that of the case it is compared with."""
+    def _runs(self, cases: Sequence[_C], chosen: Results[_S, _C], session: Session) -> Iterator[Measured]:
+        """The runs of every case with every seed, at its learning rate and at that of `also_at`."""
         for case in cases:
             rates = [chosen.lr(case)]
-            if self.sweep.also_at is not None:
-                rates.append(chosen.lr(self.sweep.also_at(case)))
-            for place in range(self.sweep.n_seeds(case, self.sizes)):
+            if self.also_at is not None:
+                rates.append(chosen.lr(self.also_at(case)))
+            for offset in range(self.n_seeds(case, chosen.sizes)):
                 for lr in dict.fromkeys(rates):
-                    run = Run(self.sweep.first_seed + place, lr)
-                    row, note = self._piece(case, run, "run", functools.partial(self._train, case), self._parse)
-                    made = Measured(case, run, self._parse(row), note)
-                    self.voice.tell(_told(made))
+                    run = TrainingRun(self.first_seed + offset, lr)
+                    row, note = self._piece(case, run, chosen.sizes, session, self.kind, self.train, "run")
+                    made = Measured(case, run, row, note)
+                    session.log(_row_text(made))
                     yield made
 
-    def _train(self, case: _C, run: Run) -> dict[str, Any]:
-        return asdict(self.sweep.train(case, run, self.sizes))
-
-    def _parse(self, stored: Any) -> Any:
-        return parse(self.sweep.kind, stored, what="a run", cure="It is computed again.")
-
     def _piece(
-        self, case: _C, run: Run, what: str, compute: Callable[[Run], Any], check: Callable[[Any], object]
-    ) -> tuple[Any, str]:
+        self, case: _C, run: TrainingRun, sizes: _S, session: Session, kind: type[_R],
+        function: Callable[[_C, TrainingRun, _S], _R], what: str,
+    ) -> tuple[_R, str]:  # fmt: skip
+        """The result of the function, computed or from the cache, and a note if it was cached."""
         lr = "" if math.isnan(run.lr) else f", lr {run.lr:g}"
         name = f"{_named(case)}{lr}, seed {run.seed}" + (", trial" if what == "trial" else "")
-        self.voice.say(name)
+        session.status(name)
         made_of = {
-            "benchmark": self.sweep.name, "what": what, "case": _plain_case(case), "seed": run.seed, "lr": run.lr,
-            "sizes": self.sizes.key(), **self.sweep.made_of(case, self.sizes),
+            "benchmark": self.name, "what": what, "case": _plain_case(case), "seed": run.seed, "lr": run.lr,
+            "sizes": sizes.key(), **self.made_of(case, sizes),
         }  # fmt: skip
-        speaking = dataclasses.replace(run, say=lambda text: self.voice.say(f"{name}: {text}"))
-        piece = self.cache.get_or_compute(name, made_of, lambda: compute(speaking), check=check)
-        return piece.result, piece.note
+        run = dataclasses.replace(run, status=lambda text: session.status(f"{name}: {text}"))
+        return session.get_or_compute(kind, name, made_of, lambda: function(case, run, sizes))
 
 
 def _facts(one: Measured | Trial) -> dict[str, Any]:
@@ -683,8 +816,8 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _told(made: Measured) -> str:
+def _row_text(made: Measured) -> str:
     accuracy = getattr(made.row, "accuracy", math.nan)
     lr = "" if math.isnan(made.run.lr) else f", lr {made.run.lr:g}"
-    told = "" if math.isnan(accuracy) else f": {100 * accuracy:.1f} %"
-    return f"{_named(made.case)}{lr}, seed {made.run.seed}{told}"
+    percent = "" if math.isnan(accuracy) else f": {100 * accuracy:.1f} %"
+    return f"{_named(made.case)}{lr}, seed {made.run.seed}{percent}"

@@ -1,6 +1,6 @@
-"""Records: what one reproduction measured, beside what the paper says, in one file.
+"""Records: the measurements of one reproduction and the values of the paper, in one file.
 
-`parse` turns what a file holds into a dataclass with pydantic: every field is there and of its type, or it is refused.
+`parse` validates the content of a file with pydantic and returns a dataclass.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from onlynorm.validate import need_path
 
 RECORD = "onlynorm-record"
 Filled = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
-"""Text that is not empty."""
+"""A non-empty string."""
 STRICT = ConfigDict(extra="forbid")
-"""Configuration of dataclasses for files that people write: a misspelt field must not hide."""
+"""Pydantic configuration for files written by hand: unknown fields raise."""
 _T = TypeVar("_T")
 
 
-class Verdict(str, enum.Enum):
-    """What a reproduction amounts to."""
+class RecordVerdict(str, enum.Enum):
+    """The verdict of a reproduction."""
 
     REPRODUCED = "reproduced"
     CAVEAT = "with a caveat"
@@ -42,7 +42,7 @@ class Verdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One expectation with our number beside it."""
+    """One expectation and the measured value."""
 
     name: str
     ours: float | None
@@ -56,7 +56,7 @@ class Check:
 
 @dataclass(frozen=True)
 class PieceNote:
-    """How one piece of the work came about."""
+    """Name, configuration, time and cache state of one piece."""
 
     name: str
     key: str
@@ -68,14 +68,14 @@ class PieceNote:
 
 @dataclass(frozen=True)
 class Record:
-    """One reproduction: configuration, measurements, the paper's numbers beside ours, and the verdict."""
+    """One reproduction: configuration, measurements, the values of the paper, and the verdict."""
 
     artifact: str
     title: str
     claim: str
     kind: str
     scale: str
-    verdict: Verdict
+    verdict: RecordVerdict
     reasons: tuple[str, ...]
     checks: tuple[Check, ...]
     values: Mapping[str, float]
@@ -94,12 +94,12 @@ class Record:
 
     @property
     def paper(self) -> str:
-        """The paper's key: what stands before the colon of the artifact's id."""
+        """The key of the paper: the part of the artifact id before the colon."""
         return self.artifact.partition(":")[0]
 
     @property
     def figure(self) -> Figure:
-        """The curves in their panels."""
+        """The figure with all curves and panels."""
         return Figure(self.curves, self.panels)
 
     def __str__(self) -> str:
@@ -113,14 +113,14 @@ class Record:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write one sealed record file."""
+    """Writes a record to a sealed file."""
     body = dataclasses.asdict(record)
     body["verdict"] = record.verdict.value
     write_sealed(path, body, kind=RECORD)
 
 
 def read_record(path: Path) -> Record:
-    """The record in this file; `FormatError` when it is damaged or holds fields of the wrong kind."""
+    """The record in this file; raises `FormatError` if it is damaged or has fields of the wrong type."""
     path = need_path("read_record", path)
     return parse(
         Record, read_sealed(path, kind=RECORD), what=f"the record {path.name}",
@@ -129,7 +129,7 @@ def read_record(path: Path) -> Record:
 
 
 def read_records(folder: Path) -> tuple[Record, ...]:
-    """Every record below `folder`, ordered by artifact, then scale."""
+    """All records in `folder` and its subfolders, sorted by artifact and scale."""
     folder = need_path("read_records", folder)
     if not folder.is_dir():
         raise MissingDataError(
@@ -140,17 +140,17 @@ def read_records(folder: Path) -> tuple[Record, ...]:
 
 
 def parse(kind: type[_T], body: Any, *, what: str, cure: str) -> _T:
-    """What a file holds as an instance of a dataclass; types are strict, but lists stand for tuples."""
+    """The content of a file as an instance of a dataclass; types are strict, except that lists become tuples."""
     try:
-        text = json.dumps(body, default=repr)  # TOML has dates, which no field takes
+        text = json.dumps(body, default=repr)  # TOML has dates, which no field accepts
         json.loads(text, parse_int=_need_float_range)
         made: _T = _adapter(cast("Any", kind)).validate_json(text, strict=True)
     except ArithmeticError as error:
-        raise FormatError(f"{what} needs numbers that a float can hold; got a larger one. {cure}") from error
+        raise FormatError(f"{what} needs numbers that fit into a float; got a larger one. {cure}") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        got = f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg'].rstrip('.')}"
-        raise FormatError(f"{what} needs all its fields, each of its type; got {got}. {cure}") from error
+        got = f"{'.'.join(map(str, first['loc'])) or 'document'}: {first['msg'].rstrip('.')}"
+        raise FormatError(f"{what} needs all fields with the right types; got {got}. {cure}") from error
     return made
 
 
@@ -160,4 +160,4 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def _need_float_range(digits: str) -> float:
-    return float(int(digits))  # OverflowError beyond; pydantic would read an infinity
+    return float(int(digits))  # raises OverflowError; pydantic would return infinity

@@ -1,14 +1,14 @@
-"""The registry of every numbered statement of the five papers, and of the checks that measure them.
+"""The registry of all numbered statements of the five papers and of their checks.
 
-A statement lives in `papers/<paper>/statements.toml`: our wording, its assumptions, and where the paper's text slips.
-Its check is a function in a file beside it, listed in `CHECKS` of the paper:
+A statement is an entry of `papers/<paper>/statements.toml`: our wording, its assumptions, and errors in the printed
+text. Its check is a function in the same folder, listed in `CHECKS` of the paper:
 
     def random_products_are_invertible(seed: int) -> Evidence: ...
 
     CHECKS = {"giannou2023:lemma-2": products.random_products_are_invertible, ...}
 
-`run_check` runs it and returns a `Finding`. Keys read paper:kind-number, as in `hardt_ma2017:lemma-B.1`;
-docstrings cite them after the word Theory, and a test holds both sides together.
+`run_check` runs it and returns a `Finding`. Keys have the form paper:kind-number, as in `hardt_ma2017:lemma-B.1`.
+Docstrings cite them after the word Theory; a test checks that cited keys exist.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ KINDS = {
     "conjecture": "conj-",
     "inequality": "ineq-",
     "equation": "eq-",
-    "named": "",  # unnumbered in its paper; our name stands in for the number
+    "named": "",  # not numbered in its paper; a name replaces the number
     **{kind: f"{kind}-" for kind in _PLAIN},
 }
 
 
 class Verdict(str, Enum):
-    """What a check says about its statement."""
+    """The verdict of a check on its statement."""
 
     HOLDS = "holds"
     CORRECTED = "holds with a corrected constant"
@@ -65,7 +65,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Paper:
-    """One of the five papers; `short` says what it gives us."""
+    """One of the five papers; `short` is its main result for this library."""
 
     key: Filled
     title: Filled
@@ -81,7 +81,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement of a paper in our words; `slips` says where the printed text errs and how we read it."""
+    """A statement of a paper in our words; `slips` lists errors in the printed text and their corrections."""
 
     key: Filled
     kind: Filled
@@ -107,14 +107,14 @@ class Statement:
         if self.assumes:
             parts.append("Assumes: " + "; ".join(self.assumes) + ".")
         if self.slips:
-            parts.append("Slips: " + self.slips)
+            parts.append("Corrections: " + self.slips)
         body = "\n".join(_indented(part) for part in parts)
         return f"{self.key} ({self.kind}{origin}): {self.title}\n{body}"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a check returns: its verdict, the measured numbers in words, and the same numbers by name."""
+    """The result of a check: its verdict, a description of the measurements, and the measured values by name."""
 
     verdict: Verdict
     text: str
@@ -145,7 +145,7 @@ def papers() -> tuple[Paper, ...]:
 
 
 def statements(paper: str | None = None) -> tuple[Statement, ...]:
-    """Returns all statements, or those of one paper, in the order in which the paper makes them."""
+    """Returns all statements, or those of one paper, in the order of the paper."""
     if paper is None:
         return tuple(_registry().values())
     need_choice("paper", paper, PAPERS)
@@ -158,7 +158,7 @@ def statement(key: str) -> Statement:
 
 
 def has_check(key: str) -> bool:
-    """Returns whether the statement, or the one it restates, has a check."""
+    """Whether the statement, or the one it restates, has a check."""
     return _check_of(key) is not None
 
 
@@ -172,7 +172,7 @@ def where(key: str) -> str:
 
 
 def run_check(key: str, *, seed: int = 0) -> Finding:
-    """Returns the finding of one statement; a check that raises is a finding too, that it fails."""
+    """Runs the check of one statement and returns the finding; a check that raises an error fails."""
     return run_checks([key], seed=seed)[0]
 
 
@@ -182,7 +182,7 @@ def run_checks(
     seed: int = 0,
     progress: Callable[[Finding], None] | None = None,
 ) -> tuple[Finding, ...]:
-    """Returns the findings of the given statements, by default all; a check that serves several runs once."""
+    """Runs the checks of the given statements, by default all; a check of several statements runs once."""
     listed = _registry() if keys is None else need_items("run_checks", keys, cure='List keys: ["giannou2023:thm-1"].')
     chosen = [statement(key).key for key in listed]
     seed = need_seed(seed)
@@ -207,17 +207,17 @@ def run_checks(
 
 
 def _run(function: Check, seed: int) -> Evidence:
-    """What the check says; one that raises says that it fails, so that the checks behind it still run."""
+    """The result of a check; an error is returned as a failure, so that further checks still run."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AccuracyWarning)  # a check measures what it needs, and says so
+            warnings.simplefilter("ignore", AccuracyWarning)  # checks measure the accuracy themselves
             return function(seed)
     except Exception as error:
         return Evidence(Verdict.FAILS, f"the check raised {type(error).__name__}: {error}")
 
 
 def _check_of(key: str) -> Check | None:
-    from onlynorm.evidence.papers.table import CHECKS  # the papers use this file
+    from onlynorm.evidence.papers.table import CHECKS  # avoids a circular import
 
     one = statement(key)
     return CHECKS.get(one.key) or CHECKS.get(one.restates)
@@ -233,8 +233,8 @@ def _registry() -> dict[str, Statement]:
     for entry in registry.values():
         if entry.restates and (entry.restates not in registry or registry[entry.restates].restates):
             raise FormatError(
-                f"{entry.paper}/statements.toml, {entry.key}: restates needs a statement that restates no other; "
-                f"got {entry.restates!r}. Name the original statement."
+                f"{entry.paper}/statements.toml, {entry.key}: restates needs the key of an original statement; "
+                f"got {entry.restates!r}. Use the key of the original."
             )
     return registry
 
@@ -249,7 +249,7 @@ def _parse(text: str, *, name: str) -> tuple[Paper, tuple[Statement, ...]]:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{name} needs valid TOML; got: {error}. Mend the file at that place.") from error
+        raise FormatError(f"{name} needs valid TOML; got: {error}. Correct the file.") from error
     unknown = sorted(raw.keys() - {"paper", "statement"})
     if unknown or "paper" not in raw:
         got = f"unknown {', '.join(unknown)}" if unknown else "no [paper]"
@@ -259,13 +259,13 @@ def _parse(text: str, *, name: str) -> tuple[Paper, tuple[Statement, ...]]:
         raise FormatError(f"{name}, [paper]: key needs to be the name of the folder; got {paper.key!r}. Rename one.")
     entries: dict[str, Statement] = {}
     for i, table in enumerate(raw.get("statement", []), start=1):
-        place = f"{name}, {table.get('key', f'statement {i}')}"
-        entry = parse(Statement, table, what=f"{place}:", cure=_CURE)
+        where = f"{name}, {table.get('key', f'statement {i}')}"
+        entry = parse(Statement, table, what=f"{where}:", cure=_CURE)
         expected = f"{paper.key}:{KINDS.get(entry.kind, '?-')}{entry.number}"
         if entry.key != expected:
-            raise FormatError(f"{place}: key needs to be {expected!r}; got {entry.key!r}. Mend key, kind or number.")
+            raise FormatError(f"{where}: key needs to be {expected!r}; got {entry.key!r}. Correct key, kind or number.")
         if entry.key in entries:
-            raise FormatError(f"{place}: key needs to be unique; got it twice. Remove or renumber one entry.")
+            raise FormatError(f"{where}: key needs to be unique; got it twice. Remove or renumber one entry.")
         entries[entry.key] = entry
     return paper, tuple(entries.values())
 
@@ -274,7 +274,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def normal(seed: int, name: str, *shape: int) -> Tensor:
-    """Standard normal numbers that depend on nothing but their arguments; `shape` has two sizes."""
+    """A matrix of standard normal entries, determined by seed, name and shape (rows, cols)."""
     rows, cols = shape
     return draw("er_normal", (rows, 1), n_features=cols, density=1.0, seed=seed, layer=name).left().contiguous()
 
@@ -285,7 +285,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def verdict(holds: bool, *, as_printed: bool = True) -> Verdict:
-    """HOLDS, CORRECTED where only our reading does, FAILS."""
+    """HOLDS, CORRECTED if only the corrected statement holds, or FAILS."""
     if not holds:
         return Verdict.FAILS
     return Verdict.HOLDS if as_printed else Verdict.CORRECTED

@@ -13,14 +13,16 @@ TRIAL_SEED = 100
 """Seed of the validation subset, and of the first network on which learning rates are tried; others lie below."""
 
 
-def validation_subset(split: Split, n: int) -> tuple[Tensor, Tensor]:
+def validation_subset(split: Split, n: int, *, split_seed: int = TRIAL_SEED) -> tuple[Tensor, Tensor]:
     """n training images, the same for all seeds, and their labels."""
-    return _pick(split, _order(split)[:n])
+    return _pick(split, _order(split, split_seed)[:n])
 
 
-def training_subset(split: Split, n: int, *, n_validation: int, seed: int) -> tuple[Tensor, Tensor]:
+def training_subset(
+    split: Split, n: int, *, n_validation: int, seed: int, split_seed: int = TRIAL_SEED
+) -> tuple[Tensor, Tensor]:
     """n training images chosen by the seed among those outside the validation subset, and their labels."""
-    pool = _order(split)[n_validation:]
+    pool = _order(split, split_seed)[n_validation:]
     if n > len(pool):
         raise ValueRangeError(
             f"a training subset of {split.name} needs at most the {len(pool)} images outside the validation subset; "
@@ -29,8 +31,8 @@ def training_subset(split: Split, n: int, *, n_validation: int, seed: int) -> tu
     return _pick(split, pool[torch.randperm(len(pool), generator=seeded(seed))[:n]])
 
 
-def _order(split: Split) -> Tensor:
-    return torch.randperm(len(split.train_inputs), generator=seeded(TRIAL_SEED))
+def _order(split: Split, seed: int) -> Tensor:
+    return torch.randperm(len(split.train_inputs), generator=seeded(seed))
 
 
 def _pick(split: Split, chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
-"""Block features: each feature feeds one group of outputs, so that M is block diagonal.
+"""Block features: each feature contributes to one group of outputs, so that M is block diagonal.
 
-The outputs are cut into equal groups. Every group has its own features, all of the same frozen numbers: those drawn for
-a target of one group. The system of N equations falls into n_blocks systems with one and the same matrix of
-(N / n_blocks) equations, solved independently or as one with many right-hand sides:
+The outputs are split into equal groups. All groups use the same frozen weights, drawn for a target of one group. The
+system of N equations splits into n_blocks systems with the same matrix of N / n_blocks equations:
 
     left = [L 0 0; 0 L 0; 0 0 L],    right = [R; R; R],    W_b = L diag(gamma_b) R
 
-Frozen numbers, the entries of M and the work to make the weight all drop by the number of blocks or more, and at a
-given excess the condition number is that of the smaller system. One block is the distribution itself. With a block for
-every output the outputs are independent, as they are in ID cond.
+The number of frozen entries, the entries of M and the operations all decrease by the number of blocks or more, and at a
+given excess the condition number is that of the smaller system. With one block per output the outputs are independent,
+as in ID cond.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError, shown
 from onlynorm.features.draw import Features, check_shape, draw
 from onlynorm.features.streams import as_integer, check_range
@@ -26,8 +26,8 @@ from onlynorm.validate import as_tensor
 
 
 @dataclass(frozen=True)
-class BlockFeatures:
-    """What `draw_blocks` returns. `base` are the features of one block, for a target (out / n_blocks, inp, *kernel)."""
+class BlockFeatures(Result):
+    """The result of `draw_blocks`; `base` has the features of one block, a target (out / n_blocks, inp, *kernel)."""
 
     base: Features
     n_blocks: int
@@ -49,11 +49,11 @@ class BlockFeatures:
 
     @property
     def n_frozen(self) -> int:
-        """Frozen numbers that are kept: both factors of one block."""
+        """Number of frozen entries: both factors of one block."""
         return self.base.n_features * (self.base.rows + self.base.cols)
 
     def left(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "rows block"]:
-        """Second source layer of features [start, stop), zero outside the group each feature feeds."""
+        """Second source layer of features [start, stop), zero outside the block of each feature."""
         block, within = self._where(start, stop)
         rows = self.base.rows
         left = torch.zeros(rows * self.n_blocks, len(block), dtype=self.base.dtype, device=self.base.device)
@@ -62,14 +62,14 @@ class BlockFeatures:
         return left.scatter(0, at, own)
 
     def right(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "block cols"]:
-        """First source layer of features [start, stop): a row per feature."""
+        """First source layer of features [start, stop), one row per feature."""
         return self.base.right()[self._where(start, stop)[1]]
 
     def as_blocks(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "blocks rows cols"]:
-        """A weight of the target's shape as the matrices that L diag(gamma_b) R have to equal."""
-        weight = as_tensor("as_blocks", weight, cure="Pass the weight of the target's layer.")
+        """A weight of the target's shape as the matrices that L diag(gamma_b) R must equal."""
+        weight = as_tensor("as_blocks", weight, cure="Pass the weight of the target layer.")
         if tuple(weight.shape) != self.shape:
-            raise ShapeError(f"as_blocks needs a weight of shape {self.shape}; got {tuple(weight.shape)}. Pass that.")
+            raise ShapeError(f"as_blocks needs a weight of shape {self.shape}; got {tuple(weight.shape)}. Reshape it.")
         return weight.reshape(self.n_blocks, self.base.rows, self.base.cols)
 
     def weights_digest(self) -> str:
@@ -80,7 +80,7 @@ class BlockFeatures:
         return f"{self.n_blocks} blocks of {self.base}"
 
     def _where(self, start: int, stop: int | None) -> tuple[Tensor, Tensor]:
-        """Block and number within it of features [start, stop)."""
+        """(block, index within the block) of features [start, stop)."""
         first, last = check_range(start, self.n_features if stop is None else stop, self.n_features)
         k = torch.arange(first, last, device=self.base.device)
         return k // self.base.n_features, k % self.base.n_features
@@ -100,13 +100,13 @@ def draw_blocks(
 ) -> BlockFeatures:
     """Block features for a target weight (out, inp, *kernel) with `n_blocks` groups of outputs.
 
-    `name` is any random distribution of `draw`, `excess` counts features per equation in every block.
+    `name` is any random distribution of `draw`; `excess` is the number of features per equation of a block.
     """
     shape, count = check_shape(shape), as_integer(n_blocks)
     if count is None or count < 1 or shape[0] % count:
         fitting = [d for d in range(1, min(shape[0], 4096) + 1) if shape[0] % d == 0]
         raise ValueRangeError(
-            f"n_blocks needs a divisor of the {shape[0]} outputs; got {shown(n_blocks)}. Take one of {fitting[:8]}."
+            f"n_blocks needs a divisor of the {shape[0]} outputs; got {shown(n_blocks)}. Use one of {fitting[:8]}."
         )
     base = draw(
         name, (shape[0] // count, *shape[1:]), excess=excess, density=density, seed=seed, layer=layer, dtype=dtype,
@@ -114,7 +114,7 @@ def draw_blocks(
     )  # fmt: skip
     if base.is_structured:
         raise ValueRangeError(
-            f"block features need a random distribution; got {name}, which has a structure of its own. Draw he_normal, "
-            "he_uniform, orthogonal or a sparse one."
+            f"block features need a random distribution; got the structured {name}. Draw he_normal, he_uniform, "
+            "orthogonal or a sparse one."
         )
     return BlockFeatures(base, count)

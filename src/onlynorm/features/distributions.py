@@ -1,13 +1,11 @@
-"""The named distributions, and `draw`, which turns a name and a target's shape into frozen features.
+"""The registry of random distributions.
 
-Scales follow He et al. (2015): variance 2 / fan_in, where fan_in counts the inputs of a neuron of the source
-layer at hand, inp * kernel positions for the first and features * kernel positions for the second.
+Scales follow He et al. (2015): variance 2 / fan_in, where fan_in is the number of inputs of a neuron:
+inp * kernel positions in the first source layer, features * kernel positions in the second.
 
-The distributions by name, and what one of them is handed: one side of a layer.
-
-A distribution is a function `fill(side, start, stop)` that returns the numbers of features [start, stop) of
-one side as a (stop - start, side.width) float64 array. It must depend on nothing but `side` and the feature's
-own number, so that any block alone equals the same block of the whole.
+A distribution is a function `fill(side, start, stop)` that returns the entries of features [start, stop) of one side as
+a (stop - start, side.width) float64 array. A row must depend only on `side` and the index of its feature, so that
+blocks can be generated independently.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +22,18 @@ from onlynorm.features.orthogonal import haar_columns
 from onlynorm.features.streams import Stream, check_density
 from onlynorm.validate import need_callable, need_choice, need_flag
 
-if TYPE_CHECKING:
-    pass
-
 Array = npt.NDArray[np.float64]
-STRUCTURED = ("id_cond", "id_cond_minimal", "ortho_cond")
+STRUCTURED = ("id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond")
+ORTHOGONAL = ("ortho_cond", "fast_ortho_cond")
+"""Structured distributions with two orthogonal factors."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One source layer as a distribution sees it: `width` numbers per feature, laid out feature by feature.
+    """One source layer, the input of a distribution: `width` entries per feature.
 
-    `part` is "right" (first layer, a row per feature) or "left" (second layer, a column per feature),
-    `fan_in` the number of inputs of one neuron of that layer, `density` the chance of an entry to stay (None:
-    dense).
+    `part` is "right" (first layer, one row per feature) or "left" (second layer, one column per feature). `fan_in` is
+    the number of inputs of a neuron of that layer, `density` the probability of a nonzero entry (None: dense).
     """
 
     part: str
@@ -50,15 +45,15 @@ class Side:
     density: float | None = None
 
     def stream(self, name: str = "") -> Stream:
-        """The side's stream, or a second one of that name."""
+        """The random stream of this side, or a further stream with the given name."""
         return Stream(self.seed, self.layer, f"{self.part}/{name}" if name else self.part)
 
     def normals(self, start: int, stop: int) -> Array:
-        """Standard normals of features [start, stop)."""
+        """Standard normal entries of features [start, stop)."""
         return self.stream().normals(start * self.width, stop * self.width).reshape(-1, self.width)
 
     def uniforms(self, start: int, stop: int) -> Array:
-        """Uniforms in (0, 1) of features [start, stop)."""
+        """Uniform entries in (0, 1) of features [start, stop)."""
         return self.stream().uniforms(start * self.width, stop * self.width).reshape(-1, self.width)
 
     def signs(self, start: int, stop: int) -> Array:
@@ -66,7 +61,7 @@ class Side:
         return self.stream().signs(start * self.width, stop * self.width).reshape(-1, self.width)
 
     def mask(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
-        """Which entries of features [start, stop) stay, from the stream "<part>/mask"; all if dense."""
+        """Mask of nonzero entries of features [start, stop), from the stream "<part>/mask"; all True if dense."""
         if self.density is None:
             return np.ones((stop - start, self.width), dtype=np.bool_)
         flat = self.stream("mask").mask(self.density, start * self.width, stop * self.width)
@@ -78,9 +73,9 @@ Fill = Callable[[Side, int, int], Array]
 
 @dataclass(frozen=True)
 class Distribution:
-    """A registered distribution. `density` is the default of a sparse one; None means it is dense.
+    """A registered distribution. `density` is the default of a sparse one; None means dense.
 
-    `is_grouped` asks to be called for whole groups of `side.width` features where possible.
+    With `is_grouped`, `fill` is called for whole groups of `side.width` features where possible.
     """
 
     name: str
@@ -89,14 +84,11 @@ class Distribution:
     is_grouped: bool = False
 
 
-_REGISTRY: dict[str, Distribution] = {}
-
-
 def register(name: str, *, density: float | None = None, is_grouped: bool = False) -> Callable[[Fill], Fill]:
-    """A decorator that adds `fill(side, start, stop)` to the distributions under `name`.
+    """A decorator that registers `fill(side, start, stop)` as a distribution `name`.
 
-    Give `density` to accept one in `draw` (this is its default); the entries outside `side.mask` are then set
-    to zero for you. A file that uses your distribution can only be read where it is registered.
+    With `density`, the default for `draw`, entries outside `side.mask` are set to zero. A file that uses a custom
+    distribution can only be loaded if it is registered.
     """
     if not isinstance(name, str) or not name or name in names():
         raise ValueRangeError(
@@ -114,62 +106,69 @@ def register(name: str, *, density: float | None = None, is_grouped: bool = Fals
 
 
 def names() -> tuple[str, ...]:
-    """The names `draw` knows, sorted."""
+    """The names of all distributions, sorted."""
     return tuple(sorted((*_REGISTRY, *STRUCTURED)))
 
 
 def lookup(name: str) -> Distribution | None:
-    """The registered distribution, None for a structured name, or an error that suggests the nearest name."""
+    """The registered distribution, or None for a structured one; raises for an unknown name."""
     return _REGISTRY.get(need_choice("features", name, names()))
 
 
-@register("he_normal")
 def he_normal(side: Side, start: int, stop: int) -> Array:
     """Normal entries of variance 2 / fan_in."""
     return side.normals(start, stop) * math.sqrt(2.0 / side.fan_in)
 
 
-@register("he_uniform")
 def he_uniform(side: Side, start: int, stop: int) -> Array:
     """Uniform entries on +-sqrt(6 / fan_in), of variance 2 / fan_in."""
     return uniform(side, start, stop) * math.sqrt(6.0 / side.fan_in)
 
 
-@register("uniform")
 def uniform(side: Side, start: int, stop: int) -> Array:
-    """Uniform entries on (-1, 1), without a scale: 2 u - 1, exact in float64."""
+    """Uniform entries on (-1, 1), not scaled: 2 u - 1, exact in float64."""
     numbers = side.uniforms(start, stop)
     numbers -= 0.5
     numbers += numbers
     return numbers
 
 
-@register("orthogonal", is_grouped=True)
 def orthogonal(side: Side, start: int, stop: int) -> Array:
-    """Groups of `width` consecutive features, each the columns of its own Haar matrix; the last one is cut.
+    """Groups of `width` consecutive features, each the columns of an independent Haar matrix; the last is truncated.
 
-    Scaled by sqrt(2 width / fan_in), so that entries have the variance 2 / fan_in of He's.
+    Scaled by sqrt(2 width / fan_in), so that entries have variance 2 / fan_in.
     """
     return haar_columns(side.stream(), side.width, start, stop) * math.sqrt(2.0 * side.width / side.fan_in)
 
 
-@register("sparse_he_normal", density=0.5)
 def sparse_he_normal(side: Side, start: int, stop: int) -> Array:
-    """Normal entries that stay with probability `density`, of variance 2 / (density fan_in) where they stay.
+    """Normal entries of variance 2 / (density fan_in) that are nonzero with probability `density`.
 
-    Counted with the zeros the variance is He's 2 / fan_in: the signal keeps its size at any density.
+    Including the zeros the variance is 2 / fan_in for any density.
     """
     density = 1.0 if side.density is None else side.density
     return side.normals(start, stop) * math.sqrt(2.0 / (density * side.fan_in))
 
 
-@register("er_normal", density=0.5)
 def er_normal(side: Side, start: int, stop: int) -> Array:
-    """Standard normal entries that stay with probability `density` (Erdos-Renyi mask), without a scale."""
+    """Standard normal entries that are nonzero with probability `density` (Erdos-Renyi mask), not scaled."""
     return side.normals(start, stop)
 
 
-@register("er_sign", density=0.5)
 def er_sign(side: Side, start: int, stop: int) -> Array:
-    """Random signs that stay with probability `density` (Erdos-Renyi mask), without a scale."""
+    """Random signs that are nonzero with probability `density` (Erdos-Renyi mask), not scaled."""
     return side.signs(start, stop)
+
+
+_REGISTRY: dict[str, Distribution] = {
+    one.name: one
+    for one in (
+        Distribution("he_normal", he_normal),
+        Distribution("he_uniform", he_uniform),
+        Distribution("uniform", uniform),
+        Distribution("orthogonal", orthogonal, is_grouped=True),
+        Distribution("sparse_he_normal", sparse_he_normal, density=0.5),
+        Distribution("er_normal", er_normal, density=0.5),
+        Distribution("er_sign", er_sign, density=0.5),
+    )
+}

@@ -1,7 +1,7 @@
-"""Features: the frozen weights of two source layers, known by a few words and made when asked for.
+"""Features: the frozen weights of two source layers, generated on demand from a name, a shape and a seed.
 
-Nothing is stored. Any block of features is a pure function of (format version, name, shape, seed, layer,
-...), always computed on the CPU in float64 and then cast and moved, so that all devices agree.
+Nothing is stored. Any block of features is a pure function of (format version, name, shape, seed, layer, ...). It is
+always computed on the CPU in float64 and then cast and moved, so that all devices agree.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError, shown
-from onlynorm.features.distributions import STRUCTURED, Distribution, Side, lookup
+from onlynorm.features.distributions import ORTHOGONAL, STRUCTURED, Distribution, Side, lookup
+from onlynorm.features.fast_orthogonal import count_parameters
 from onlynorm.features.streams import Stream, as_integer, check_density, check_range, check_seed
-from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure, one_hot
+from onlynorm.features.structured import FastOrthoCond, IdCond, IdCondMinimal, OrthoCond, Structure, one_hot
 from onlynorm.validate import as_tensor, is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
 
-_PIECE = 2**20  # numbers per task when a block is shared out over threads
+_PIECE = 2**20  # entries per task when a block is split over threads
 
 
 @dataclass(frozen=True, kw_only=True)
-class Features:
-    """What `draw` returns: `left(start, stop)` and `right(start, stop)` give any block of the frozen weights.
+class Features(Result):
+    """The result of `draw`: `left(start, stop)` and `right(start, stop)` return any block of the frozen weights.
 
     Column f of the feature matrix M is left[:, f] (x) right[f, :]: M gamma = left diag(gamma) right.
     """
@@ -56,17 +58,17 @@ class Features:
 
     @property
     def rows(self) -> int:
-        """Rows of `left`: outputs, times kernel positions if the kernel sits in the second layer."""
+        """Rows of `left`: outputs, times kernel positions if the kernel is in the second layer."""
         return self.shape[0] * (self.n_kernel if self.kernel == "second" else 1)
 
     @property
     def cols(self) -> int:
-        """Columns of `right`: inputs, times kernel positions if the kernel sits in the first layer."""
+        """Columns of `right`: inputs, times kernel positions if the kernel is in the first layer."""
         return self.shape[1] * (self.n_kernel if self.kernel == "first" else 1)
 
     @property
     def equations(self) -> int:
-        """Weights of the target, which are the rows of M."""
+        """Number of weights of the target, the rows of M."""
         return math.prod(self.shape)
 
     @property
@@ -76,61 +78,68 @@ class Features:
 
     @property
     def is_structured(self) -> bool:
-        """Whether `structure` solves in closed form."""
+        """Whether the features have a closed-form solution, `structure.solve`."""
         return self.name in STRUCTURED
 
     @property
     def is_full_grid(self) -> bool:
-        """Whether feature k is (q, d) = divmod(k, cols) of a structured distribution, with none left out."""
-        return self.name == "ortho_cond" or (self.name == "id_cond" and self.density is None)
+        """Whether feature k is (q, d) = divmod(k, cols) of a structured distribution without a mask."""
+        return self.name in ORTHOGONAL or (self.name == "id_cond" and self.density is None)
 
     @property
     def n_seen(self) -> int:
-        """Distinct numbers that the features see of one patch: structured ones see one of `cols`."""
+        """Number of distinct feature inputs per patch: `cols` for structured features, else `n_features`."""
         return self.cols if self.is_structured else self.n_features
 
     @property
     def has_factors(self) -> bool:
-        """Whether there are frozen numbers to multiply by: ID cond has none."""
-        return not self.is_structured or self.name == "ortho_cond"
+        """Whether there are frozen factors to multiply by; ID cond has none."""
+        return not self.is_structured or self.name in ORTHOGONAL
+
+    @property
+    def has_dense_factors(self) -> bool:
+        """Whether the factors are dense matrices that a layer can store; others are applied by `structure`."""
+        return self.has_factors and self.name != "fast_ortho_cond"
 
     @property
     def n_frozen(self) -> int:
-        """Numbers that fix the frozen weights once they are made: both layers, or what a structure has of its own."""
+        """Number of frozen entries: those of both layers, or of the factors of a structure."""
         if not self.is_structured:
             return self.n_features * (self.rows + self.cols)
         if self.name == "ortho_cond":
             return self.rows**2 + self.cols**2
+        if self.name == "fast_ortho_cond":
+            return count_parameters(self.rows) + count_parameters(self.cols)
         return 0 if self.density is None else self.n_features
 
     @functools.cached_property
     def structure(self) -> Structure | None:
-        """The closed form of a structured distribution, None for a random one; made when first asked for."""
+        """The closed form of a structured distribution, None for a random one; built on first access."""
         return build_structure(self).to(self.dtype, self.device) if self.is_structured else None
 
     def left(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "rows block"]:
-        """Second source layer of features [start, stop): a column per feature."""
+        """Second source layer of features [start, stop), one column per feature."""
         start, stop = self._block(start, stop, self.rows)
         if self.structure is not None:
             return self.structure.left(start, stop).to(self.device, self.dtype).contiguous()
         return self._fill(self._left_side, start, stop).T
 
     def right(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "block cols"]:
-        """First source layer of features [start, stop): a row per feature."""
+        """First source layer of features [start, stop), one row per feature."""
         start, stop = self._block(start, stop, self.cols)
         if self.structure is not None:
             return self.structure.right(start, stop).to(self.device, self.dtype).contiguous()
         return self._fill(self._right_side, start, stop)
 
     def mask_left(self, start: int = 0, stop: int | None = None) -> Bool[Tensor, "rows block"]:
-        """Which entries of `left` are not zero by construction."""
+        """Mask of the entries of `left` that are nonzero by construction."""
         start, stop = self._block(start, stop, self.rows)
         if self.structure is not None:
             return self.structure.left(start, stop).to(self.device) != 0
         return torch.from_numpy(self._left_side.mask(start, stop)).to(self.device).T
 
     def mask_right(self, start: int = 0, stop: int | None = None) -> Bool[Tensor, "block cols"]:
-        """Which entries of `right` are not zero by construction."""
+        """Mask of the entries of `right` that are nonzero by construction."""
         start, stop = self._block(start, stop, self.cols)
         if self.structure is not None:
             return self.structure.right(start, stop).to(self.device) != 0
@@ -148,12 +157,12 @@ class Features:
         return left.mT.reshape(self.shape[0], self.n_features, *kernel)
 
     def as_matrix(self, weight: Float[Tensor, "*shape"]) -> Float[Tensor, "rows cols"]:
-        """A weight of the target's shape as the matrix that left diag(gamma) right has to equal."""
-        weight = as_tensor("as_matrix", weight, cure="Pass the weight of the target's layer.")
+        """A weight of the target's shape as the matrix that left diag(gamma) right must equal."""
+        weight = as_tensor("as_matrix", weight, cure="Pass the weight of the target layer.")
         if tuple(weight.shape) != self.shape:
             raise ShapeError(
                 f"as_matrix needs a weight of shape {self.shape}; got {tuple(weight.shape)}. "
-                "Draw the features for the weight's own shape."
+                "Draw the features for the shape of the weight."
             )
         if self.kernel == "second":
             weight = weight.flatten(2).mT if weight.ndim > 2 else weight
@@ -173,14 +182,14 @@ class Features:
         """SHA-256 (hex) of the float64 weights before any cast: equal digests mean equal frozen weights.
 
         Random distributions: `right` row by row, then `left` column by column, little endian. Structured
-        ones: the few bytes that fix them (see `digest_bytes` of each structure).
+        ones: `digest_bytes` of the structure.
         """
         digest = hashlib.sha256()
         if self.is_structured:
-            digest.update(build_structure(self).digest_bytes())  # in float64, whatever the dtype
+            digest.update(build_structure(self).digest_bytes())  # always in float64
             return digest.hexdigest()
         for side in (self._right_side, self._left_side):
-            for piece in self._numbers_by_piece(side, 0, self.n_features):
+            for piece in self._entries_by_piece(side, 0, self.n_features):
                 digest.update(piece.astype("<f8", copy=False).tobytes())
         return digest.hexdigest()
 
@@ -206,55 +215,55 @@ class Features:
         return Side(part, width, fan_in, self.n_features, self.seed, self.layer, self.density)
 
     def _block(self, start: int, stop: int | None, width: int) -> tuple[int, int]:
-        """[start, stop) as ints, or an error unless that many features of `width` numbers fit into memory."""
+        """[start, stop) as ints; raises unless a block of features of this width fits into memory."""
         first, last = check_range(start, self.n_features if stop is None else stop, self.n_features)
         distribution = lookup(self.name)
-        n_copies = 2.0 if distribution is None else 1.0  # structured blocks are made and then laid out
+        n_copies = 2.0 if distribution is None else 1.0  # structured blocks are copied once
         n_bytes = n_copies * (last - first) * width * 8
         if distribution is not None and distribution.is_grouped and last > first:
-            n_bytes += 24.0 * width**2  # one group is drawn as a whole
+            n_bytes += 24.0 * width**2  # a group is drawn at once
         need_free_memory(
-            f"a block of {last - first:.3g} features", n_bytes, cure="Ask for fewer at a time: left(start, stop)."
+            f"a block of {last - first:.3g} features", n_bytes, cure="Use smaller blocks: left(start, stop)."
         )
         return first, last
 
     def _pieces(self, side: Side, start: int, stop: int) -> list[tuple[int, int]]:
-        """[start, stop) cut into ranges of about `_PIECE` numbers, at multiples of a group of features."""
+        """[start, stop) split into ranges of about `_PIECE` entries, at multiples of a group of features."""
         group = side.width if _distribution(self.name).is_grouped else 1
         step = max(1, _PIECE // (side.width * group)) * group
         cuts = [start, *range(start - start % step + step, stop, step), stop]
         return list(itertools.pairwise(cuts))
 
-    def _numbers(self, side: Side, start: int, stop: int) -> npt.NDArray[np.float64]:
-        """The float64 numbers of features [start, stop) of one side, one row per feature."""
+    def _entries(self, side: Side, start: int, stop: int) -> npt.NDArray[np.float64]:
+        """The float64 entries of features [start, stop) of one side, one row per feature."""
         distribution = _distribution(self.name)
-        numbers = np.asarray(distribution.fill(side, start, stop))
-        if numbers.shape != (stop - start, side.width) or numbers.dtype != np.float64:
+        entries = np.asarray(distribution.fill(side, start, stop))
+        if entries.shape != (stop - start, side.width) or entries.dtype != np.float64:
             raise ShapeError(
-                f"distribution {self.name!r} needs to fill ({stop - start}, {side.width}) float64 numbers; "
-                f"got {numbers.shape} {numbers.dtype}. Return one row of side.width numbers per feature."
+                f"distribution {self.name!r} needs to return ({stop - start}, {side.width}) float64 entries; "
+                f"got {entries.shape} {entries.dtype}. Return one row of side.width entries per feature."
             )
         if self.density is not None:
-            numbers = np.where(side.mask(start, stop), numbers, 0.0)  # a product would leave negative zeros
-        return numbers
+            entries = np.where(side.mask(start, stop), entries, 0.0)  # a product would leave negative zeros
+        return entries
 
-    def _numbers_by_piece(self, side: Side, start: int, stop: int) -> Iterator[npt.NDArray[np.float64]]:
-        """The numbers of [start, stop) piece by piece in order, as many at a time as torch has threads."""
+    def _entries_by_piece(self, side: Side, start: int, stop: int) -> Iterator[npt.NDArray[np.float64]]:
+        """The entries of [start, stop) in pieces, in order; generated in parallel by as many threads as torch uses."""
         pieces = self._pieces(side, start, stop)
         n_threads = min(torch.get_num_threads(), len(pieces))
         with ThreadPoolExecutor(n_threads) as pool:
             for i in range(0, len(pieces), n_threads):
-                yield from pool.map(lambda piece: self._numbers(side, *piece), pieces[i : i + n_threads])
+                yield from pool.map(lambda piece: self._entries(side, *piece), pieces[i : i + n_threads])
 
     def _fill(self, side: Side, start: int, stop: int) -> Tensor:
         block = torch.empty(stop - start, side.width, dtype=self.dtype)
 
         def fill(piece: tuple[int, int]) -> None:
             low, high = piece
-            block[low - start : high - start] = torch.from_numpy(self._numbers(side, low, high))
+            block[low - start : high - start] = torch.from_numpy(self._entries(side, low, high))
 
         pieces = self._pieces(side, start, stop)
-        if len(pieces) == 1:  # starting threads would cost more than a small block
+        if len(pieces) == 1:  # threads do not pay off for a small block
             fill(pieces[0])
         else:
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -263,13 +272,18 @@ class Features:
 
 
 def factor_rows(features: Features, side: str, start: int = 0, stop: int | None = None) -> Float[Tensor, "block _"]:
-    """Rows of what a forward pass multiplies by: `right` or `left` transposed, U1 or U2 transposed of a structure."""
+    """Rows of the factor used in a forward pass: `right` or left^T, or U1 or U2^T of a structure."""
     if not features.is_structured:
         return features.right(start, stop) if side == "right" else features.left(start, stop).mT
     if isinstance(features.structure, OrthoCond):
         factor = features.structure.right_factor if side == "right" else features.structure.left_factor.mT
         return factor[start:stop]
     n = features.cols if side == "right" else features.rows
+    if isinstance(features.structure, FastOrthoCond):
+        stop = n if stop is None else stop
+        if side == "right":
+            return features.structure.right_factor.rows(start, stop)
+        return features.structure.left_factor.columns(start, stop)
     return one_hot(torch.arange(start, n if stop is None else stop), n).to(features.device, features.dtype)
 
 
@@ -293,6 +307,8 @@ def build_structure(features: Features) -> Structure:
     )
     if features.name == "ortho_cond":
         return OrthoCond.draw(rows, cols, seed=seed, layer=layer)
+    if features.name == "fast_ortho_cond":
+        return FastOrthoCond.draw(rows, cols, seed=seed, layer=layer)
     if features.name == "id_cond_minimal":
         return IdCondMinimal(rows, cols, features.shape[0], features.shared_column)
     return IdCond.draw(rows, cols, seed=seed, layer=layer, density=features.density)
@@ -308,7 +324,7 @@ def _distribution(name: str) -> Distribution:
 DEFAULT_EXCESS = 1.25
 _KERNELS = ("first", "second")
 _MOST_WEIGHTS = 2**62
-"""Entries of a weight, or features: more have no address."""
+"""Maximum number of entries of a weight, or of features."""
 
 
 def draw(
@@ -327,15 +343,14 @@ def draw(
 ) -> Features:
     """Frozen features for a target weight of `shape`: (out, inp) or (out, inp, *kernel), 1 to 3 kernel axes.
 
-    `n_features`, or `excess` = features per equation (1.25 if neither is given), sets how many; structured
-    distributions fix their own number. `kernel` says which source layer holds the kernel: "first" gives right
-    (feat, inp * positions) and left (out, feat), "second" right (feat, inp) and left (out * positions, feat).
-    `density` belongs to the sparse distributions and to id_cond, `shared_column` to id_cond_minimal. Features
-    of equal seed and different `layer` are independent. Nothing large is computed before a block is asked for.
+    The number of features is `n_features`, or `excess` (features per equation, default 1.25) times the number of
+    equations; structured distributions have a fixed number. `kernel` selects the source layer with the kernel: "first"
+    gives right (feat, inp * positions) and left (out, feat), "second" right (feat, inp) and left (out * positions,
+    feat). `density` is for sparse distributions and id_cond, `shared_column` for id_cond_minimal. Features of equal
+    seed and different `layer` are independent. Nothing large is computed before a block is requested.
 
-    Distributions of one seed and layer name share their underlying random numbers, so that he_normal and he_uniform are
-    then dependent: the larger number of one is the larger of the other. Use another seed or layer name for independent
-    draws.
+    Distributions with the same seed and layer name use the same random stream, so that he_normal and he_uniform are
+    dependent (comonotone). Use another seed or layer name for independent draws.
     """
     distribution = lookup(name)
     shape = check_shape(shape)
@@ -345,14 +360,14 @@ def draw(
     elif density is not None:
         if name != "id_cond":
             raise ValueRangeError(
-                f"density needs a sparse distribution; got {shown(density)} for {name}, which is dense. Leave "
-                "density out, or draw sparse_he_normal, er_normal, er_sign or id_cond."
+                f"density needs a sparse distribution; got {shown(density)} for {name}, which is dense. Omit "
+                "density, or draw sparse_he_normal, er_normal, er_sign or id_cond."
             )
         density = check_density(density)
     column = as_integer(shared_column)
     if column != 0 and name != "id_cond_minimal":
         raise ValueRangeError(
-            f"shared_column needs id_cond_minimal; got {shown(shared_column)} for {name}. Leave shared_column out."
+            f"shared_column needs id_cond_minimal; got {shown(shared_column)} for {name}. Omit shared_column."
         )
     features = Features(
         name=name,
@@ -362,7 +377,7 @@ def draw(
         layer=Stream(0, layer, "").layer,
         kernel=kernel,
         density=density,
-        shared_column=shared_column if column is None else column,  # the structure refuses what is no column
+        shared_column=shared_column if column is None else column,  # validated by the structure
         dtype=need_float_dtype("dtype", dtype),
         device=need_device("device", device, is_meta_allowed=True),
     )
@@ -370,32 +385,29 @@ def draw(
 
 
 def _with_own_count(features: Features, n_features: int | None, excess: float | None) -> Features:
-    # The factors of ortho_cond are dear to draw and not needed to count its features.
-    own = features.equations if features.name == "ortho_cond" else build_structure(features).n_features
+    # Orthogonal factors are expensive to draw and not needed to count the features.
+    own = features.equations if features.name in ORTHOGONAL else build_structure(features).n_features
     if excess is not None or (n_features is not None and as_integer(n_features) != own):
         raise ValueRangeError(
-            f"{features.name} needs exactly its own {own} features; got n_features={shown(n_features)}, "
-            f"excess={shown(excess)}. Leave both out."
+            f"{features.name} needs exactly {own} features; got n_features={shown(n_features)}, "
+            f"excess={shown(excess)}. Omit both."
         )
     return dataclasses.replace(features, n_features=_need_room(own))
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """The shape of a target's weight as ints, or an error that says what it may be."""
+    """The shape of a target weight as ints; raises unless it is valid."""
     is_listed = isinstance(shape, Iterable) and not isinstance(shape, torch.nn.Module)
     is_listed = is_listed and not (isinstance(shape, torch.Tensor) and (shape.is_nested or not shape.ndim))
     sizes = [as_integer(size) for size in itertools.islice(shape, 6)] if is_listed else []  # type: ignore[call-overload]
     if not 2 <= len(sizes) <= 5 or any(size is None or size < 1 for size in sizes):
         raise ShapeError(
-            f"shape needs 2 to 5 positive whole numbers, (out, inp) or (out, inp, *kernel); got {shown(shape)}. "
+            f"shape needs 2 to 5 positive integers, (out, inp) or (out, inp, *kernel); got {shown(shape)}. "
             "Pass tuple(layer.weight.shape)."
         )
     found = tuple(size for size in sizes if size is not None)
     if math.prod(found) > _MOST_WEIGHTS:
-        raise ShapeError(
-            f"shape needs a weight that a computer can address, of fewer than 2^62 entries; got {shown(shape)}. Is an "
-            "axis too long?"
-        )
+        raise ShapeError(f"shape needs fewer than 2^62 entries; got {shown(shape)}. Pass tuple(layer.weight.shape).")
     return found
 
 
@@ -403,14 +415,14 @@ def _count(n_features: object, excess: object, equations: int) -> int:
     if n_features is not None and excess is not None:
         raise ValueRangeError(
             f"draw needs one of n_features and excess; got n_features={shown(n_features)} and excess={shown(excess)}. "
-            "Leave one out."
+            "Omit one."
         )
     if n_features is not None:
         count = as_integer(n_features)
         if count is None or count < 1:
             raise ValueRangeError(
-                f"n_features needs a positive whole number; got {shown(n_features)}. For {equations} equations "
-                f"{math.ceil(DEFAULT_EXCESS * equations)} is a good choice."
+                f"n_features needs a positive integer; got {shown(n_features)}. Use "
+                f"{math.ceil(DEFAULT_EXCESS * equations)} for {equations} equations."
             )
         return count
     excess = DEFAULT_EXCESS if excess is None else excess
@@ -419,19 +431,19 @@ def _count(n_features: object, excess: object, equations: int) -> int:
             f"excess needs a positive finite number, features per equation; got {shown(excess)} for {equations} "
             "equations. Pass excess=1.25."
         )
-    return math.ceil(_as_written(excess) * equations)  # the decimal as written: 1.1 times 10 is 11
+    return math.ceil(_as_written(excess) * equations)  # exact decimal: 1.1 times 10 is 11
 
 
 def _need_room(n_features: int) -> int:
-    """Raises where not even one number for each feature fits into memory: their gammas could not be held."""
+    """Raises unless the gammas, one entry per feature, fit into memory."""
     n_bytes = 8.0 * min(n_features, 10**300)
     need_free_memory(
-        f"one gamma for each of {n_bytes / 8:.3g} features", n_bytes, cure="Take a smaller excess or fewer n_features."
+        f"one gamma for each of {n_bytes / 8:.3g} features", n_bytes, cure="Use a smaller excess or n_features."
     )
     return n_features
 
 
 def _as_written(number: object) -> Fraction:
-    """The shortest decimal that rounds to this float, in its own precision."""
+    """The shortest decimal that rounds to this float in its dtype."""
     narrow = isinstance(number, np.floating) and number.itemsize < 8
     return Fraction(str(number) if narrow else str(float(number)))  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""Can sparse features reach every target? A question about a pattern, answered by a bipartite matching.
+"""Structural rank of sparse features, by bipartite matching.
 
-Entry ((i, j), f) of the feature matrix M is left[i, f] * right[f, j]. Expand a minor of M: every way to match
-its equations to its features adds the product over f of left[i_f, f] * right[f, j_f]. That monomial names the
-equation (i_f, j_f) of each feature, so different matchings are different monomials, each with coefficient +1
-or -1, and nothing can cancel, although the entries of M are dependent. The minor is a nonzero polynomial
-exactly if a matching exists, so the rank of M is the size of a maximum matching for all values of the nonzero
-weights outside a set of measure zero. That needs independent weights with a density (sparse_he_normal,
-er_normal). For er_sign it is an upper bound only: signs fall on the exceptional set with positive probability
-(of random matched patterns with up to 4 outputs and 4 inputs, two in five had a singular M).
+Entry ((i, j), f) of the feature matrix M is left[i, f] * right[f, j]. In the expansion of a minor of M, every matching
+of its equations to its features contributes the product over f of left[i_f, f] * right[f, j_f]. This monomial
+determines the equation (i_f, j_f) of each feature, so different matchings give different monomials with coefficients
++1 or -1, which cannot cancel. The minor is a nonzero polynomial if and only if a matching exists. The rank of M is
+therefore the size of a maximum matching, for all values of the nonzero weights outside a set of measure zero. This
+requires independent weights with a density (sparse_he_normal, er_normal). For er_sign it is only an upper bound: signs
+are in the exceptional set with positive probability (of random matched patterns with up to 4 outputs and 4 inputs, two
+in five had a singular M).
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
+from onlynorm.display import Result
 from onlynorm.errors import MemoryLimitError, ShapeError
 from onlynorm.validate import as_tensor
 
 MAX_NONZEROS = 50_000_000
-"""Largest pattern a matching is computed for; about 20 bytes of memory per nonzero."""
-_NAMED_ROWS = 5  # how many unmatched equations a message lists
-_MAX_EQUATIONS = 2**31 - 1  # scipy's matching counts in 32 bits
+"""Maximum number of nonzeros of a pattern; a matching needs about 20 bytes per nonzero."""
+_NAMED_ROWS = 5  # unmatched equations listed in a message
+_MAX_EQUATIONS = 2**31 - 1  # scipy's matching uses 32-bit indices
 
 
 @dataclass(frozen=True)
-class StructuralRank:
-    """Rank of M for almost all values of the nonzero weights, and the equations a matching left out."""
+class StructuralRank(Result):
+    """Rank of M for almost all values of the nonzero weights, and the unmatched equations."""
 
     rank: int
     equations: int
@@ -44,22 +45,22 @@ class StructuralRank:
 
     @property
     def is_full(self) -> bool:
-        """Whether every equation has a feature of its own, so that every target can be reached."""
+        """Whether all equations are matched, so that every target has a solution."""
         return self.rank == self.equations
 
     def __str__(self) -> str:
         head = f"structural rank {self.rank} of {self.equations} equations with {self.n_features} features"
         if self.is_full:
-            return f"{head}: almost all weights of this pattern reach every target"
+            return f"{head}: every target has a solution for almost all weights of this pattern"
         named = ", ".join(str(pair) for pair in self.unmatched_rows[:_NAMED_ROWS])
         more = len(self.unmatched_rows) - _NAMED_ROWS
-        return f"{head}: no feature left for (output, input) {named}" + (f" and {more} more" if more > 0 else "")
+        return f"{head}: unmatched (output, input) {named}" + (f" and {more} more" if more > 0 else "")
 
 
 def is_generically_invertible(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"]) -> bool:
-    """Whether almost all weights with these nonzeros reach every target: M has full row rank.
+    """Whether M has full row rank for almost all weights with these nonzeros, so that every target has a solution.
 
-    With as many features as equations that is invertibility of M. Theory: giannou2023:lemma-9
+    For a square M this is invertibility. Theory: giannou2023:lemma-9
     """
     left_mask, right_mask = _check_masks(left_mask, right_mask)
     if left_mask.shape[1] < left_mask.shape[0] * right_mask.shape[1]:
@@ -70,7 +71,7 @@ def is_generically_invertible(left_mask: Bool[Tensor, "rows feat"], right_mask: 
 def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"]) -> StructuralRank:
     """Size of a maximum matching of equations (i, j) to features f with left_mask[i, f] and right_mask[f, j].
 
-    It bounds the rank of M for all weights of the pattern and equals it for almost all of them.
+    An upper bound of the rank of M for all weights of the pattern, with equality for almost all.
     Theory: giannou2023:lemma-9
     """
     from scipy.sparse.csgraph import maximum_bipartite_matching
@@ -93,11 +94,11 @@ def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tenso
 def reaches(
     left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"], wanted: Bool[Tensor, "rows cols"]
 ) -> bool:
-    """Whether almost all weights with these nonzeros make almost every target with the nonzeros `wanted`.
+    """Whether almost every target with the nonzeros `wanted` has a solution, for almost all weights of the pattern.
 
-    Asked where M has not full rank but the target has zeros. A target t can be made where [M | t] has the rank of M,
-    so where some maximum matching of [M | t] leaves t out; the entries of t are independent of the weights, so that
-    again nothing cancels.
+    For targets with zeros, where M need not have full rank. A target t has a solution if [M | t] has the rank of M, so
+    if some maximum matching of [M | t] does not use t. The entries of t are independent of the weights, so that again
+    nothing cancels.
     """
     from scipy.sparse import csr_array, vstack
 
@@ -110,11 +111,11 @@ def reaches(
 def free_scales(
     left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tensor, "feat cols"], wanted: Bool[Tensor, "rows cols"]
 ) -> Bool[Tensor, " rows"]:
-    """For which outputs left diag(gamma) right = diag(scale) T can have a nonzero scale, for almost every such T.
+    """Mask of outputs whose scale in left diag(gamma) right = diag(scale) T can be nonzero, for almost every T.
 
-    T has the nonzeros `wanted`. The scale of output i is a column with the nonzeros of T_i; it can be nonzero where
-    that column lies in the span of all others, so where some maximum matching leaves it out. Where all are free, some
-    solution has no scale of zero.
+    T has the nonzeros `wanted`. The scale of output i is the coefficient of a column with the nonzeros of T_i. It can
+    be nonzero if that column is in the span of the others, so if some maximum matching does not use it. If all are
+    free, a solution without zero scales exists.
     """
     left_mask, right_mask = _check_masks(left_mask, right_mask)
     one_each = torch.eye(len(left_mask), dtype=torch.bool, device=left_mask.device)
@@ -124,7 +125,7 @@ def free_scales(
 
 
 def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
-    """Which features some maximum matching leaves out: those an alternating path joins to an unmatched one."""
+    """Mask of features that some maximum matching does not use: an alternating path joins them to an unmatched one."""
     from scipy.sparse.csgraph import maximum_bipartite_matching
 
     equation_of_feature = maximum_bipartite_matching(pattern, perm_type="column")
@@ -133,7 +134,7 @@ def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
     feature_of_equation[equation_of_feature[~is_spare]] = np.flatnonzero(~is_spare)
     found = np.flatnonzero(is_spare)
     while len(found):
-        # An equation beside an unmatched feature is matched, else the matching could grow.
+        # Equations adjacent to an unmatched feature are matched, else the matching would not be maximum.
         found = np.unique(feature_of_equation[pattern[found].indices])
         found = found[~is_spare[found]]
         is_spare[found] = True
@@ -141,7 +142,7 @@ def _is_spare(pattern: csr_array) -> npt.NDArray[np.bool_]:
 
 
 def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]) -> csr_array:
-    """The transposed pattern of M: one row per feature, a one for each equation (i, j) it takes part in."""
+    """The transposed pattern of M: one row per feature, a one for each equation (i, j) with a nonzero entry."""
     from scipy.sparse import csr_array
 
     (rows, n_features), cols = left_mask.shape, right_mask.shape[1]
@@ -151,12 +152,12 @@ def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]
     if nonzeros > MAX_NONZEROS or rows * cols > _MAX_EQUATIONS:
         raise MemoryLimitError(
             f"structural_rank needs a pattern of at most {MAX_NONZEROS} nonzeros; got {nonzeros} for "
-            f"{rows * cols} equations. Thin both masks at random first: a full matching of fewer nonzeros is "
-            "one of all of them."
+            f"{rows * cols} equations. Set random entries of both masks to False first: a full matching of the "
+            "rest is one of the whole pattern."
         )
     feature, output = np.nonzero(left_mask.T)
     inputs = np.nonzero(right_mask)[1].astype(np.int32)
-    # Each nonzero of left, in order of features, meets all nonzeros of right of its feature in turn.
+    # Combine each nonzero of left, in order of features, with all nonzeros of right of the same feature.
     repeats = n_right[feature]
     ends = np.cumsum(repeats)
     first_input = (np.cumsum(n_right) - n_right)[feature]
@@ -170,7 +171,7 @@ def _pattern(left_mask: npt.NDArray[np.bool_], right_mask: npt.NDArray[np.bool_]
 
 
 def _check_masks(left_mask: Tensor, right_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Both masks as tensors, or an error unless they are the pattern of one layer's features."""
+    """Both masks as tensors; raises unless they are boolean matrices of matching shape."""
     cure = "Pass features.mask_left() and features.mask_right(), or left != 0 and right != 0."
     left_mask, right_mask = as_tensor("left_mask", left_mask, cure=cure), as_tensor("right_mask", right_mask, cure=cure)
     if (

@@ -1,11 +1,10 @@
-"""Standard normals from uniforms, the same bits on every machine.
+"""Standard normals from uniforms, bit-identical on every machine.
 
 The inverse normal distribution function is a set of rational approximations (Wichura 1988, algorithm AS 241,
 routine PPND16). Only operations that IEEE 754 rounds exactly are used, one at a time and in a fixed order:
-add, subtract, multiply, divide, square root, and splitting off the binary exponent. A library `log` or `exp`
-differs in its last bit between machines and versions, and a fused multiply-add rounds once instead of twice;
-either would change the hash of weights that somebody regenerates years from now. So the logarithm of the
-tails is our own, and every step is a numpy ufunc of its own, which cannot be fused.
+add, subtract, multiply, divide, square root, and frexp. A library `log` or `exp` differs in the last bit between
+machines and versions, and a fused multiply-add rounds once instead of twice; either would change the regenerated
+weights. The logarithm is therefore implemented here, and every step is a separate numpy ufunc, which cannot be fused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# Coefficients from the highest power down, as Horner's scheme consumes them.
+# Coefficients for Horner's scheme, highest power first.
 _CENTRE_ABOVE = (
     2.5090809287301226727e3,
     3.3430575583588128105e4,
@@ -130,7 +129,7 @@ def log_of_small(x: Array) -> Array:
 
 
 def _tail(q: Array) -> Array:
-    """The quantile of 1/2 + q for |q| beyond the central part."""
+    """The quantile of 1/2 + q for |q| outside the central interval."""
     distance = 0.5 - np.abs(q)  # exact: the smaller of u and 1 - u
     t = np.sqrt(-log_of_small(distance))
     far = np.flatnonzero(t > _FAR_TAIL_START)
@@ -144,7 +143,7 @@ def _tail(q: Array) -> Array:
 
 
 def _horner(coefficients: tuple[float, ...], x: Array, *, out: Array | None = None) -> Array:
-    """Polynomial with the highest coefficient first: multiply, round, add, round, and so on."""
+    """Polynomial by Horner's scheme, highest coefficient first, rounded after every operation."""
     value = np.empty_like(x) if out is None else out
     np.multiply(x, coefficients[0], out=value)
     np.add(value, coefficients[1], out=value)

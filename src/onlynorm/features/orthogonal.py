@@ -1,12 +1,12 @@
-"""Haar-distributed orthogonal matrices, bit for bit reproducible, any columns alone.
+"""Haar-distributed orthogonal matrices, bit-reproducible; any columns can be computed independently.
 
-Stewart's recursion: an n x n Haar matrix is Q_n = H_n diag(d_n, Q_{n-1}), where H_n is the Householder
-reflection that a Gaussian vector x of length n defines and the sign d_n = -sign(x_1) makes the first column
-x/|x|, uniform on the sphere; Q_1 = sign(x_1). Column c of Q_n begins as d e_1 at size n - c and then only
-passes through the larger reflections, so columns are computed independently, and only those asked for.
+Stewart's recursion: an n x n Haar matrix is Q_n = H_n diag(d_n, Q_{n-1}), where H_n is the Householder reflection of a
+Gaussian vector x of length n. The sign d_n = -sign(x_1) makes the first column x/|x|, uniform on the sphere;
+Q_1 = sign(x_1). Column c of Q_n starts as d e_1 at size n - c and is then multiplied by the larger reflections only, so
+that columns can be computed independently.
 
-LAPACK's QR would give other last bits on another machine. Here every operation is an elementwise numpy ufunc
-and every sum a fixed halving tree.
+LAPACK's QR differs in the last bits between machines. Here every operation is an elementwise numpy ufunc and every sum
+uses a fixed binary tree.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from onlynorm.features.streams import Stream
 
 Array = npt.NDArray[np.float64]
-_PANEL = 2**16  # entries of the working panel: it and its scratch copy stay in a core's cache
-_COLUMNS_PER_THREAD = 128  # fewer would not pay for drawing the reflections once more
+_PANEL = 2**16  # entries of a panel: it fits into the cache of a core with its scratch copy
+_COLUMNS_PER_THREAD = 128  # fewer do not pay off, since each thread draws the reflections again
 
 
 def haar_columns(stream: Stream, n: int, start: int, stop: int) -> Array:
-    """Columns [start, stop) of the endless row Q^(0), Q^(1), ... of n x n Haar matrices, one per result row.
+    """Columns [start, stop) of the infinite sequence Q^(0), Q^(1), ... of n x n Haar matrices, one per result row.
 
-    Result row f - start holds column f mod n of matrix number f // n. Matrix b uses the stream's normals
-    [b m, (b + 1) m), m = n (n + 1)/2: first the n of the largest reflection, then n - 1, down to one.
+    Result row f - start is column f mod n of matrix f // n. Matrix b uses the normals [b m, (b + 1) m) of the stream,
+    m = n (n + 1)/2: n for the largest reflection, then n - 1, down to one.
     """
     columns = np.empty((stop - start, n))
     first, last = start // n, -(-stop // n)
@@ -36,7 +36,7 @@ def haar_columns(stream: Stream, n: int, start: int, stop: int) -> Array:
     for b in range(first, last, per_step):
         n_matrices = min(per_step, last - b)
         low, high = max(start, b * n), min(stop, (b + n_matrices) * n)
-        # Small matrices are made side by side and whole; of a large one only the columns asked for.
+        # Small matrices are computed together and completely; of a large one only the requested columns.
         left, right = (0, n) if n_matrices > 1 else (low - b * n, high - b * n)
         made = _columns_of_matrices(stream, n, b, n_matrices, left, right).reshape(-1, n)
         skipped = low - b * n - left
@@ -45,7 +45,7 @@ def haar_columns(stream: Stream, n: int, start: int, stop: int) -> Array:
 
 
 def haar_matrix(stream: Stream, n: int) -> Array:
-    """The stream's first n x n Haar matrix, its columns shared out over threads."""
+    """The first n x n Haar matrix of the stream, computed in parallel."""
     n_threads = min(torch.get_num_threads(), max(1, n // _COLUMNS_PER_THREAD))
     edges = [n * i // n_threads for i in range(n_threads + 1)]
     with ThreadPoolExecutor(n_threads) as pool:
@@ -54,9 +54,9 @@ def haar_matrix(stream: Stream, n: int) -> Array:
 
 
 def pairwise_sum(values: Array) -> Array:
-    """Sum over the first axis by halving: entry i + ceil(m/2) is added to entry i, until one is left.
+    """Sum over the first axis: entry i + ceil(m/2) is added to entry i repeatedly until one is left.
 
-    Overwrites `values`. The order of additions depends on the length alone.
+    Overwrites `values`. The order of additions depends only on the length.
     """
     m = len(values)
     while m > 1:
@@ -102,13 +102,13 @@ def _reflections(stream: Stream, n: int, b: int, n_matrices: int) -> tuple[list[
 
 
 def _reflect_panel(panel: Array, c: int, vectors: list[Array], signs: Array, scratch: Array) -> None:
-    """Fill `panel` (entry, column, matrix), zero at first, with columns c, c + 1, ... of the matrices."""
+    """Fills a zero `panel` (entry, column, matrix) with columns c, c + 1, ... of the matrices."""
     n, width = panel.shape[:2]
     if c + width == n:
         panel[n - 1, width - 1] = -signs[n - 1]  # Q_1 = sign(x_1), exactly
     for offset in range(min(c + width, n - 1) - 1, -1, -1):
         u = vectors[offset][:, None, :]
-        entered = max(offset - c, 0)  # columns before this one begin at a later, larger reflection
+        entered = max(offset - c, 0)  # columns before this one start at a larger reflection
         if offset >= c:
             panel[offset, entered] = signs[offset]
         active = panel[offset:, entered:]

@@ -1,9 +1,9 @@
 """ID cond features with given singular values: M = diag(s), so the effective weight is s * gamma.
 
-A gradient step on gamma moves the effective weight by s^2 times the ordinary step: conditioning alone, with nothing
-else changed, so that its price can be measured at any size. A spectrum may be given, or made: random square features
-have singular values with the quarter-circle density sqrt(4 - x^2) / pi on (0, 2], and `semicircle_spectrum` takes the
-part of that law from 2 / condition on. Its mean square is one, so that learning rates compare.
+A gradient step on gamma changes the effective weight by s^2 times the ordinary step: only the conditioning changes, so
+that its effect on training can be measured. Singular values of random square features have the quarter-circle density
+sqrt(4 - x^2) / pi on (0, 2]; `semicircle_spectrum` uses its part above 2 / condition. The mean square is one, so that
+learning rates are comparable.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from onlynorm.validate import as_real, is_real_number, need_free_memory
 
 _HALVINGS = 60
 MAX_CONDITION = 1e37
-"""Beyond, float32 could not hold the smallest value."""
+"""Limit at which the smallest value still fits into float32."""
 
 
 def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str = "") -> Float[Tensor, " n"]:
-    """n positive singular values, largest over smallest `condition`, by the quarter-circle law, in a random order.
+    """n positive singular values with ratio `condition` by the quarter-circle law, in random order.
 
-    They are evenly spaced quantiles, not draws, so that the condition number is the wanted one for every seed; the
-    stream "spectrum" of (seed, layer) orders them. Float64 numbers that float32 holds, which makes them the same on
-    machines whose sines differ in the last bit.
+    They are evenly spaced quantiles, not samples, so that the condition number is exact for every seed; the stream
+    "spectrum" of (seed, layer) gives their order. Returned as float64 but rounded to float32, so that they are
+    identical on machines whose sines differ in the last bit.
     """
     count = as_integer(n) or 0
     highest = MAX_CONDITION if count > 1 else 1.0
     if not 1 <= count < 2**62 or not is_real_number(condition) or not 1.0 <= condition <= highest:
         raise ValueRangeError(
             "a spectrum needs at least two values and a condition of at least 1 and at most "
-            f"{MAX_CONDITION:.0e}; got {shown(n)} values at condition {shown(condition)}. One value alone has "
+            f"{MAX_CONDITION:.0e}; got {shown(n)} values at condition {shown(condition)}. A single value has "
             "condition 1."
         )
-    need_free_memory(f"a spectrum of {count:.3g} values", 64.0 * count, cure="Take one per feature of a layer.")
-    # x = 2 sin(angle) turns the distribution function into (angle + sin(angle) cos(angle)) * 2 / pi.
+    need_free_memory(f"a spectrum of {count:.3g} values", 64.0 * count, cure="Pass the number of features of a layer.")
+    # With x = 2 sin(angle) the distribution function is (angle + sin(angle) cos(angle)) * 2 / pi.
     smallest = math.asin(1.0 / condition)
     low, high = np.full(count, smallest), np.full(count, math.pi / 2)
     begin, end = _mass(low[:1])[0], _mass(high[:1])[0]
@@ -59,7 +59,7 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
 
 
 def as_spectrum(spectrum: object) -> Float[Tensor, " n"]:
-    """The numbers of a spectrum in a row, in float64 on the CPU, or an error where they are no real numbers."""
+    """The spectrum as a 1-d float64 tensor on the CPU; raises unless its entries are real."""
     try:
         values = as_real("a spectrum", spectrum).detach()
     except OnlynormError as error:
@@ -70,7 +70,7 @@ def as_spectrum(spectrum: object) -> Float[Tensor, " n"]:
 
 
 def need_spectrum(spectrum: Tensor, n_features: int) -> Float[Tensor, " feat"]:
-    """The spectrum as float64 numbers in a row, or an error unless there is a finite positive one per feature."""
+    """The spectrum as a 1-d float64 tensor; raises unless it has one finite positive entry per feature."""
     values = as_spectrum(spectrum)
     if len(values) != n_features:
         raise ShapeError(
@@ -82,14 +82,14 @@ def need_spectrum(spectrum: Tensor, n_features: int) -> Float[Tensor, " feat"]:
         where = int(is_bad.nonzero()[0])
         raise ValueRangeError(
             f"a spectrum needs positive finite values; got {float(values[where])} at feature {where} and "
-            f"{int(is_bad.sum())} such in all. A weight without a feature is left out by density=, not by a zero."
+            f"{int(is_bad.sum())} such in total. To remove features, use density= instead of zeros."
         )
     return values
 
 
 @dataclass(frozen=True, eq=False)
 class Scaled:
-    """ID cond features times a spectrum: feature k has s_k in the first source layer and 1 in the second."""
+    """ID cond features times a spectrum: feature k is s_k in the first source layer and 1 in the second."""
 
     base: IdCond
     spectrum: Float[Tensor, " feat"]
@@ -107,15 +107,15 @@ class Scaled:
         return self.spectrum.to(residual) * self.base.transpose(residual)
 
     def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
-        """Gamma by reading off and dividing."""
+        """gamma_k = (entry of feature k) / s_k."""
         return self.base.solve(target) / self.spectrum.to(target)
 
     def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """A value per feature at its place, zero where no feature is."""
+        """One value per feature at its entry, zero elsewhere."""
         return self.base.grid(values)
 
     def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
-        """What a number per feature adds to every row."""
+        """The contribution of beta, one value per feature, to every row."""
         return self.base.constant(beta)
 
     def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
@@ -132,10 +132,10 @@ class Scaled:
         return Scaled(self.base.to(dtype, device), self.spectrum.to(device, dtype))
 
     def digest_bytes(self) -> bytes:
-        """Those of the base, then the spectrum as little-endian float64."""
+        """Bytes of the base, then the spectrum as little-endian float64."""
         return self.base.digest_bytes() + self.spectrum.double().cpu().numpy().astype("<f8").tobytes()
 
 
 def _mass(angle: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """pi / 2 times the share of the law below 2 sin(angle)."""
+    """pi / 2 times the fraction of the law below 2 sin(angle)."""
     return angle + np.sin(angle) * np.cos(angle)

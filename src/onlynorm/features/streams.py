@@ -1,9 +1,9 @@
-"""Numbers from (format version, seed, layer name, part name): counter based, so any range alone is the same.
+"""Counter-based random streams, determined by (format version, seed, layer name, part name).
 
-A stream is an endless row of 64-bit words, Philox4x64-10 under a key that is the beginning of a SHA-256 of
-its names. Word i belongs to number i, so numbers [start, stop) cost the same wherever they lie, and no order
-of asking changes them. `docs/features.md` writes the format down for other languages; golden values in the
-tests pin it. A change of any bit needs a new `FORMAT_VERSION`, and the old one stays readable.
+A stream is an infinite sequence of 64-bit words of Philox4x64-10; the key is a prefix of a SHA-256 of the names. Entry
+i is computed from word i, so that any range can be generated independently at the same cost. `docs/features.md`
+specifies the format; golden values in the tests check it. A change of any bit requires a new `FORMAT_VERSION`, and the
+old one must stay readable.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _WORD_VALUES = 2**64
 
 @dataclass(frozen=True)
 class Stream:
-    """An endless row of random numbers that (seed, layer, part) fix for ever.
+    """An infinite sequence of random numbers, determined by (seed, layer, part).
 
-    `part` tells the streams of one layer apart: "left", "right", "left/mask" and so on.
+    `part` distinguishes the streams of one layer: "left", "right", "left/mask" and so on.
     """
 
     seed: int
@@ -60,9 +60,9 @@ class Stream:
         return words[skipped:]
 
     def uniforms(self, start: int, stop: int) -> npt.NDArray[np.float64]:
-        """Uniform numbers inside the open interval (0, 1): ((word >> 12) + 1/2) / 2^52, exact in float64.
+        """Uniform numbers in the open interval (0, 1): ((word >> 12) + 1/2) / 2^52, exact in float64.
 
-        52 bits and not 53: adding one half to a 53-bit integer would round, and its largest value to 1.0.
+        52 bits, since adding one half to a 53-bit integer would round, the largest one to 1.0.
         """
         words = self.words(start, stop)
         return _uniforms_from_words(words, np.empty(words.size))
@@ -111,34 +111,33 @@ def _uniforms_from_words(words: npt.NDArray[np.uint64], out: npt.NDArray[np.floa
 
 
 def check_seed(seed: object) -> int:
-    """The seed as an int, or an error that says what a seed is."""
+    """The seed as an int; raises unless it is an integer in [0, 2^64)."""
     return need_seed(seed)
 
 
 def check_density(density: Any) -> float:
-    """The density as a float in (0, 1], or an error."""
+    """The density as a float; raises unless it is in (0, 1]."""
     if is_real_number(density) and 0.0 < density <= 1.0:
         return need_number("density", density, cure="Pass density=0.5.")
     raise ValueRangeError(
-        f"density needs a number in (0, 1], the chance of an entry to stay; got {shown(density)}. "
-        "Pass density=0.5 to keep half of the entries."
+        f"density needs a number in (0, 1], the probability of a nonzero entry; got {shown(density)}. Pass density=0.5."
     )
 
 
 def check_range(start: object, stop: object, limit: int | None = None) -> tuple[int, int]:
-    """(start, stop) as ints with 0 <= start <= stop, and stop <= limit where one is given, or an error."""
+    """(start, stop) as ints; raises unless 0 <= start <= stop, and stop <= limit if given."""
     first, last = as_integer(start), as_integer(stop)
     if first is None or last is None or not 0 <= first <= last or (limit is not None and last > limit):
         bound = "" if limit is None else f" <= {limit}"
         raise ValueRangeError(
-            f"a block needs whole numbers 0 <= start <= stop{bound}; got start={shown(start)}, stop={shown(stop)}. "
-            "Count from zero and leave stop out; negative positions do not wrap around."
+            f"a block needs integers 0 <= start <= stop{bound}; got start={shown(start)}, stop={shown(stop)}. "
+            "Negative indices are not supported."
         )
     return first, last
 
 
 def as_integer(value: object) -> int | None:
-    """The value as an int if it is a whole number of an integer type (bool is not), else None."""
+    """The value as an int if it is of an integer type other than bool, else None."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:
@@ -152,7 +151,7 @@ def _encode(kind: str, name: object) -> bytes:
         return str.encode(name, "utf-8")  # type: ignore[arg-type]
     except (TypeError, UnicodeEncodeError):
         raise ValueRangeError(
-            f"{kind} needs a str that UTF-8 can encode; got {shown(name)}. Pass the module's dotted name."
+            f"{kind} needs a str that can be encoded in UTF-8; got {shown(name)}. Pass the dotted name of the module."
         ) from None
 
 

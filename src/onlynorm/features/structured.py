@@ -1,19 +1,17 @@
-"""Features whose matrix M is never built, because its solution is known in closed form.
+"""Structured features with a closed-form solution; M is not built.
 
 | name | M | gamma for a target T |
 | --- | --- | --- |
-| id_cond | rows of the identity | read off: gamma_(ij) = T_ij |
+| id_cond | rows of the identity | gamma_(ij) = T_ij |
 | id_cond_minimal | identity, but one column shares a feature | g2_i = T_is, gamma_(ij) = T_ij / T_is |
 | ortho_cond | U2 (x) U1, orthogonal | U2^T T U1^T |
+| fast_ortho_cond | the same with fast orthogonal factors | U2^T T U1^T |
 
-Every structure offers `apply(gamma)` = M gamma as a (rows, cols) matrix, `transpose(residual)` = M^T r and
-`solve(target)`; batch dimensions may stand in front. `left` and `right` produce blocks of the source weights.
+Every structure has `apply(gamma)` = M gamma as a (rows, cols) matrix, `transpose(residual)` = M^T r and
+`solve(target)`, all with optional leading batch dimensions. `left` and `right` return blocks of the source weights.
 
-All of them are grids: a feature sits at a place (q, d), reads row d of U1 and feeds column q of U2, so that features of
-one d see the same number, and M gamma = U2 grid(gamma) U1. U1 and U2 are the identity, which is never built, for ID
-cond.
-
-ID cond features at the minimum width: as many numbers to choose as the target has, and not one more.
+Features form a grid: feature (q, d) is column q of U2 times row d of U1, so that all features of one d have the same
+input, and M gamma = U2 grid(gamma) U1. For ID cond, U1 and U2 are the identity.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ValueRangeError, shown
+from onlynorm.features.fast_orthogonal import FastOrthogonal
 from onlynorm.features.orthogonal import haar_matrix
 from onlynorm.features.streams import Stream, as_integer
 from onlynorm.memory import memory_budget
@@ -36,7 +35,7 @@ from onlynorm.memory import memory_budget
 
 @runtime_checkable
 class Structure(Protocol):
-    """What a closed form needs: sizes, the operator both ways, the solution, and blocks for checks."""
+    """Interface of a closed form: sizes, products with M and M^T, the solution, and blocks of the weights."""
 
     @property
     def n_features(self) -> int: ...
@@ -54,9 +53,9 @@ class Structure(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class IdCond:
-    """One feature per entry of the target: M = I, or the rows of I that a mask kept.
+    """One feature per entry of the target: M = I, or the rows of I selected by a mask.
 
-    `kept` holds the row-major numbers of the entries that have a feature, ascending; None means all of them.
+    `kept` has the row-major indices of the entries with a feature, ascending; None means all entries.
     Theory: random_features:thm-3.1
     """
 
@@ -66,7 +65,7 @@ class IdCond:
 
     @classmethod
     def draw(cls, rows: int, cols: int, *, seed: int, layer: str, density: float | None) -> IdCond:
-        """All entries, or each with probability `density` by the stream "mask"."""
+        """Selects all entries, or each with probability `density` by the stream "mask"."""
         if density is None:
             return cls(rows, cols)
         mask = torch.from_numpy(Stream(seed, layer, "mask").mask(density, 0, rows * cols))
@@ -83,27 +82,27 @@ class IdCond:
         return self.rows * self.cols if self.kept is None else len(self.kept)
 
     def entry_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
-        """Row-major number in the target matrix of the entry that feature k makes; without k of all."""
+        """Row-major index in the target matrix of the entry of feature k, or of all features."""
         if k is None:
             return torch.arange(self.n_features, device="cpu") if self.kept is None else self.kept.long()
         index = torch.as_tensor(k)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.n_features:
             raise ValueRangeError(
-                f"feature numbers need to lie in [0, {self.n_features}); got {int(index.min())} to "
-                f"{int(index.max())}. Count from zero."
+                f"feature indices must be in [0, {self.n_features}); got {int(index.min())} to "
+                f"{int(index.max())}. Indices start at zero."
             )
         return index if self.kept is None else self.kept.to(index.device)[index].long()
 
     def output_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
-        """Row of the target matrix that feature k feeds."""
+        """Row of feature k in the target matrix."""
         return self.entry_of(k) // self.cols
 
     def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
-        """Column of the target matrix that feature k reads."""
+        """Column of feature k in the target matrix."""
         return self.entry_of(k) % self.cols
 
     def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """The matrix with gamma_k at the entry of feature k and zero where no feature is."""
+        """The matrix with gamma_k at the entry of feature k and zero elsewhere."""
         check_gamma("id_cond", gamma, self.n_features)
         if self.kept is not None:
             flat = gamma.new_zeros(*gamma.shape[:-1], self.rows * self.cols)
@@ -111,11 +110,11 @@ class IdCond:
         return gamma.reshape(*gamma.shape[:-1], self.rows, self.cols)
 
     def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """A value per feature at its place, zero where no feature is."""
+        """One value per feature at its entry, zero elsewhere."""
         return self.apply(values)
 
     def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
-        """What a number per feature adds to every row: the sums over the rows of the grid."""
+        """The contribution of beta, one value per feature, to every row: the row sums of the grid."""
         return self.grid(beta).sum(-1)
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
@@ -125,7 +124,7 @@ class IdCond:
         return flat if self.kept is None else flat[..., self.entry_of().to(flat.device)]
 
     def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
-        """Gamma by reading off; `apply` of it is the target's orthogonal projection on the features."""
+        """The entries of the target; M gamma is its orthogonal projection on the features."""
         return self.transpose(target)
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
@@ -138,14 +137,14 @@ class IdCond:
         return self if self.kept is None else IdCond(self.rows, self.cols, self.kept.to(device))
 
     def digest_bytes(self) -> bytes:
-        """A line with name and sizes, then the kept entry numbers as 8-byte little-endian integers."""
+        """A line with name and sizes, then `kept` as 8-byte little-endian integers."""
         kept = b"" if self.kept is None else self.kept.long().cpu().numpy().astype("<i8").tobytes()
         return f"id_cond {self.rows}x{self.cols}\n".encode() + kept
 
 
 @dataclass(frozen=True, eq=False)
 class OrthoCond:
-    """Feature k, with (q, d) = divmod(k, cols), joins column q of U2 and row d of U1, so M is orthogonal.
+    """Feature k, with (q, d) = divmod(k, cols), is column q of U2 times row d of U1, so that M is orthogonal.
 
     `left_factor` is U2 (rows x rows), `right_factor` U1 (cols x cols). Theory: random_features:ortho-cond
     """
@@ -155,18 +154,18 @@ class OrthoCond:
 
     @classmethod
     def draw(cls, rows: int, cols: int, *, seed: int, layer: str) -> OrthoCond:
-        """Independent Haar matrices from the streams "left" and "right"; drawn once, while they stay in the cache.
+        """Draws independent Haar matrices from the streams "left" and "right", with an LRU cache.
 
-        They take rows^3 + cols^3 operations, and a network is rebuilt, saved and loaded with the same ones. The cache
-        holds the factors that were used last, up to `CACHED` of the memory of the machine. Factors that somebody
-        changed in place are drawn again.
+        Drawing takes rows^3 + cols^3 operations, and saving and loading a network needs the same factors again. The
+        cache is limited to a fraction `CACHED` of the machine's memory. Factors that were modified in place are drawn
+        again.
         """
         key = (rows, cols, seed, layer)
         with _lock:
             if key in _drawn and not any(u._version for u in (_drawn[key].left_factor, _drawn[key].right_factor)):
                 _drawn.move_to_end(key)
                 return _drawn[key]
-        with torch.inference_mode(False):  # tensors of inference have no version
+        with torch.inference_mode(False):  # inference tensors have no version
             left = torch.from_numpy(haar_matrix(Stream(seed, layer, "left"), rows))
             right = torch.from_numpy(haar_matrix(Stream(seed, layer, "right"), cols))
             made = cls(left, torch.from_numpy(np.ascontiguousarray(right.numpy().T)))
@@ -176,9 +175,13 @@ class OrthoCond:
                 _drawn.popitem(last=False)
         return made
 
+    def numbers(self) -> list[Tensor]:
+        """The tensors that determine both factors."""
+        return [self.left_factor, self.right_factor]
+
     @property
     def n_bytes(self) -> int:
-        """The memory of both factors."""
+        """Size of both factors in bytes."""
         return sum(u.numel() * u.element_size() for u in (self.left_factor, self.right_factor))
 
     @property
@@ -194,21 +197,21 @@ class OrthoCond:
         return self.rows * self.cols
 
     def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """M gamma = U2 G U1 with G the gammas as a (rows, cols) matrix."""
+        """M gamma = U2 G U1 with G = grid(gamma)."""
         G = self.grid(gamma)
         return self.left_factor.to(G) @ G @ self.right_factor.to(G)
 
     def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """A value per feature at its place."""
+        """One value per feature as a (rows, cols) matrix."""
         check_gamma("ortho_cond", values, self.n_features)
         return values.reshape(*values.shape[:-1], self.rows, self.cols)
 
     def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
-        """What a number per feature adds to every row: U2 times the sums over the rows of the grid."""
+        """The contribution of beta, one value per feature, to every row: U2 times the row sums of the grid."""
         return self.grid(beta).sum(-1) @ self.left_factor.to(beta).mT
 
     def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
-        """Row of U1 that feature k reads; without k of all."""
+        """Row of U1 of feature k, or of all features."""
         return torch.as_tensor(torch.arange(self.n_features, device="cpu") if k is None else k) % self.cols
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
@@ -237,14 +240,103 @@ class OrthoCond:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class FastOrthoCond:
+    """As `OrthoCond`, with U2 and U1 from sign changes, permutations and Hadamard blocks, applied in O(n log n).
+
+    `left_factor` applies U2, `right_factor` U1.
+    """
+
+    left_factor: FastOrthogonal
+    right_factor: FastOrthogonal
+
+    @classmethod
+    def draw(cls, rows: int, cols: int, *, seed: int, layer: str) -> FastOrthoCond:
+        """Draws independent factors for the parts "left" and "right"."""
+        left, right = (
+            FastOrthogonal.draw(n, seed=seed, layer=layer, part=part) for n, part in ((rows, "left"), (cols, "right"))
+        )
+        return cls(left, right)
+
+    @property
+    def rows(self) -> int:
+        return self.left_factor.n
+
+    @property
+    def cols(self) -> int:
+        return self.right_factor.n
+
+    @property
+    def n_features(self) -> int:
+        return self.rows * self.cols
+
+    def numbers(self) -> list[Tensor]:
+        """The tensors that determine both factors."""
+        return [values for one in (self.left_factor, self.right_factor) for values in (one.signs, one.orders)]
+
+    def apply(self, gamma: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """M gamma = U2 G U1 with G = grid(gamma)."""
+        return self.transform_outputs(self.right_factor.apply_transpose(self.grid(gamma)).mT).mT
+
+    def transform_inputs(self, x: Float[Tensor, "*batch cols"]) -> Float[Tensor, "*batch cols"]:
+        """U1 x for every vector x: the inputs of the features."""
+        return self.right_factor.apply(x)
+
+    def transform_outputs(self, v: Float[Tensor, "*batch rows"]) -> Float[Tensor, "*batch rows"]:
+        """U2 v for every vector v of sums over features."""
+        return self.left_factor.apply(v)
+
+    def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
+        """One value per feature as a (rows, cols) matrix."""
+        check_gamma("fast_ortho_cond", values, self.n_features)
+        return values.reshape(*values.shape[:-1], self.rows, self.cols)
+
+    def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
+        """The contribution of beta, one value per feature, to every row: U2 times the row sums of the grid."""
+        return self.transform_outputs(self.grid(beta).sum(-1))
+
+    def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
+        """Row of U1 of feature k, or of all features."""
+        return torch.as_tensor(torch.arange(self.n_features, device="cpu") if k is None else k) % self.cols
+
+    def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """M^T r = U2^T R U1^T."""
+        check_matrix("fast_ortho_cond", residual, self.rows, self.cols)
+        return self.transform_inputs(self.left_factor.apply_transpose(residual.mT).mT).flatten(-2)
+
+    def solve(self, target: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
+        """Gamma with apply(gamma) = target: the transpose is the inverse."""
+        return self.transpose(target)
+
+    def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
+        first = start // self.cols
+        columns = self.left_factor.columns(first, -(-stop // self.cols))
+        outputs = torch.arange(start, stop, device=columns.device) // self.cols
+        return columns.mT.index_select(1, outputs - first)
+
+    def right(self, start: int, stop: int) -> Float[Tensor, "block cols"]:
+        inputs = torch.arange(start, stop, device=self.right_factor.signs.device) % self.cols
+        is_one_row = start // self.cols == max(start, stop - 1) // self.cols
+        first, last = (start % self.cols, start % self.cols + stop - start) if is_one_row else (0, self.cols)
+        return self.right_factor.rows(first, last).index_select(0, inputs - first)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> FastOrthoCond:
+        return FastOrthoCond(self.left_factor.to(dtype, device), self.right_factor.to(dtype, device))
+
+    def digest_bytes(self) -> bytes:
+        """A line with name and sizes, then `digest_bytes` of U1 and U2."""
+        name = f"fast_ortho_cond {self.rows}x{self.cols}\n".encode()
+        return name + self.right_factor.digest_bytes() + self.left_factor.digest_bytes()
+
+
 CACHED = 0.125
-"""Fraction of the machine's memory that drawn factors may stay in."""
+"""Maximum size of the cache of drawn factors, as a fraction of the machine's memory."""
 _drawn: OrderedDict[tuple[int, int, int, str], OrthoCond] = OrderedDict()
 _lock = threading.Lock()
 
 
 def one_hot(index: Int[Tensor, " block"], n: int, *, axis: int = 1) -> Float[Tensor, "_ _"]:
-    """Rows of n zeros with a one at `index`, or columns for axis 0, in float64 on the CPU; never laid out twice."""
+    """One-hot rows of length n, or columns for axis 0, in float64 on the CPU."""
     which = (torch.arange(len(index)), index.cpu())
     hot = torch.zeros((len(index), n) if axis else (n, len(index)), dtype=torch.float64)
     hot[which if axis else which[::-1]] = 1.0
@@ -252,7 +344,7 @@ def one_hot(index: Int[Tensor, " block"], n: int, *, axis: int = 1) -> Float[Ten
 
 
 def check_gamma(name: str, gamma: Tensor, n: int) -> None:
-    """An error unless the last dimension is n."""
+    """Raises unless the last dimension is n."""
     if gamma.ndim < 1 or gamma.shape[-1] != n:
         raise ShapeError(
             f"{name} needs a last dimension of {n}; got {tuple(gamma.shape)}. Put batch dimensions in front."
@@ -260,25 +352,25 @@ def check_gamma(name: str, gamma: Tensor, n: int) -> None:
 
 
 def check_matrix(name: str, matrix: Tensor, rows: int, cols: int) -> None:
-    """An error unless the last two dimensions are (rows, cols)."""
+    """Raises unless the last two dimensions are (rows, cols)."""
     if matrix.ndim < 2 or tuple(matrix.shape[-2:]) != (rows, cols):
         raise ShapeError(
             f"{name} needs a matrix (..., {rows}, {cols}); got shape {tuple(matrix.shape)}. "
-            "Turn a weight into that form with features.as_matrix(weight)."
+            "Convert a weight with features.as_matrix(weight)."
         )
 
 
-_NAMED_ROWS = 5  # how many rows an error lists
+_NAMED_ROWS = 5  # rows listed in a message
 
 
 @dataclass(frozen=True, eq=False)
 class IdCondMinimal:
-    """The fewest features that reach every target: one position of each output shares feature 0.
+    """ID cond features at minimum width: one position of every output shares feature 0.
 
-    With n positions per output there are n_outputs (n - 1) + 1 features. Feature 1 + i (n - 1) + j' makes
-    position j of output i alone, j counting past the shared one; the scales g2 of the outputs (the gamma of
-    the second norm) carry the shared position. The choice of `shared_column` belongs to the frozen weights,
-    so it must not come from the target. Theory: random_features:eq-3
+    With n positions per output there are n_outputs (n - 1) + 1 features. Feature 1 + i (n - 1) + j' is position j of
+    output i, where j skips the shared position; the scales g2 of the outputs (the gamma of the second norm) determine
+    the shared position. `shared_column` is part of the frozen weights, so it must not depend on the target.
+    Theory: random_features:eq-3
     """
 
     rows: int
@@ -290,8 +382,8 @@ class IdCondMinimal:
         shared = as_integer(self.shared_column)
         if shared is None or not 0 <= shared < self.n_positions:
             raise ValueRangeError(
-                f"shared_column needs a whole number in [0, {self.n_positions}); got {shown(self.shared_column)}. "
-                "Leave it out for the first."
+                f"shared_column needs an integer in [0, {self.n_positions}); got {shown(self.shared_column)}. "
+                "Omit it for the first."
             )
 
     @property
@@ -308,7 +400,7 @@ class IdCondMinimal:
         gamma: Float[Tensor, "*batch feat"],
         output_gamma: Float[Tensor, "*batch outputs"] | None = None,
     ) -> Float[Tensor, "*batch rows cols"]:
-        """M gamma, and every output times its `output_gamma` if given."""
+        """M gamma, multiplied by `output_gamma` per output if given."""
         check_gamma("id_cond_minimal", gamma, self.n_features)
         batch = gamma.shape[:-1]
         own = gamma[..., 1:].reshape(*batch, self.n_outputs, self.n_positions - 1)
@@ -321,35 +413,34 @@ class IdCondMinimal:
         return matrix.reshape(*batch, self.rows, self.cols)
 
     def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
-        """A value per feature at its place; that of the shared feature at one place of every output."""
+        """One value per feature at its entry; that of the shared feature at one entry of every output."""
         return self.apply(values)
 
     def constant(self, beta: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows"]:
-        """What a number per feature adds to every row: the sums over the rows of the grid."""
+        """The contribution of beta, one value per feature, to every row: the row sums of the grid."""
         return self.grid(beta).sum(-1)
 
     def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
-        """Column of the target matrix that feature k reads; without k of all."""
+        """Column of feature k in the target matrix, or of all features."""
         return self._joins(torch.arange(self.n_features, device="cpu") if k is None else torch.as_tensor(k))[1]
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
-        """M^T r: the shared feature collects its position of every output, each other feature its own."""
+        """M^T r: the sum over outputs for the shared feature, one entry for every other feature."""
         shared, own = self._split(residual)
         return torch.cat([shared.sum(-1, keepdim=True), own.flatten(-2)], dim=-1)
 
     def solve(
         self, target: Float[Tensor, "*batch rows cols"]
     ) -> tuple[Float[Tensor, "*batch feat"], Float[Tensor, "*batch outputs"]]:
-        """(gamma, output_gamma) whose `apply` is the target: g2_i = T_is, gamma_(ij) = T_ij / T_is.
+        """(gamma, output_gamma) with apply(gamma, output_gamma) = target: g2_i = T_is, gamma_(ij) = T_ij / T_is.
 
-        The shared feature's own gamma is free and set to 1. Outputs that are zero throughout get g2_i = 0. An
-        output that is zero only at the shared position cannot be made: an error names it. Gammas grow with
-        max_j |T_ij / T_is|.
+        The gamma of the shared feature is 1. Zero outputs get g2_i = 0. Raises if a nonzero output is zero at the
+        shared position. Gammas grow with max_j |T_ij / T_is|.
         """
         pivot, own = self._split(target)
         is_blocked = (pivot == 0) & (own != 0).any(-1)
         if bool(is_blocked.any()):
-            self._refuse(target, is_blocked)
+            self._raise_blocked(target, is_blocked)
         gamma = own / torch.where(pivot == 0, torch.ones_like(pivot), pivot)[..., None]
         return torch.cat([torch.ones_like(pivot[..., :1]), gamma.flatten(-2)], dim=-1), pivot.clone()
 
@@ -367,12 +458,12 @@ class IdCondMinimal:
         return self
 
     def digest_bytes(self) -> bytes:
-        """A line of text with the name, the sizes and the shared position."""
+        """A line with the name, the sizes and the shared position."""
         sizes = f"{self.rows}x{self.cols} outputs {self.n_outputs} shared {self.shared_column}"
         return f"id_cond_minimal {sizes}\n".encode()
 
     def _joins(self, k: Int[Tensor, "*k"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, column and is-shared of features; the shared one counts for output 0."""
+        """(row, column, is_shared) of features; the shared one is assigned to output 0."""
         own = (k - 1).clamp(min=0)
         n_own = max(self.n_positions - 1, 1)
         output, position = own // n_own, own % n_own
@@ -389,7 +480,7 @@ class IdCondMinimal:
         s = self.shared_column
         return flat[..., s], torch.cat([flat[..., :s], flat[..., s + 1 :]], dim=-1)
 
-    def _refuse(self, target: Tensor, is_blocked: Tensor) -> None:
+    def _raise_blocked(self, target: Tensor, is_blocked: Tensor) -> None:
         flat = target.reshape(-1, self.n_outputs, self.n_positions)
         blocked = is_blocked.reshape(-1, self.n_outputs).any(0).nonzero().reshape(-1).tolist()
         named = ", ".join(str(row) for row in blocked[:_NAMED_ROWS])
@@ -398,6 +489,6 @@ class IdCondMinimal:
         good = is_good.nonzero().reshape(-1).tolist()
         cure = f"Draw with shared_column={good[0]}" if good else "No column is free of zeros: draw id_cond"
         raise ValueRangeError(
-            f"id_cond_minimal needs a nonzero weight in column {self.shared_column} of every output that is "
-            f"not zero throughout; got zeros in outputs {named}. {cure}, or nudge these weights off zero."
+            f"id_cond_minimal needs a nonzero weight in column {self.shared_column} of every nonzero output; "
+            f"got zeros in outputs {named}. {cure}, or make these weights nonzero."
         )

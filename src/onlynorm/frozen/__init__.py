@@ -1,11 +1,12 @@
 """Frozen layers: weights from a seed, norms as the only parameters.
 
-Reconstruction computes the norms, training from scratch learns them. The files read in the order: form, options, maps,
-streaming, pair, residual, sequence, fast_paths, norm_only, convert, checkpoint.
+Reconstruction computes the norms; training from scratch learns them. Reading order: options, maps, form, streaming,
+pair, residual, sequence, norm_only, convert, fast_paths, checkpoint.
 """
 
-from onlynorm.frozen.checkpoint import load_norm_only, save_norm_only
-from onlynorm.frozen.convert import Conversion, ConvertedLayer, converted, norm_only
+from onlynorm.frozen import pair
+from onlynorm.frozen.convert import Conversion, ConvertedLayer, converted, to_norm_only
+from onlynorm.frozen.form import find_blocks
 from onlynorm.frozen.norm_only import (
     NormOnlyConv1d,
     NormOnlyConv2d,
@@ -14,20 +15,21 @@ from onlynorm.frozen.norm_only import (
     NormOnlyLinear,
     wrap,
 )
-from onlynorm.frozen.options import Choice
+from onlynorm.frozen.options import PRECISIONS, FrozenOptions
 
 __all__ = [
-    "Choice",
+    "PRECISIONS",
     "Conversion",
     "ConvertedLayer",
+    "FrozenOptions",
     "NormOnlyConv1d",
     "NormOnlyConv2d",
     "NormOnlyConv3d",
     "NormOnlyLayer",
     "NormOnlyLinear",
     "converted",
-    "load_norm_only",
-    "norm_only",
-    "save_norm_only",
+    "find_blocks",
+    "pair",
+    "to_norm_only",
     "wrap",
 ]

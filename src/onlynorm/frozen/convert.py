@@ -1,16 +1,14 @@
-"""`norm_only`: any model -> a copy whose Linear and Conv layers have norms as their only parameters.
+"""`to_norm_only`: a copy of a model whose Linear and Conv layers have norms as their only parameters.
 
-The copy is for training from scratch: it starts as the function the model is, as far as its features reach. Modules and
-weights that are tied stay tied. What cannot be converted stays as it is, with its parameters, and is listed:
+The copy is for training from scratch and starts as the same function, or the closest that its features can represent.
+Tied modules and weights stay tied. Modules that cannot be converted are unchanged and listed:
 
-    model = norm_only(model, features="id_cond", density=0.2, seed=0)
+    model = to_norm_only(model, features="id_cond", density=0.2, seed=0)
     print(converted(model))
 """
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import AccuracyWarning, ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
+from onlynorm.display import Result
+from onlynorm.errors import AccuracyWarning, ConversionError, OnlynormError, UnknownNameError
 from onlynorm.frozen.norm_only import PLAIN, NormOnlyLayer, Plain, wrap
-from onlynorm.frozen.options import Choice, make_choice
+from onlynorm.frozen.options import FrozenOptions
 from onlynorm.modules import need_model, unwrap
 from onlynorm.modules.layers import Left, find_layers
-from onlynorm.modules.walk import copy_network, places_of, swap
-from onlynorm.validate import need_flag, need_items
+from onlynorm.modules.walk import copy_network, places_of, replace_layer
+from onlynorm.validate import need_flag, need_seed
 
-_NOTE = "onlynorm_left"
-_SHORT = "onlynorm_short"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NOTE = "_onlynorm_left"  # hyperparameters do not begin with an underscore
+_SHORT = "_onlynorm_short"
 
 
 @dataclass(frozen=True)
-class ConvertedLayer:
-    """One norm-only layer: its places, the shape of its weight, and what it trains and keeps."""
+class ConvertedLayer(Result):
+    """One norm-only layer: its places, class, features, the shape of its weight, and its sizes."""
 
     names: tuple[str, ...]
     kind: str
@@ -46,15 +44,15 @@ class ConvertedLayer:
     def __str__(self) -> str:
         return (
             f"{' = '.join(self.names)} ({self.kind}): {self.features}, weight {' x '.join(map(str, self.shape))}, "
-            f"{self.n_features:,} features, {self.n_frozen:,} frozen numbers"
+            f"{self.n_features:,} features, {self.n_frozen:,} frozen entries"
         )
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """The norm-only layers of a model, and the modules with weights that stayed as they were.
+class Conversion(Result):
+    """The norm-only layers of a model, and the modules with weights that were not converted.
 
-    `warnings` name the layers that do not start with their weight, and how far off they are.
+    `warnings` lists layers whose initial weight differs from that of the model, with the error.
     """
 
     layers: tuple[ConvertedLayer, ...]
@@ -67,72 +65,57 @@ class Conversion:
         return "\n".join([*rows, *left, *(f"warning: {text}" for text in self.warnings)])
 
 
-def norm_only(
+def to_norm_only(
     model: nn.Module,
     *,
     features: str = "id_cond",
+    excess: float | None = None,
     density: float | None = None,
+    n_blocks: int = 1,
+    spectrum: float | Tensor | None = None,
+    shared_column: int = 0,
     seed: int = 0,
     keep: Iterable[str] | str = (),
     strict: bool = False,
-    **choices: Any,
 ) -> nn.Module:
-    """A copy of the model whose Linear and Conv layers train only norms; it computes what the model does.
+    """A copy of the model whose Linear and Conv layers train only norms, with the same outputs.
 
-    `density` lets only a random part of the features exist: for id_cond, random masks from (seed, layer). `keep` names
-    layers that stay ordinary, with wildcards: "head", "blocks.11.*". `strict` refuses a model of which anything else
-    but norms would be left. Further `choices` are fields of `Choice`: excess, condition, n_blocks and so on. Features
-    below the width bound, or a mask, reach the model's weights only in part; the copy starts with the nearest.
+    `features` to `shared_column` are the fields of `FrozenOptions`. Every layer has independent frozen features, drawn
+    from `seed` and its name. `keep` names layers that are not converted, with wildcards: "head", "blocks.11.*".
+    `strict` raises if other modules with weights than norms would be left. With fewer features than weights, or a
+    `density`, the copy starts with the closest weights that the features can represent. Forward hooks of a layer are
+    moved to its replacement.
 
-    Where a layer starts off its weight by more than half of the digits of its precision (sqrt(eps), relative),
-    `converted(copy).warnings` says by how much. An `AccuracyWarning` says so too, unless fewer features than weights
-    were asked for (`excess` below 1, a mask): the features are too sparse, too heavy-tailed or too few above the bound.
+    If the relative error of a layer's initial weight exceeds sqrt(eps) of its dtype, it is listed in
+    `converted(copy).warnings`. An `AccuracyWarning` is also issued, unless the options give fewer features than weights
+    (`excess` below 1, or a mask): the features are then too sparse, too heavy-tailed or too few.
 
     Theory: random_features:thm-3.1, random_features:conclusion
     """
-    if "layer" in choices:
-        raise ValueRangeError(
-            "norm_only names the features of each layer by its place in the model; got "
-            f"layer={shown(choices['layer'])}. Leave it out, and change the seed for other features."
-        )
-    choice = make_choice(features=features, density=density, seed=seed, **choices)
-    model, strict = unwrap(need_model("norm_only", model)), need_flag("strict", strict)
+    options = FrozenOptions(
+        features=features, excess=excess, density=density, n_blocks=n_blocks, spectrum=spectrum,
+        shared_column=shared_column,
+    )  # fmt: skip
+    seed, model = need_seed(seed), unwrap(need_model("to_norm_only", model))
     _need_ordinary(model)
     network = copy_network(model)
-    found = find_layers(network)
-    kept = _kept(tuple(name for layer in found.layers for name in layer.names), keep)
-    left = list(found.left)
-    chosen: dict[str, Plain] = {}
-    for target in found.layers:
-        module = network.get_submodule(target.name)
-        why = "kept as asked" if kept.intersection(target.names) else _refusal(module)
-        if why:
-            left.append(Left(target.name, target.kind, why))
-        else:
-            assert isinstance(module, Plain)
-            chosen[target.name] = module
-    for name, why in _tied_elsewhere(network, chosen).items():
-        left.append(Left(name, type(chosen.pop(name)).__name__, why))
-    _need_enough(model, chosen, [item for item in left if item.reason != "kept as asked"], strict)
-    places = places_of(network)
+    found = find_layers(network, strict=need_flag("strict", strict), keep=keep, is_trained=True)
     made: dict[Tensor, NormOnlyLayer] = {}
     shifts: dict[Tensor, nn.Parameter | None] = {}
     short: list[str] = []
-    approximate: set[str] = set()  # those that were asked for
-    for name, plain in chosen.items():
-        layer = _convert(name, plain, choice, made.get(plain.weight))
+    missed: list[str] = []
+    for target in found.layers:
+        plain: Any = network.get_submodule(target.name)
+        layer = _convert(target.name, plain, options, seed, made.get(plain.weight))
         if plain.weight not in made:
             made[plain.weight] = layer
-            found_short = _shortfall(name, layer, plain.weight)
-            short += found_short
-            if _is_approximate(layer):
-                approximate.update(found_short)
+            text = _shortfall(target.name, layer, plain.weight)
+            short += [text] if text else []
+            missed += [text] if text and not _is_approximate(layer) else []
         if plain.bias is not None:
             layer.beta = shifts.setdefault(plain.bias, layer.beta)
-        for place in places[plain]:
-            network = swap(network, place, layer)
-    network.__dict__[_NOTE], network.__dict__[_SHORT] = tuple(left), tuple(short)
-    missed = [text for text in short if text not in approximate]
+        network = replace_layer(network, target.names, layer)
+    network.__dict__[_NOTE], network.__dict__[_SHORT] = found.left, tuple(short)
     if missed:
         more = f"; and {len(missed) - 3} more layers" if len(missed) > 3 else ""
         warnings.warn(f"{'; '.join(missed[:3])}{more}.", AccuracyWarning, stacklevel=2)
@@ -140,11 +123,11 @@ def norm_only(
 
 
 def converted(model: nn.Module) -> Conversion:
-    """The norm-only layers of a model, and what `norm_only` left as it was."""
+    """The norm-only layers of a model, and what `to_norm_only` left as it was."""
     model = unwrap(need_model("converted", model))
     layers = [
         ConvertedLayer(
-            places, type(module).__name__, module.frozen.choice.features, module.frozen.shape,
+            places, type(module).__name__, module.frozen.features.name, module.frozen.shape,
             module.frozen.n_features, module.frozen.n_frozen,
         )
         for module, places in places_of(model).items()
@@ -154,18 +137,16 @@ def converted(model: nn.Module) -> Conversion:
     return Conversion(tuple(layers), left, model.__dict__.get(_SHORT, ()))
 
 
-def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None) -> NormOnlyLayer:
-    """The layer for one place; a twin, whose weight was the same tensor, lends its gammas and frozen features."""
+def _convert(name: str, plain: Plain, options: FrozenOptions, seed: int, twin: NormOnlyLayer | None) -> NormOnlyLayer:
+    """The norm-only layer of one place; it shares gammas and features with `twin`, a layer with the same weight."""
     try:
-        if twin is None:
-            layer = wrap(plain, dataclasses.replace(choice, layer=name))
-        else:
-            layer = wrap(plain, twin.frozen.choice, is_filled=False)
-            layer.frozen, layer.gamma, layer.output_gamma = twin.frozen, twin.gamma, twin.output_gamma
+        layer = wrap(plain, options, seed=seed, layer=name, is_filled=twin is None)
     except UnknownNameError:
         raise
     except OnlynormError as why:
         raise type(why)(f"layer {name!r}: {why} Or name it in keep=.") from why
+    if twin is not None:
+        layer.frozen, layer.gamma, layer.output_gamma = twin.frozen, twin.gamma, twin.output_gamma
     for gamma in layer.gammas:
         gamma.requires_grad_(plain.weight.requires_grad)
     if layer.beta is not None and plain.bias is not None:
@@ -174,83 +155,34 @@ def _convert(name: str, plain: Plain, choice: Choice, twin: NormOnlyLayer | None
 
 
 def _is_approximate(layer: NormOnlyLayer) -> bool:
-    """Whether the layer was asked to have fewer features than weights."""
+    """Whether the layer has fewer features than weights."""
     return layer.frozen.n_features < layer.frozen.equations and layer.output_gamma is None
 
 
 @torch.no_grad()
-def _shortfall(name: str, layer: NormOnlyLayer, weight: Tensor) -> list[str]:
-    """How far the layer starts from its weight, where that is more than rounding."""
+def _shortfall(name: str, layer: NormOnlyLayer, weight: Tensor) -> str:
+    """A message with the error of the initial weight; empty if it is only rounding."""
     frozen = layer.frozen
     if weight.is_meta:
-        return []
+        return ""
     wanted = weight.detach().double()
     size = float(torch.linalg.vector_norm(wanted))
     error = float(torch.linalg.vector_norm(layer.weight.double() - wanted)) / (size if size > 0.0 else 1.0)
     allowed = torch.finfo(weight.dtype).eps ** 0.5
     if error <= allowed:
-        return []
-    return [
-        f"layer {name!r} needs to start within {allowed:.1e} of its weight; {frozen.choice.features} features start "
-        f"{error:.1e} off it, {frozen.n_features} of them for {frozen.equations} weights. Take a larger excess or "
+        return ""
+    return (
+        f"layer {name!r} needs an initial weight within {allowed:.1e}; got a relative error of {error:.1e} with "
+        f"{frozen.n_features} {frozen.features.name} features for {frozen.equations} weights. Use a larger excess or "
         "density, or other features such as id_cond"
-    ]
-
-
-def _kept(names: tuple[str, ...], keep: Iterable[str] | str) -> set[str]:
-    """The layers that the patterns name, themselves or by a module around them."""
-    kept: set[str] = set()
-    cure = "Write keep='head' or keep=['blocks.1.*']."
-    patterns = [keep] if isinstance(keep, str) else need_items("keep", keep, cure=cure)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise ConversionError(f"keep needs names of layers; got a {type(pattern).__name__}. {cure}")
-        hits = [name for name in names if fnmatch.fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
-        if not hits:
-            raise UnknownNameError("keep", pattern, names)
-        kept.update(hits)
-    return kept
-
-
-def _refusal(module: nn.Module) -> str:
-    """Why this layer cannot be converted; empty if it can."""
-    if any(getattr(module, hooks) for hooks in _HOOKS):
-        return "has hooks, which may change what it computes and would be lost"
-    return ""
-
-
-def _tied_elsewhere(network: nn.Module, chosen: dict[str, Plain]) -> dict[str, str]:
-    """The chosen layers whose weight or bias also belongs to a module that stays, with the reason."""
-    inside = set(chosen.values())
-    owners = {
-        parameter: name
-        for name, module in network.named_modules()
-        if module not in inside
-        for parameter in module.parameters(recurse=False)
-    }
-    found = {}
-    for name, plain in chosen.items():
-        owner = next((owners[p] for p in plain.parameters(recurse=False) if p in owners), None)
-        if owner is not None:
-            found[name] = f"shares a tensor with {owner!r}, which stays as it is"
-    return found
+    )
 
 
 def _need_ordinary(model: nn.Module) -> None:
-    """Raises where all layers are norm-only already, which a missing Linear alone would not tell."""
+    """Raises if the model is norm-only already."""
     modules = list(model.modules())
     if any(isinstance(m, NormOnlyLayer) for m in modules) and not any(type(m) in PLAIN for m in modules):
         raise ConversionError(
-            f"norm_only needs Linear or Conv layers; got a {type(model).__name__} that is norm-only already. "
-            "Convert the ordinary model, or train this one."
-        )
-
-
-def _need_enough(model: nn.Module, chosen: dict[str, Plain], left: list[Left], strict: bool) -> None:
-    if not chosen or (strict and left):
-        listed = "; ".join(str(item) for item in left[:5]) or "all layers are in keep="
-        what = "a model of Linear and Conv layers and norms" if chosen else "at least one layer to convert"
-        raise ConversionError(
-            f"norm_only needs {what}; got {type(model).__name__} with {len(left)} other modules with weights: "
-            f"{listed}. Leave strict and keep out, or pass another model."
+            f"to_norm_only needs Linear or Conv layers; got a {type(model).__name__} that is norm-only already. "
+            "Convert the original model, or train this one."
         )

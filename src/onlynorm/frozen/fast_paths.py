@@ -1,9 +1,9 @@
-"""Transformer layers of torch whose fast path reads the weights of their Linear layers instead of calling them.
+"""Disables the fast path of torch's transformer layers, which reads the weights of Linear layers without calling them.
 
-In evaluation `nn.TransformerEncoderLayer` hands `linear1.weight` and `linear2.weight` to one fused kernel, and
-`nn.TransformerEncoder` passes sequences with padding on as nested tensors that only this kernel takes. A block has no
-weight to read, so both go the ordinary way where they hold one. The function is the same: where torch would have used
-nested tensors, the output at padding is zero before the encoder's last norm, and `PaddedEncoder` makes it so.
+In evaluation mode `nn.TransformerEncoderLayer` passes `linear1.weight` and `linear2.weight` to one fused kernel, and
+`nn.TransformerEncoder` converts sequences with padding to nested tensors, which only this kernel supports. A block has
+no weight, so the fast path is disabled in modules that contain blocks. The outputs are the same: with nested tensors
+the output at padding is zero before the last norm of the encoder, and `PaddedEncoder` sets it to zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onlynorm.frozen.form import Block
 
 
 class PaddedEncoder(nn.TransformerEncoder):
-    """An `nn.TransformerEncoder` that never makes nested tensors, with the outputs of one that does."""
+    """An `nn.TransformerEncoder` without nested tensors, with the same outputs."""
 
     makes_nested: bool
 
@@ -31,7 +31,7 @@ class PaddedEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The output of `nn.TransformerEncoder`, zeros at padding included where torch has them."""
+        """The output of `nn.TransformerEncoder`, with the same zeros at padding."""
         if src_key_padding_mask is None or not self._would_nest(src, mask, src_key_padding_mask):
             made: Tensor = super().forward(src, mask, src_key_padding_mask, is_causal)
             return made
@@ -42,7 +42,7 @@ class PaddedEncoder(nn.TransformerEncoder):
         return output if self.norm is None else self.norm(output)
 
     def _would_nest(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
-        """Whether torch's own forward would pass nested tensors on: its conditions, in its order."""
+        """Whether `nn.TransformerEncoder.forward` would use nested tensors; the same conditions in the same order."""
         if not (self.makes_nested and torch.backends.mha.get_fastpath_enabled()) or self.layers[0].training:
             return False
         if src.is_nested or src.dim() != 3 or mask is not None or torch.is_autocast_enabled():
@@ -60,27 +60,27 @@ _padded_kinds: dict[type[nn.Module], type[PaddedEncoder]] = {nn.TransformerEncod
 
 
 def _padded_kind(kind: type[nn.Module]) -> type[PaddedEncoder]:
-    """A subclass of this kind of encoder whose calls of `nn.TransformerEncoder.forward` reach `PaddedEncoder`."""
+    """A subclass of this encoder class in which super().forward is that of `PaddedEncoder`."""
     if kind not in _padded_kinds:
         _padded_kinds[kind] = type(kind.__name__, (kind, PaddedEncoder), {})
     return _padded_kinds[kind]
 
 
 def plain_kind(module: nn.Module) -> type[nn.Module]:
-    """The class that the module has outside a rebuilt network."""
+    """The original class of the module."""
     if not isinstance(module, PaddedEncoder):
         return type(module)
     return nn.TransformerEncoder if type(module) is PaddedEncoder else type(module).__mro__[1]
 
 
 def _make_empty(kind: type[nn.Module]) -> PaddedEncoder:
-    """An encoder without any state, for copies and pickles: a class made on the fly has no name to find it by."""
+    """An encoder without state, for copy and pickle, which cannot import a class created at run time."""
     padded = _padded_kind(kind)
     return padded.__new__(padded)
 
 
 def set_fast_paths(network: nn.Module, *, calibrating: bool = False) -> nn.Module:
-    """The network itself, with the fast path closed around blocks and open elsewhere; all closed to calibrate."""
+    """The network with the fast path disabled in modules with blocks, or everywhere if `calibrating`; in place."""
     for module in network.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             _set_layer(module, is_open=not calibrating and not _has_blocks(module))
@@ -94,7 +94,7 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 def _set_layer(layer: nn.TransformerEncoderLayer, *, is_open: bool) -> None:
-    """`activation_relu_or_gelu` is read by the fast path only, which is not taken where it is 0."""
+    """Sets `activation_relu_or_gelu`, which is used only by the fast path; 0 disables it."""
     if is_open and "fast_activation" in vars(layer):
         layer.activation_relu_or_gelu = vars(layer).pop("fast_activation")
     elif not is_open and "fast_activation" not in vars(layer):
@@ -113,5 +113,5 @@ def _set_encoder(encoder: nn.TransformerEncoder, *, is_open: bool) -> None:
 
 
 def _is_padding(mask: Tensor) -> Tensor:
-    """Padding masks are booleans, or floats that are -inf at padding."""
+    """The padding mask as booleans; float masks are -inf at padding."""
     return mask if mask.dtype == torch.bool else mask != 0

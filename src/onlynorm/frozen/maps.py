@@ -1,393 +1,536 @@
-"""The frozen half of a norm-only layer: a linear map from gamma to the weight that the layer then applies.
+"""Frozen maps: the frozen weights of a pair of layers, as a linear map from gamma to a weight.
 
-The middle of such a layer is linear, so its two frozen source layers and the norm between them act as one weight
+Two frozen layers with a norm between them, and no activation or one in its linear range, act as one weight
 
-    W = left diag(gamma) right,    y = W x + beta
+    W = left diag(gamma) right
 
-and W is what the forward pass makes first: for every distribution that is cheaper than to run the features on a batch,
-unless the batch has fewer than out inp / (out + inp) samples and positions. Only Ortho cond gains enough there to turn
-the samples instead. What a map keeps is what its structure needs: nothing for ID cond, the numbers of the kept weights
-for a sparse one, two square factors for Ortho cond, both factors of one block for random features.
+Blocks apply `left` and `right` one after the other, chunk by chunk. Norm-only layers compute W first, which is cheaper
+unless the batch has fewer than out inp / (out + inp) samples and positions; only Ortho cond then rotates the samples
+instead. A map stores what its structure needs: nothing for ID cond, the entries of the features if it is sparse, two
+square factors for Ortho cond, both factors for random features. Outputs may be split into equal parts with the same
+frozen weights: blocks of random features (see `features.blocks`), or the groups of a convolution.
 
-A map is made from its seed whenever its precision or device changes, so that float32 and back loses nothing. Weights
-are made outside autocast, in the precision of gamma, and the layer then rounds them once, as an ordinary layer does.
-Gammas of random features need the digits of float32, since they are large and cancel: in a model of half precision all
-maps but ID cond itself work in float32, and only the weight is rounded.
+Frozen weights are cast to a lower precision and drawn again for a higher one, so that a cast to float32 and back is
+exact. They are in float32 at least: gammas of random features are large and cancel. Weights are computed without
+autocast, in the precision of gamma, and rounded once to that of the layer.
 
 Theory: random_features:thm-3.1, random_features:ortho-cond, random_features:eq-3
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, InsufficientFeaturesError
+from onlynorm.errors import ConversionError, InsufficientFeaturesError, ValueRangeError
 from onlynorm.features import Features, draw
-from onlynorm.features.blocks import BlockFeatures, draw_blocks
+from onlynorm.features.blocks import draw_blocks
 from onlynorm.features.distributions import STRUCTURED
+from onlynorm.features.draw import factor_rows
 from onlynorm.features.scaled import Scaled, need_spectrum, semicircle_spectrum
-from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Structure
-from onlynorm.frozen.options import Choice
+from onlynorm.features.structured import FastOrthoCond, IdCond, OrthoCond, Structure
+from onlynorm.frozen.options import FrozenOptions
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import is_autocast, without_autocast
 from onlynorm.solvers import KhatriRao
 from onlynorm.solvers.methods.blocks import solve_blocks
 
+LOWEST = torch.float32
+"""The lowest precision of frozen weights, and of gammas that are not the weight itself."""
+SIDES = ("right", "left")
+CHUNK = 2**22
+"""Frozen entries drawn at a time if they are not stored."""
+
+
+def at_least_float32(made: Tensor, before: Tensor) -> Tensor:
+    """A tensor after a cast or move, in float32 if the cast was to a lower precision."""
+    is_lower = made.is_floating_point() and made.dtype.itemsize < LOWEST.itemsize
+    return before.to(made.device, LOWEST) if is_lower else made
+
 
 class FrozenMap(nn.Module):
-    """A map from the gammas of a layer to its weight of `shape`; holds no parameters, and nothing of it is saved.
+    """A linear map from the gammas of a layer to its weight of `shape`, with frozen weights drawn from a seed.
 
-    A feature of a convolution in `groups` reads the inputs of one group and feeds outputs of the same. ID cond does so
-    by itself; all others have the same frozen numbers in every group, those drawn for the weight of one.
+    `features` describes one of `n_copies` equal parts of the outputs. `sides` are the factors in use; `is_stored=False`
+    draws them on every pass. Frozen tensors are plain attributes, not buffers, so that optimizers, adapters and files
+    ignore them. `like` is an empty buffer with the dtype of the weight.
     """
 
     like: Tensor
 
     def __init__(
-        self, shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device, groups: int = 1
+        self,
+        features: Features,
+        *,
+        n_copies: int = 1,
+        spectrum: float | Tensor | None = None,
+        sides: Sequence[str] = SIDES,
+        is_stored: bool = True,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.choice, self.groups = shape, choice, groups
+        if spectrum is not None and features.name != "id_cond":
+            raise ValueRangeError(f"a spectrum needs id_cond features; got {features.name}. Leave spectrum out.")
+        self.features, self.n_copies, self.spectrum = features, n_copies, spectrum
+        self.sides, self.is_stored = tuple(sides), is_stored
         self.register_buffer("like", torch.empty(0, dtype=dtype, device=device), persistent=False)
-        self.fill()
+        for name, draw_now in self.stored().items():
+            drawn = draw_now()
+            if features.is_structured:  # a copy, since `features` holds the original
+                drawn = drawn.clone(memory_format=torch.contiguous_format)
+            own_dtype = torch.promote_types(dtype, LOWEST) if drawn.is_floating_point() else drawn.dtype
+            setattr(self, name, drawn.to(device, own_dtype).contiguous())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, (out, inp, *kernel)."""
+        return (self.features.shape[0] * self.n_copies, *self.features.shape[1:])
 
     @property
     def equations(self) -> int:
-        """Weights of the layer."""
-        return math.prod(self.shape)
+        """Number of entries of the weight."""
+        return self.features.equations * self.n_copies
+
+    @property
+    def n_features(self) -> int:
+        """Number of entries of gamma."""
+        return self.features.n_features * self.n_copies
+
+    @property
+    def n_frozen(self) -> int:
+        """Number of frozen entries in use, stored or not."""
+        f = self.features
+        widths = {"right": f.cols, "left": f.rows}
+        return f.n_features * sum(widths[side] for side in self.sides)
 
     @property
     def is_identity(self) -> bool:
-        """Whether gamma is the weight itself, number by number."""
+        """Whether gamma is the weight itself, entry by entry."""
+        return False
+
+    @property
+    def has_output_gamma(self) -> bool:
+        """Whether there is a second gamma, one per output."""
         return False
 
     @property
     def keeps_float32(self) -> bool:
-        """Whether gamma stays in float32 where the weight has half precision: wherever it is not the weight itself."""
-        c = self.choice
-        return c.features != "id_cond" or c.condition is not None or c.spectrum is not None
+        """Whether gamma stays in float32 for a weight in half precision."""
+        return self.features.name != "id_cond" or self.spectrum is not None
 
     @property
     def gamma_dtype(self) -> torch.dtype:
-        """The precision of gamma, for a weight in the precision of `like`."""
-        return torch.promote_types(self.like.dtype, torch.float32) if self.keeps_float32 else self.like.dtype
+        """The dtype of gamma, for a weight with the dtype of `like`."""
+        return torch.promote_types(self.like.dtype, LOWEST) if self.keeps_float32 else self.like.dtype
 
-    def forward(self, *gammas: Tensor) -> Tensor:
-        """The weight of these gammas, whatever autocast says."""
-        with without_autocast(self.like.device):
-            return self.make(*gammas)
+    def stored(self) -> dict[str, Callable[[], Tensor]]:
+        """Functions that draw each stored tensor in float64, by name."""
+        if not self.is_stored or not self.features.has_dense_factors:
+            return {}
+        return {side: functools.partial(factor_rows, self.features, side) for side in self.sides}
 
-    @abstractmethod
-    def make(self, *gammas: Tensor) -> Tensor:
-        """The weight of these gammas."""
-
-    @property
-    @abstractmethod
-    def n_features(self) -> int:
-        """Entries of gamma."""
-
-    @abstractmethod
-    def numbers(self) -> list[Tensor]:
-        """The frozen numbers that are held beside gamma."""
-
-    @property
-    def n_frozen(self) -> int:
-        """How many of them there are."""
-        return sum(held.numel() for held in self.numbers())
+    def stored_tensors(self) -> list[Tensor]:
+        """The stored frozen tensors."""
+        return [getattr(self, name) for name in self.stored()]
 
     def is_reproducible(self) -> bool:
-        """Whether they are, bit for bit, what the seed gives."""
-        again = type(self)(self.shape, self.choice, dtype=self.like.dtype, device=self.like.device, groups=self.groups)
-        return all(torch.equal(*pair) for pair in zip(self.numbers(), again.numbers(), strict=True))
+        """Whether the stored tensors are bit-identical to those drawn from the seed."""
+        for name, draw_now in self.stored().items():
+            held: Tensor = getattr(self, name)
+            if not torch.equal(held, draw_now().to(held)):
+                return False
+        return True
+
+    def rows(self, side: str, start: int = 0, stop: int | None = None, *, like: Tensor | None = None) -> Tensor:
+        """Rows of `right`, or of `left` transposed: one per feature, or per row of a structure's factor.
+
+        With `like` they have its dtype and device, and are drawn again if the stored precision is lower.
+        """
+        held: Tensor | None = getattr(self, side, None)
+        if self.like.is_meta:  # only shapes are computed
+            width = {"right": self.features.cols, "left": self.features.rows}[side]
+            n_rows = width if self.features.is_structured else self.features.n_features
+            stop = n_rows if stop is None else stop
+            return self.like.new_empty(stop - start, width, dtype=self.gamma_dtype if like is None else like.dtype)
+        if held is not None and (like is None or held.dtype.itemsize >= like.dtype.itemsize):
+            return held[start:stop].to(self.like.device) if like is None else held[start:stop].to(like)
+        # The memory layout of stored rows, so that products round the same.
+        drawn = factor_rows(self.features, side, start, stop)
+        return (drawn.to(self.like.device) if like is None else drawn.to(like)).contiguous()
+
+    def forward(self, *gammas: Tensor) -> Tensor:
+        """The weight for these gammas in the dtype of `like`, without autocast."""
+        with without_autocast(self.like.device):
+            return self.weight(*gammas).to(self.like.dtype)
 
     @abstractmethod
-    def fill(self) -> None:
-        """Makes the frozen numbers from the seed, in the precision and on the device of `like`."""
+    def weight(self, *gammas: Tensor) -> Tensor:
+        """The weight for these gammas, in their dtype."""
+
+    @abstractmethod
+    def constant(self, beta: Tensor) -> Tensor:
+        """The constant that a shift per feature adds to each output."""
 
     @abstractmethod
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The gammas in float64 whose weight this is, or comes nearest to it."""
-
-    @abstractmethod
-    def digest(self) -> str:
-        """SHA-256 of the frozen numbers in float64, as far as they come from a seed."""
-
-    @abstractmethod
-    def origin(self) -> str:
-        """The words that fix the frozen numbers, whatever their precision; equal words mean equal numbers."""
-
-    def by_group(self, values: Tensor) -> Tensor:
-        """Entries of gamma, or a weight, with the groups in front; as they are where there is one."""
-        return values if self.groups == 1 else values.reshape(self.groups, -1, *values.shape[1:])
+        """The gammas in float64 with this weight, or the closest to it."""
 
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
         """W x + beta for the weight of these gammas."""
         return functional.linear(x, self(*gammas), beta)
 
+    def digest(self) -> str:
+        """SHA-256 of the frozen weights in float64, except a given spectrum."""
+        return self.features.weights_digest()
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments of `map_from_settings`, in JSON types except a spectrum given as a tensor."""
+        f = self.features
+        made: dict[str, Any] = {
+            "name": f.name, "shape": list(f.shape), "n_features": f.n_features, "seed": f.seed, "layer": f.layer,
+            "kernel": f.kernel, "density": f.density, "shared_column": f.shared_column,
+        }  # fmt: skip
+        if self.n_copies != 1:
+            made["n_copies"] = self.n_copies
+        if self.spectrum is not None:
+            made["spectrum"] = self.spectrum
+        return made
+
+    def origin(self) -> str:
+        """A string that identifies the frozen weights in any precision."""
+        f = self.features
+        density = "" if f.density is None else f", density {f.density}"
+        blocks = f"{self.n_copies} blocks of {f.n_features}"
+        return f"{f.name}{density}, {blocks}, seed {f.seed}, layer {f.layer!r}"
+
+    def by_copy(self, values: Tensor) -> Tensor:
+        """Entries of gamma with the copies as first axis, if there are several."""
+        return values.reshape(*self._copies, -1)
+
+    def as_matrices(self, weight: Tensor) -> Tensor:
+        """A weight as the matrix (rows, cols) that left diag(gamma) right must equal, one for each copy."""
+        f = self.features
+        if f.kernel == "second":
+            weight = weight.reshape(self.shape[0], f.shape[1], -1).mT
+        return weight.reshape(*self._copies, f.rows, f.cols)
+
+    def as_weight(self, matrices: Tensor) -> Tensor:
+        """The inverse of `as_matrices`."""
+        f = self.features
+        if f.kernel == "second":
+            matrices = matrices.reshape(self.shape[0], -1, f.shape[1]).mT
+        return matrices.reshape(self.shape)
+
+    @property
+    def _copies(self) -> tuple[int, ...]:
+        """The axis of the copies, empty for one copy."""
+        return () if self.n_copies == 1 else (self.n_copies,)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenMap:
-        before = (self.like.dtype, self.like.device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if (self.like.dtype, self.like.device) != before:
-            self.fill()
+        for name, draw_now in self.stored().items():
+            before: Tensor = getattr(self, name)
+            now = at_least_float32(fn(before), before)
+            is_new = now.dtype.itemsize > before.dtype.itemsize or before.is_meta
+            setattr(self, name, draw_now().to(now).contiguous() if is_new and not now.is_meta else now)
         return self
 
     def extra_repr(self) -> str:
-        choice = self.choice
-        return f"{choice.features}, {self.n_features} features, seed={choice.seed}, layer={choice.layer!r}"
+        f = self.features
+        return f"{f.name}, {self.n_features} features, seed={f.seed}, layer={f.layer!r}"
 
 
-class StructuredMap(FrozenMap):
-    """ID cond, sparse or scaled, and Ortho cond: M is known in closed form and never built."""
+class GridMap(FrozenMap):
+    """Structured features: ID cond, sparse, scaled or at the minimum width, and Ortho cond.
 
-    structure: Structure
+    Their matrix is known and never built. At the minimum width all first-position weights share one feature, and are
+    represented by a second gamma, one per output.
+    """
+
+    kept: Tensor
+    values: Tensor
+
+    @property
+    def has_output_gamma(self) -> bool:
+        return self.features.name == "id_cond_minimal"
 
     @property
     def is_identity(self) -> bool:
-        return isinstance(self.structure, IdCond) and self.structure.kept is None
+        return not self.keeps_float32 and self.features.density is None
 
     @property
-    def n_features(self) -> int:
-        return self.structure.n_features * self._n_copies
+    def n_frozen(self) -> int:
+        return self.features.n_frozen + (0 if self.spectrum is None else self.n_features)
 
-    @property
-    def _n_copies(self) -> int:
-        """Groups with the frozen numbers of one."""
-        return 1 if self.choice.features == "id_cond" else self.groups
+    def stored(self) -> dict[str, Callable[[], Tensor]]:
+        made = super().stored()
+        if self.spectrum is not None:
+            made["values"] = self._values
+        if self.features.name == "id_cond" and self.features.density is not None:
+            made["kept"] = self._kept_entries
+        return made
 
-    def numbers(self) -> list[Tensor]:
-        structure = self.structure
-        if isinstance(structure, OrthoCond):
-            return [structure.left_factor, structure.right_factor]
-        base = structure.base if isinstance(structure, Scaled) else structure
-        assert isinstance(base, IdCond)
-        spectrum = [structure.spectrum] if isinstance(structure, Scaled) else []
-        return spectrum if base.kept is None else [*spectrum, base.kept]
+    def structure(self, like: Tensor | None = None) -> Structure:
+        """The structure with the stored tensors of this map; `like` as in `rows`."""
+        f = self.features
+        if f.name == "ortho_cond":
+            return OrthoCond(self.rows("left", like=like).mT, self.rows("right", like=like))
+        if self.has_output_gamma or f.name == "fast_ortho_cond":
+            assert f.structure is not None
+            return f.structure
+        base = IdCond(f.rows, f.cols, getattr(self, "kept", None))
+        return base if self.spectrum is None else Scaled(base, self.values)
 
-    def fill(self) -> None:
-        if self.choice.features == "ortho_cond":
-            out, inp = self.shape[0] // self.groups, self.equations // self.shape[0]
-            need_memory(
-                f"a weight {' x '.join(map(str, self.shape))} of ortho_cond features",
-                8 * (out**2 + inp**2),
-                memory_limit(),
-                "Take id_cond, which keeps nothing.",
-            )
-        structure = self._features().structure
-        assert structure is not None
-        spectrum = self._spectrum(structure.n_features)
-        if spectrum is not None:
-            assert isinstance(structure, IdCond)
-            structure = Scaled(structure, spectrum)
-        self.structure = structure.to(self.gamma_dtype, self.like.device)
+    def weight(self, *gammas: Tensor) -> Tensor:
+        return self.as_weight(self.structure(gammas[0]).apply(*(self.by_copy(gamma) for gamma in gammas)))
 
-    def make(self, *gammas: Tensor) -> Tensor:
-        gamma = gammas[0] if self._n_copies == 1 else self.by_group(gammas[0])
-        return self.structure.apply(gamma).reshape(self.shape).to(self.like.dtype)
+    def constant(self, beta: Tensor) -> Tensor:
+        return self.structure(beta).constant(self.by_copy(beta)).reshape(self.shape[0], -1).sum(1)
+
+    def rotate_inputs(self, x: Tensor) -> Tensor:
+        """U1 x for every row x, the inputs of the features; x itself for ID cond."""
+        structure = self._fast()
+        if structure is not None:
+            return structure.transform_inputs(x)
+        return x @ self.rows("right").to(x.dtype).mT if self.features.has_factors else x
+
+    def rotate_outputs(self, v: Tensor) -> Tensor:
+        """U2 v for every row v of sums over features; v itself for ID cond."""
+        structure = self._fast()
+        if structure is not None:
+            return structure.transform_outputs(v)
+        return v @ self.rows("left").to(v.dtype) if self.features.has_factors else v
+
+    def rotate_grid(self, scale: Tensor) -> Tensor:
+        """U2 scale U1 for the scales of one copy as a (rows, cols) matrix."""
+        structure = self._fast()
+        if structure is not None:
+            return structure.apply(scale.flatten())
+        if not self.features.has_factors:
+            return scale
+        return self.rows("left").to(scale).mT @ scale @ self.rows("right").to(scale)
+
+    def _fast(self) -> FastOrthoCond | None:
+        """The structure of fast orthogonal features, None for all others."""
+        if self.features.name != "fast_ortho_cond":
+            return None
+        structure = self.features.structure
+        assert isinstance(structure, FastOrthoCond)
+        return structure
 
     def linear(self, x: Tensor, gammas: tuple[Tensor, ...], beta: Tensor | None) -> Tensor:
-        """W x + beta; each factor of Ortho cond turns the weight or, where these are fewer, the samples.
+        """W x + beta; each factor of Ortho cond rotates the weight or, where these are fewer, the samples.
 
         Forward and backward then take 4 (min(n, out) inp^2 + min(n, inp) out^2) operations beyond the ordinary layer's
         6 n out inp, for n samples.
         """
-        structure = self.structure
-        out, inp = self.shape[0], self.equations // self.shape[0]
+        out, inp = self.shape
         n_samples = x.numel() // max(1, x.shape[-1])
         is_rounded = self.like.dtype != self.gamma_dtype or is_autocast(x)
-        if not isinstance(structure, OrthoCond) or n_samples >= max(out, inp) or is_rounded:
-            return super().linear(x, gammas, beta)  # three products of half precision would round three times
+        if self.features.name == "fast_ortho_cond" and not is_rounded and n_samples * (out + inp) < 2 * out * inp:
+            made = self.rotate_outputs(functional.linear(self.rotate_inputs(x), gammas[0].view(out, inp)))
+            return made if beta is None else made + beta
+        if self.features.name != "ortho_cond" or n_samples >= max(out, inp) or is_rounded:
+            return super().linear(x, gammas, beta)  # three products in half precision would round three times
+        left, right = self.rows("left", like=gammas[0]).mT, self.rows("right", like=gammas[0])
         weight = gammas[0].view(out, inp)
         if n_samples < out:
-            x = functional.linear(x, structure.right_factor)
+            x = functional.linear(x, right)
         else:
-            weight = weight @ structure.right_factor
+            weight = weight @ right
         if n_samples < inp:
-            return functional.linear(functional.linear(x, weight), structure.left_factor, beta)
-        return functional.linear(x, structure.left_factor @ weight, beta)
+            return functional.linear(functional.linear(x, weight), left, beta)
+        return functional.linear(x, left @ weight, beta)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
-        matrix = weight.detach().double().reshape(self.shape[0], -1)
-        matrix = matrix if self._n_copies == 1 else self.by_group(matrix)
-        return (self.structure.to(torch.float64, matrix.device).solve(matrix).flatten(),)
+        matrices = self.as_matrices(weight.detach().double())
+        solved = self.structure().to(torch.float64, matrices.device).solve(matrices)
+        return tuple(gamma.flatten() for gamma in (solved if self.has_output_gamma else (solved,)))
 
     def digest(self) -> str:
-        features = self._features()
-        if self.choice.condition is None:
-            return features.weights_digest()
-        assert isinstance(features.structure, IdCond)
-        spectrum = self._spectrum(features.n_features)
-        assert spectrum is not None
-        return hashlib.sha256(Scaled(features.structure, spectrum).digest_bytes()).hexdigest()
+        if not isinstance(self.spectrum, float):
+            return super().digest()
+        base = self.features.structure
+        assert isinstance(base, IdCond)
+        return hashlib.sha256(Scaled(base, self._values()).digest_bytes()).hexdigest()
 
     def origin(self) -> str:
-        c = self.choice
+        f, scaled = self.features, ""
         if self.is_identity:
-            return c.features
-        given = "" if c.spectrum is None else hashlib.sha256(c.spectrum.numpy().tobytes()).hexdigest()
-        density = "" if c.density is None else f", density {float(c.density)}"
-        scaled = f", condition {float(c.condition)}" if c.condition else f", spectrum {given:.16}" if given else ""
-        groups = f", {self.groups} groups" if self._n_copies > 1 else ""
-        return f"{c.features}{density}{scaled}{groups}, seed {c.seed}, layer {c.layer!r}"
+            return f.name
+        if isinstance(self.spectrum, Tensor):
+            scaled = f", spectrum {hashlib.sha256(self.spectrum.numpy().tobytes()).hexdigest():.16}"
+        elif self.spectrum is not None:
+            scaled = f", condition {self.spectrum}"
+        density = "" if f.density is None else f", density {float(f.density)}"
+        groups = f", {self.n_copies} groups" if self.n_copies > 1 else ""
+        if self.has_output_gamma:
+            return f"{f.name}, shared column {f.shared_column}{groups}"
+        return f"{f.name}{density}{scaled}{groups}, seed {f.seed}, layer {f.layer!r}"
 
-    def _features(self) -> Features:
-        c, shape = self.choice, (self.shape[0] // self._n_copies, *self.shape[1:])
-        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer)
+    def _values(self) -> Tensor:
+        """The singular values of all features."""
+        f = self.features
+        if isinstance(self.spectrum, Tensor):
+            return need_spectrum(self.spectrum, f.n_features)
+        assert self.spectrum is not None
+        return semicircle_spectrum(f.n_features, condition=self.spectrum, seed=f.seed, layer=f.layer)
 
-    def _spectrum(self, n_features: int) -> Tensor | None:
-        c = self.choice
-        if c.condition is not None:
-            return semicircle_spectrum(n_features, condition=c.condition, seed=c.seed, layer=c.layer)
-        return None if c.spectrum is None else need_spectrum(c.spectrum, n_features)
-
-
-class MinimalMap(FrozenMap):
-    """ID cond at the minimum width: all first-position weights share one feature, and a second gamma carries them."""
-
-    structure: IdCondMinimal
-
-    @property
-    def n_features(self) -> int:
-        return self.structure.n_features * self.groups
-
-    def numbers(self) -> list[Tensor]:
-        return []
-
-    def fill(self) -> None:
-        structure = self._features().structure
-        assert isinstance(structure, IdCondMinimal)
-        self.structure = structure
-
-    def make(self, *gammas: Tensor) -> Tensor:
-        made = self.structure.apply(*(self.by_group(gamma) for gamma in gammas))
-        return made.reshape(self.shape).to(self.like.dtype)
-
-    def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
-        matrix = self.by_group(weight.detach().double().reshape(self.shape[0], -1))
-        return tuple(values.flatten() for values in self.structure.solve(matrix))
-
-    def digest(self) -> str:
-        return self._features().weights_digest()
-
-    def origin(self) -> str:
-        groups = f", {self.groups} groups" if self.groups > 1 else ""
-        return f"{self.choice.features}, shared column {self.choice.shared_column}{groups}"
-
-    def _features(self) -> Features:
-        c, shape = self.choice, (self.shape[0] // self.groups, *self.shape[1:])
-        return draw(c.features, shape, density=c.density, seed=c.seed, layer=c.layer, shared_column=c.shared_column)
+    def _kept_entries(self) -> Tensor:
+        """The indices of the weight entries with a feature."""
+        structure = self.features.structure
+        assert isinstance(structure, IdCond)
+        assert structure.kept is not None
+        return structure.kept
 
 
 class RandomMap(FrozenMap):
-    """Any random distribution, in one block or several; both factors of one block are kept.
-
-    A convolution in groups has at least a block for each.
-    """
+    """Random features of any distribution."""
 
     left: Tensor
     right: Tensor
 
-    @property
-    def n_features(self) -> int:
-        return len(self.right) * self.n_blocks
+    def weight(self, *gammas: Tensor) -> Tensor:
+        """The weight for this gamma; the left factors of all copies are stacked, for a single matrix product."""
+        gamma = gammas[0].view(self.n_copies, 1, -1)
+        made: Tensor | None = None
+        for start, stop in self._chunks(gamma):
+            left, right = (self.rows(side, start, stop, like=gamma) for side in ("left", "right"))
+            part = (gamma[..., start:stop] * left.mT).flatten(0, 1) @ right
+            made = part if made is None else made + part
+        assert made is not None
+        return self.as_weight(made)
 
-    @property
-    def n_blocks(self) -> int:
-        """Groups of outputs with features of their own."""
-        return count_blocks(self.choice, self.groups)
-
-    def numbers(self) -> list[Tensor]:
-        return [self.left, self.right]
-
-    def fill(self) -> None:
-        base = self._features(self.gamma_dtype, self.like.device).base
-        n_frozen = base.n_features * (base.rows + base.cols)
-        need_memory(
-            f"a weight {' x '.join(map(str, self.shape))} made of {base.n_features:,} {base.name} features",
-            # Twice for a moment, and once more in the float64 of the solver that finds the first gammas.
-            n_frozen * (2 * self.gamma_dtype.itemsize + 8),
-            memory_limit(),
-            "Take id_cond, which keeps nothing, more n_blocks, or less excess.",
-        )
-        left, right = base.left().contiguous(), base.right()
-        if base.density is not None and not left.is_meta and not bool((left.any(0) & right.any(1)).any()):
-            raise InsufficientFeaturesError(
-                f"{base.name} needs at least one feature that is not zero; got none of {base.n_features} with density "
-                f"{base.density}. Raise the density or change the seed."
-            )
-        self.left, self.right = left, right
-
-    def operator(self) -> KhatriRao:
-        """The operator of one block in float64, with the numbers as they are kept."""
-        return KhatriRao(self.left.double(), self.right.double())
-
-    def as_blocks(self, weight: Tensor) -> Tensor:
-        """A weight as the matrices (n_blocks, out / n_blocks, inp) of the blocks."""
-        return weight.reshape(self.n_blocks, self.left.shape[0], self.right.shape[1])
-
-    def make(self, *gammas: Tensor) -> Tensor:
-        """The weight of this gamma: the left factors of all blocks over each other, so that one product serves them."""
-        scaled = gammas[0].view(self.n_blocks, 1, -1) * self.left
-        return (scaled.flatten(0, 1) @ self.right).reshape(self.shape).to(self.like.dtype)
+    def constant(self, beta: Tensor) -> Tensor:
+        by_copy, made = beta.view(self.n_copies, -1), beta.new_zeros(self.n_copies, self.features.rows)
+        for start, stop in self._chunks(beta):
+            made += by_copy[:, start:stop] @ self.rows("left", start, stop, like=beta)
+        return made.reshape(self.shape[0], -1).sum(1)
 
     def solve(self, weight: Tensor) -> tuple[Tensor, ...]:
         operator, target = self.operator(), self.as_blocks(weight.detach().double())
         gamma = solve_blocks(operator, target)
         if operator.n_features >= operator.equations and self.like.dtype == torch.float64:
-            # The solver stops at 1e-10, which only this precision can tell from zero.
+            # The solver stops at 1e-10, which matters only in float64.
             gamma = gamma + solve_blocks(operator, target - operator.apply(gamma))
         return (gamma.flatten(),)
 
-    def digest(self) -> str:
-        return self._features(torch.float64, torch.device("cpu")).weights_digest()
+    def operator(self) -> KhatriRao:
+        """The operator of one copy in float64, from the stored tensors."""
+        return KhatriRao(self.rows("left").mT.double().contiguous(), self.rows("right").double())
 
-    def origin(self) -> str:
-        c, base = self.choice, self._features(torch.float64, torch.device("cpu")).base
-        density = "" if base.density is None else f", density {base.density}"
-        return f"{c.features}{density}, {self.n_blocks} blocks of {base.n_features}, seed {c.seed}, layer {c.layer!r}"
+    def as_blocks(self, weight: Tensor) -> Tensor:
+        """A weight as the matrices (n_copies, rows, cols) of the copies."""
+        return self.as_matrices(weight).reshape(self.n_copies, self.features.rows, self.features.cols)
 
-    def _features(self, dtype: torch.dtype, device: torch.device) -> BlockFeatures:
-        c = self.choice
-        return draw_blocks(
-            c.features, self.shape, n_blocks=self.n_blocks, excess=c.excess, density=c.density, seed=c.seed,
-            layer=c.layer, dtype=dtype, device=device,
-        )  # fmt: skip
-
-
-def count_blocks(choice: Choice, groups: int) -> int:
-    """Blocks of random features for a convolution in groups: those chosen, or one per group."""
-    if choice.n_blocks % groups and choice.n_blocks != 1:
-        raise ConversionError(
-            f"a convolution in {groups} groups needs a multiple of {groups} blocks, so that features stay inside a "
-            f"group; got {choice.n_blocks}. Leave n_blocks out."
-        )
-    return max(choice.n_blocks, groups)
+    def _chunks(self, like: Tensor) -> list[tuple[int, int]]:
+        """Ranges of features: all at once if they are stored, else as many as are drawn at a time."""
+        f = self.features
+        is_stored = self.is_stored and self.left.dtype.itemsize >= like.dtype.itemsize
+        step = f.n_features if is_stored else max(1, CHUNK // (f.rows + f.cols))
+        return [(start, min(start + step, f.n_features)) for start in range(0, f.n_features, step)]
 
 
-def count_features(shape: tuple[int, ...], choice: Choice, *, groups: int = 1) -> int:
-    """Entries of gamma that a layer of this shape would have; makes no frozen numbers but a mask."""
-    c = choice
-    if c.features in STRUCTURED:
-        n_copies = 1 if c.features == "id_cond" else groups
-        drawn = draw(
-            c.features, (shape[0] // n_copies, *shape[1:]), density=c.density, seed=c.seed, layer=c.layer,
-            shared_column=c.shared_column,
-        )  # fmt: skip
-        return drawn.n_features * n_copies
-    n_blocks = count_blocks(choice, groups)
-    return draw_blocks(c.features, shape, n_blocks=n_blocks, excess=c.excess, density=c.density).n_features
+def kind_of(features: Features) -> type[FrozenMap]:
+    """The class of maps with these features."""
+    return GridMap if features.is_structured else RandomMap
+
+
+def features_from_settings(settings: dict[str, Any]) -> Features:
+    """The features of a map with these settings."""
+    s = settings
+    return draw(
+        s["name"], s["shape"], n_features=s["n_features"], seed=s["seed"], layer=s["layer"], kernel=s["kernel"],
+        density=s["density"], shared_column=s["shared_column"],
+    )  # fmt: skip
+
+
+def map_from_settings(settings: dict[str, Any], *, is_stored: bool, dtype: torch.dtype) -> FrozenMap:
+    """The map with these settings, see `FrozenMap.settings`."""
+    features, n_copies, spectrum = (
+        features_from_settings(settings),
+        settings.get("n_copies", 1),
+        settings.get("spectrum"),
+    )
+    return kind_of(features)(features, n_copies=n_copies, spectrum=spectrum, is_stored=is_stored, dtype=dtype)
+
+
+def make_maps(
+    features: Sequence[Features], *, storage: str, dtype: torch.dtype, sides: Sequence[str] = SIDES
+) -> nn.ModuleList:
+    """A map for each of these features."""
+    is_stored = storage == "dense"
+    return nn.ModuleList(kind_of(one)(one, sides=sides, is_stored=is_stored, dtype=dtype) for one in features)
 
 
 def make_map(
-    shape: tuple[int, ...], choice: Choice, *, dtype: torch.dtype, device: torch.device, groups: int = 1
+    shape: tuple[int, ...],
+    options: FrozenOptions,
+    *,
+    seed: int = 0,
+    layer: str = "",
+    groups: int = 1,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | None = None,
+    is_stored: bool = True,
 ) -> FrozenMap:
-    """The frozen map of this choice for a weight of this shape."""
-    kinds: dict[str, type[FrozenMap]] = {"id_cond_minimal": MinimalMap}
-    kind = kinds.get(choice.features, StructuredMap if choice.features in STRUCTURED else RandomMap)
-    return kind(shape, choice, dtype=dtype, device=device, groups=groups)
+    """The map with these options for a weight of this shape.
+
+    In a convolution with `groups`, a feature connects inputs and outputs of one group. Except for ID cond, all groups
+    have the same frozen weights.
+    """
+    features, n_copies = _choose_features(shape, options, seed=seed, layer=layer, groups=groups)
+    n_bytes = 8 * features.n_frozen
+    if not features.is_structured:
+        # Two copies at a time, and one in float64 for the solver of the initial gammas.
+        n_bytes += 2 * torch.promote_types(dtype, LOWEST).itemsize * features.n_frozen
+    if is_stored:
+        need_memory(
+            f"a weight {' x '.join(map(str, shape))} of {features.n_features:,} {features.name} features",
+            n_bytes, memory_limit(), "Take id_cond, which stores nothing, more n_blocks, or a smaller excess.",
+        )  # fmt: skip
+    made = kind_of(features)(
+        features, n_copies=n_copies, spectrum=options.spectrum, is_stored=is_stored, dtype=dtype, device=device
+    )
+    if is_stored and features.density is not None:
+        _need_features(made)
+    return made
+
+
+def _need_features(made: FrozenMap) -> None:
+    """Raises if all sparse random features are zero."""
+    f = made.features
+    if isinstance(made, RandomMap) and not made.like.is_meta and not bool((made.left.any(1) & made.right.any(1)).any()):
+        raise InsufficientFeaturesError(
+            f"{f.name} needs at least one feature that is not zero; got none of {f.n_features} with density "
+            f"{f.density}. Raise the density or change the seed."
+        )
+
+
+def _choose_features(
+    shape: tuple[int, ...], options: FrozenOptions, *, seed: int, layer: str, groups: int
+) -> tuple[Features, int]:
+    """The features of one copy, and the number of copies; only a mask is drawn."""
+    o = options
+    if o.features in STRUCTURED:
+        n_copies = 1 if o.features == "id_cond" else groups
+        part = (shape[0] // n_copies, *shape[1:])
+        column = o.shared_column
+        return draw(o.features, part, density=o.density, seed=seed, layer=layer, shared_column=column), n_copies
+    if o.n_blocks % groups and o.n_blocks != 1:
+        raise ConversionError(
+            f"a convolution in {groups} groups needs a multiple of {groups} blocks; got {o.n_blocks}. Leave n_blocks "
+            "out."
+        )
+    drawn = draw_blocks(
+        o.features, shape, n_blocks=max(o.n_blocks, groups), excess=o.excess, density=o.density, seed=seed, layer=layer
+    )
+    return drawn.base, drawn.n_blocks

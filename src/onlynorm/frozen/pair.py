@@ -1,17 +1,16 @@
-"""The blocks that take a layer's place.
+"""Blocks that replace a layer.
 
     y = norm2( left . phi( norm1( right . x ) ) )
 
-`right` and `left` are random and frozen, known by their seed; the two norms hold all that was chosen. The forward pass
-streams over the features in chunks: hidden activations of one chunk at a time, added up at once, so that peak memory
-does not grow with the number of features. Chunks are kept (`storage="dense"`) or made from the seed on each pass
-(`"seed"`). Structured features share what they see, and with it the statistics and the range: `first_norm` has one of
-each per distinct input, and the forward pass costs what the structure costs (see `streaming`).
+`right` and `left` are random, frozen and determined by a seed; only the two norms are chosen. The forward pass sums
+over chunks of features, so that peak memory does not grow with their number. Frozen weights are stored
+(`storage="dense"`) or drawn from the seed on each pass (`"seed"`). Structured features with the same input share its
+statistics and range: `first_norm` has one of each per distinct input (see `streaming` for the cost).
 
-The kernel of a convolution sits in the first frozen layer by default: padding and stride are then the target's own, and
-what the shift of norm1 adds is the same at every output position, borders included. With the kernel in the second layer
-the *input* is padded, not the hidden layer, for the same reason. A frozen kernel may be larger than the target's: the
-shape of the features then tells its size, the options the target's.
+By default the kernel of a convolution is in the first frozen layer, with the padding and stride of the target. The
+shift of norm1 then adds the same constant at every output position, including borders. With the kernel in the second
+layer the *input* is padded, not the hidden layer, for the same reason. The frozen kernel may be larger than the
+target's: its size is in the shape of the features, that of the target in the options.
 
 Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 """
@@ -19,7 +18,7 @@ Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,53 +26,50 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
-from onlynorm.features.draw import factor_rows, shape_weight
-from onlynorm.frozen.form import Block, source_from_settings, source_settings
+from onlynorm.frozen.form import Block
+from onlynorm.frozen.maps import FrozenMap, GridMap, features_from_settings, make_maps
 from onlynorm.frozen.streaming import (
     PATCH_BYTES,
     Chunk,
     Patches,
     Rows,
+    align_step,
     find_sharing,
     fold_kernel,
     missing_features,
     n_rows,
     stream,
     sum_features,
-    whole_lines,
 )
 from onlynorm.intervals.tensor import Interval
 from onlynorm.modules.activations import leak
 from onlynorm.modules.affine import Affine, affine, make_norm, normalise, normalise_inputs
-from onlynorm.modules.convolution import explicit_padding, plain_kernel
+from onlynorm.modules.convolution import convolve, explicit_padding, plain_kernel
 from onlynorm.modules.layers import options_from_settings, per_output, plain_layer
 
 CHUNK_BYTES = 64 * 2**20
-"""Hidden activations alive at one time."""
-SEEN_BYTES = 8 * 2**20
-"""The same of distinct inputs that are picked from the patches, which takes no frozen weights."""
+"""Maximum bytes of the hidden activations of a chunk."""
+INPUT_BYTES = 8 * 2**20
+"""The same for distinct inputs selected from the patches, without frozen weights."""
 PART = 2**15
-"""Norm parameters that are worked on at one time."""
+"""Norm parameters processed at a time."""
 DRAWN = torch.float64
-"""The precision in which frozen weights are drawn."""
-_CONVOLVE: dict[int, Callable[..., Tensor]] = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
+"""The dtype in which frozen weights are drawn."""
 
 
 class NormOnlyBlock(Block):
-    """A layer rebuilt from frozen random features: called like the Linear or Conv it replaces.
+    """A Linear or Conv layer rebuilt from frozen random features.
 
     Its parameters are those of `first_norm` (one pair per feature) and `second_norm` (one pair per output). `low` and
-    `high` bound what each distinct input of the features may be before the norm; inside, the activation is
-    slope * z + offset. `lines` has two pairs of slope and offset: the first for features whose range has a centre that
-    is not negative after the norm, the second for the others.
+    `high` are the range of each distinct input of the features before the norm. Inside it the activation is
+    slope * z + offset. `lines` has two pairs of slope and offset: the first for features whose range is centred at zero
+    or above after the norm, the second for the others.
     """
 
     kind = "wide"
     low: Tensor
     high: Tensor
     lines: Tensor
-    right: Tensor
-    left: Tensor
 
     def __init__(
         self,
@@ -87,9 +83,10 @@ class NormOnlyBlock(Block):
     ) -> None:
         super().__init__()
         self.features = features
+        self.frozen = make_maps(features, storage=storage, dtype=dtype)
         self.activation = activation or nn.Identity()
         self.storage = storage
-        self.axes = len(features[0].shape) - 2
+        self.axes, self.n_inputs = len(features[0].shape) - 2, sum(f.shape[1] for f in features)
         self.options = options
         self.padding = explicit_padding(options, features[0].shape[2:]) if self.axes else ()
         self.norms = norms
@@ -100,7 +97,6 @@ class NormOnlyBlock(Block):
         self.register_buffer("low", torch.full((n_seen,), -torch.inf, dtype=dtype))
         self.register_buffer("high", torch.full((n_seen,), torch.inf, dtype=dtype))
         self.register_buffer("lines", torch.tensor([[1.0, 0.0], [1.0, 0.0]], dtype=dtype))
-        self.store(dtype)
 
     def extra_repr(self) -> str:
         first = self.features[0]
@@ -113,24 +109,24 @@ class NormOnlyBlock(Block):
     def n_features(self) -> int:
         return self.first_norm.num_features
 
-    def sources(self) -> list[Features]:
-        return self.features
+    def map(self, group: int) -> FrozenMap:
+        """The frozen map of a group."""
+        one: Any = self.frozen[group]
+        return one
 
-    def frozen(self) -> dict[str, Callable[[], Tensor]]:
-        if self.storage != "dense" or not self.features[0].has_factors:
-            return {}
-        return {side: functools.partial(self._draw, side) for side in ("right", "left")}
-
-    def _draw(self, side: str) -> Tensor:
-        return torch.cat([factor_rows(one, side) for one in self.features])
+    def grid_map(self, group: int) -> GridMap:
+        """The frozen map of a group of structured features."""
+        one = self.map(group)
+        assert isinstance(one, GridMap)
+        return one
 
     def settings(self) -> dict[str, Any]:
-        features = [source_settings(one) for one in self.features]
+        features = [self.map(group).settings() for group in range(len(self.features))]
         return {"options": self.options, "features": features, "norms": self.norms}
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> NormOnlyBlock:
-        features = [source_from_settings(one) for one in settings["features"]]
+        features = [features_from_settings(one) for one in settings["features"]]
         options = options_from_settings(settings["options"])
         return cls(options, features, activation=activation, norms=settings["norms"], storage=storage)
 
@@ -146,29 +142,26 @@ class NormOnlyBlock(Block):
                 continue
             total: Tensor | None = None
             for start, stop in self.chunks(features, inputs):
-                which = self.where(group, start, stop)
+                which = self.feature_slice(group, start, stop)
                 hidden = self.hidden(inputs, features, group, start, stop)
-                if self.watch is not None:
-                    self.watch(hidden, self.low[which], self.high[which], is_first=which.start == 0)
+                if self.observer is not None:
+                    self.observer(hidden, self.low[which], self.high[which], is_first=which.start == 0)
                 hidden = self.activation(normalise(self.first_norm, hidden, which))
                 made = self._second(hidden, features, group, start, stop)
                 total = made if total is None else total + made
             assert total is not None
             outputs.append(total)
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-        whole = self.finish(whole, batch)
-        if not self.axes:
-            return whole.reshape(*x.shape[:-1], whole.shape[1])
-        return whole if x.ndim == self.axes + 2 else whole[0]
+        return self.as_output(self.finish(whole, batch), x)
 
     def _through_grid(self, inputs: Tensor, features: Features, group: int) -> Tensor:
-        """What the second layer of a group of structured features returns."""
+        """The output of the second layer of a group of structured features."""
         norm = self.first_norm
         trains = norm.training and not isinstance(norm, Affine)
-        if self.watch is not None:
+        if self.observer is not None:
             for start, stop in self.chunks(features, inputs):
-                seen, where = self.hidden(inputs, features, group, start, stop), self.seen_where(group, start, stop)
-                self.watch(seen, self.low[where], self.high[where], is_first=where.start == 0)
+                hidden, which = self.hidden(inputs, features, group, start, stop), self.input_slice(group, start, stop)
+                self.observer(hidden, self.low[which], self.high[which], is_first=which.start == 0)
         rows = self._grid_rows(features, group, trains=trains)
         if isinstance(self.activation, nn.Identity) and not trains:
             weight, constant = self._as_one_layer(features, group, rows)
@@ -180,17 +173,15 @@ class NormOnlyBlock(Block):
         missing = missing_features(features, inputs)
         made = []
         for part in inputs.tensor_split(n_parts):
-            seen, positions = self._patch_rows(part, features)
-            if features.has_factors:
-                seen = seen @ self._weights("right", features, group, 0, features.cols).to(seen.dtype).mT
+            values, positions = self._patch_rows(part, features)
+            values = self.grid_map(group).rotate_inputs(values)
             if trains:
                 assert not isinstance(norm, Affine)
-                seen = normalise_inputs(norm, seen, self.seen_where(group, 0, features.cols))
+                values = normalise_inputs(norm, values, self.input_slice(group, 0, features.cols))
             total = sum_features(
-                seen, rows, features.rows, activation=self.activation, missing=missing, learns=learns or trains
+                values, rows, features.rows, activation=self.activation, missing=missing, learns=learns or trains
             )
-            if features.has_factors:
-                total = total @ self._weights("left", features, group, 0, features.rows).to(seen.dtype)
+            total = self.grid_map(group).rotate_outputs(total)
             made.append(total.view(len(part), *positions, features.rows).movedim(-1, 1))
         whole = torch.cat(made)
         if features.kernel == "second" and self.axes:
@@ -198,7 +189,7 @@ class NormOnlyBlock(Block):
         return whole
 
     def _patch_rows(self, part: Tensor, features: Features) -> tuple[Tensor, list[int]]:
-        """What the first frozen layer reads, a row for every sample and position, and the positions on every axis."""
+        """The inputs of the first frozen layer, a row per sample and position, and the output size along each axis."""
         if self.axes and features.kernel == "first":
             patches = self._patches(features)
             return patches.rows(part), patches.positions(part)
@@ -210,7 +201,7 @@ class NormOnlyBlock(Block):
         return inputs.numel() * inputs.element_size()
 
     def _grid_rows(self, features: Features, group: int, *, trains: bool) -> Rows:
-        """Scale and shift of the features in rows of the grid, for inputs as they are or, in training, normalised."""
+        """Scale and shift of the features in rows of the grid; in training, for normalised inputs."""
 
         def lines(which: slice) -> tuple[Tensor, Tensor]:
             norm = self.first_norm
@@ -220,30 +211,28 @@ class NormOnlyBlock(Block):
             cols = features.cols
 
             def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
-                scale, shift = lines(self.where(group, start * cols, stop * cols))
+                scale, shift = lines(self.feature_slice(group, start * cols, stop * cols))
                 return scale.view(-1, cols), shift.view(-1, cols)
 
             return rows
         structure = features.structure
         assert structure is not None
-        scale, shift = (structure.grid(values) for values in lines(self.where(group, 0, features.n_features)))
+        scale, shift = (structure.grid(values) for values in lines(self.feature_slice(group, 0, features.n_features)))
         return lambda start, stop: (scale[start:stop], shift[start:stop])
 
     def _as_one_layer(self, features: Features, group: int, rows: Rows) -> tuple[Tensor, Tensor]:
-        """The weight U2 scale U1 of a group without activation, and what its shifts add to each output."""
+        """The weight U2 scale U1 of a group without activation, and the constant of each output."""
         step, like = max(1, PART // features.cols), self.first_norm.weight
         made, constant = like.new_empty(features.rows, features.cols), like.new_empty(features.rows)
         for start in range(0, features.rows, step):
             scale, shift = rows(start, min(start + step, features.rows))
             made[start : start + step], constant[start : start + step] = scale, shift.sum(1)
-        if features.has_factors:
-            left = self._weights("left", features, group, 0, features.rows).to(made)
-            made = left.mT @ made @ self._weights("right", features, group, 0, features.cols).to(made)
-            constant = constant @ left
-        return shape_weight(features, made), constant.reshape(features.shape[0], -1).sum(1)
+        grid = self.grid_map(group)
+        made, constant = grid.rotate_grid(made), grid.rotate_outputs(constant)
+        return grid.as_weight(made), constant.reshape(features.shape[0], -1).sum(1)
 
     def _is_fixed_map(self, inputs: Tensor, features: Features) -> bool:
-        """Whether nothing is learned from this pass, so that a convolution may run as matrix products in place."""
+        """Whether no gradients are needed, so that a convolution can be computed by matrix products in place."""
         learns = torch.is_grad_enabled() and (inputs.requires_grad or self.first_norm.weight.requires_grad)
         is_fixed = isinstance(self.first_norm, Affine) or not self.first_norm.training
         fits = self.storage == "dense" or self._patches(features).n_bytes(inputs) <= CHUNK_BYTES
@@ -253,16 +242,18 @@ class NormOnlyBlock(Block):
         return Patches(tuple(features.shape[2:]), self.options["stride"], self.options["dilation"])
 
     def _stream(self, inputs: Tensor, features: Features, group: int) -> Tensor:
-        """The output of a group's second layer; samples go in parts where kept weights make that cheap."""
-        seen, n_parts = self._patches(features), 1
+        """The output of a group's second layer; samples are split into parts if frozen weights are stored."""
+        patches, n_parts = self._patches(features), 1
         if self.storage == "dense" and len(self.features) == 1:
-            n_parts = min(len(inputs), -(-seen.n_bytes(inputs) // PATCH_BYTES))
+            n_parts = min(len(inputs), -(-patches.n_bytes(inputs) // PATCH_BYTES))
         made = []
         for part in inputs.tensor_split(n_parts):
-            columns = seen.columns(part)
-            watch = None if self.watch is None else functools.partial(self._watch_rows, len(part))
-            total = stream(columns, self._frozen(features, group, columns), activation=self.activation, watch=watch)
-            made.append(total.view(features.shape[0], len(part), *seen.positions(part)).movedim(0, 1))
+            columns = patches.columns(part)
+            observer = None if self.observer is None else functools.partial(self._observe_rows, len(part))
+            total = stream(
+                columns, self._frozen(features, group, columns), activation=self.activation, observer=observer
+            )
+            made.append(total.view(features.shape[0], len(part), *patches.positions(part)).movedim(0, 1))
         return torch.cat(made)
 
     def _frozen(self, features: Features, group: int, columns: Tensor) -> Iterator[Chunk]:
@@ -270,52 +261,59 @@ class NormOnlyBlock(Block):
         step = n_rows(max(columns.shape[1], features.rows + features.cols), columns.element_size())
         for start in range(0, features.n_features, step):
             stop = min(start + step, features.n_features)
-            which = self.where(group, start, stop)
-            right, left = (self._weights(side, features, group, start, stop) for side in ("right", "left"))
+            which = self.feature_slice(group, start, stop)
+            right, left = (self.map(group).rows(side, start, stop) for side in ("right", "left"))
             yield Chunk(right.to(columns.dtype), left.to(columns.dtype), scale[which], shift[which], which)
 
-    def _watch_rows(self, n_samples: int, hidden: Tensor, which: slice) -> None:
-        assert self.watch is not None
+    def _observe_rows(self, n_samples: int, hidden: Tensor, which: slice) -> None:
+        assert self.observer is not None
         by_sample = hidden.view(len(hidden), n_samples, -1).movedim(0, 1)
-        self.watch(by_sample, self.low[which], self.high[which], is_first=which.start == 0)
+        self.observer(by_sample, self.low[which], self.high[which], is_first=which.start == 0)
 
     def finish(self, made: Tensor, batch: Tensor) -> Tensor:
-        """The output (samples, out, *positions) from what the second frozen layer made of the batch."""
+        """The output of the block from that of its second frozen layer (samples, out, *positions)."""
         return normalise(self.second_norm, made, slice(None))
 
     def as_batch(self, x: Tensor) -> Tensor:
-        """The input as (samples, channels, *positions), whatever the replaced layer would have taken."""
+        """The input of the replaced layer as (samples, channels, *positions)."""
         if not self.axes:
             return x.reshape(-1, x.shape[-1])
         return x if x.ndim == self.axes + 2 else x[None]
 
-    def where(self, group: int, start: int, stop: int) -> slice:
-        """The channels of `first_norm` that belong to features [start, stop) of a group."""
+    def feature_slice(self, group: int, start: int, stop: int) -> slice:
+        """The channels of `first_norm` for features [start, stop) of a group."""
         offset = sum(f.n_features for f in self.features[:group])
         return slice(offset + start, offset + stop)
 
-    def seen_where(self, group: int, start: int, stop: int) -> slice:
-        """The entries of `low` and `high` that belong to distinct inputs [start, stop) of a group."""
+    def input_slice(self, group: int, start: int, stop: int) -> slice:
+        """The entries of `low` and `high` for distinct inputs [start, stop) of a group."""
         offset = sum(f.n_seen for f in self.features[:group])
         return slice(offset + start, offset + stop)
 
     def spread(self, values: Tensor, which: slice) -> Tensor:
-        """A value per distinct input as one per feature, for some of the features."""
+        """Values per distinct input expanded to the selected features."""
         return values[which] if self.sharing is None else self.sharing.spread(values, which)
 
     def chunks(self, features: Features, inputs: Tensor) -> Iterator[tuple[int, int]]:
-        """Ranges of distinct inputs of the features that, with their frozen weights, fit into `CHUNK_BYTES`."""
+        """Ranges of distinct inputs whose values and frozen weights fit into `CHUNK_BYTES`."""
         positions = inputs.numel() // max(1, inputs.shape[1])
-        # Frozen weights are drawn in float64, whatever the precision of the inputs.
+        # Frozen weights are drawn in float64 for any precision of the inputs.
         widest = max(positions * inputs.element_size(), (features.rows + features.cols) * DRAWN.itemsize)
         if not features.has_factors:
             widest = positions * inputs.element_size()
-        step = whole_lines(max(1, (CHUNK_BYTES if features.has_factors else SEEN_BYTES) // max(1, widest)))
+        elif (
+            not features.has_dense_factors  # a fast transform computes all at once, and has no interval rule
+            and not inputs.is_meta
+            and features.cols * positions * inputs.element_size() <= CHUNK_BYTES
+        ):
+            yield 0, features.n_seen
+            return
+        step = align_step(max(1, (CHUNK_BYTES if features.has_factors else INPUT_BYTES) // max(1, widest)))
         for start in range(0, features.n_seen, step):
             yield start, min(start + step, features.n_seen)
 
     def group_inputs(self, x: Tensor) -> Iterator[tuple[int, Features, Tensor]]:
-        """(group, its features, its padded inputs) of a batch."""
+        """(group, features, padded inputs) for each group of a batch."""
         n_inputs = self.features[0].shape[1]
         if any(self.padding):
             mode = self.options["padding_mode"]
@@ -324,43 +322,39 @@ class NormOnlyBlock(Block):
             yield group, features, x.narrow(1, group * n_inputs, n_inputs)
 
     def hidden(self, inputs: Tensor, features: Features, group: int, start: int, stop: int) -> Tensor:
-        """Distinct inputs [start, stop) of the features of a group, before their norm."""
+        """Values of the distinct inputs [start, stop) of a group, before the norm."""
+        is_whole = features.is_structured and (start, stop) == (0, features.n_seen)
+        if is_whole and features.has_factors and not features.has_dense_factors and not isinstance(inputs, Interval):
+            if self.axes and features.kernel == "first":
+                inputs = self._patches(features).channels(inputs)
+            return self.grid_map(group).rotate_inputs(inputs.movedim(1, -1)).movedim(-1, 1)
         if features.is_structured and not features.has_factors and not isinstance(inputs, Interval):
             if not self.axes or features.kernel == "second":
                 return inputs[:, start:stop]
             first, last = start // features.n_kernel, -(-stop // features.n_kernel)
-            seen = self._patches(features).channels(inputs[:, first:last])
-            return seen[:, start - first * features.n_kernel : stop - first * features.n_kernel]
-        right = self._weights("right", features, group, start, stop).to(inputs.dtype)
+            channels = self._patches(features).channels(inputs[:, first:last])
+            return channels[:, start - first * features.n_kernel : stop - first * features.n_kernel]
+        right = self.map(group).rows("right", start, stop).to(inputs.dtype)
         if self.axes and features.kernel == "second":
             weight = right.reshape(stop - start, features.shape[1], *(1,) * self.axes)
-            return _CONVOLVE[self.axes](inputs, weight)
+            return convolve(inputs, weight)
         return self.convolve(inputs, right.reshape(stop - start, *features.shape[1:]))
 
     def convolve(self, inputs: Tensor, weight: Tensor) -> Tensor:
-        """The frozen layer that holds the kernel, applied to padded inputs of a group."""
+        """The frozen layer with the kernel, applied to padded inputs of a group."""
         if not self.axes:
             return inputs @ weight.mT
-        return _CONVOLVE[self.axes](inputs, weight, stride=self.options["stride"], dilation=self.options["dilation"])
+        return convolve(inputs, weight, stride=self.options["stride"], dilation=self.options["dilation"])
 
     def _second(self, hidden: Tensor, features: Features, group: int, start: int, stop: int) -> Tensor:
-        left = self._weights("left", features, group, start, stop).to(hidden.dtype)
+        left = self.map(group).rows("left", start, stop).to(hidden.dtype)
         if not self.axes:
             return hidden @ left
         if features.kernel == "second":
             weight = left.mT.reshape(features.shape[0], features.n_kernel, stop - start).mT
             return self.convolve(hidden, weight.reshape(features.shape[0], stop - start, *features.shape[2:]))
         weight = left.mT.reshape(features.shape[0], stop - start, *(1,) * self.axes)
-        return _CONVOLVE[self.axes](hidden, weight)
-
-    def _weights(self, side: str, features: Features, group: int, start: int, stop: int) -> Tensor:
-        """A chunk of frozen weights, a row per feature; of structured features one factor, see `Features.factor`."""
-        if self.storage == "dense" and features.has_factors:
-            kept: Tensor = getattr(self, side)
-            offset = group * (len(kept) // len(self.features))
-            return kept[offset + start : offset + stop]
-        # Laid out as a kept chunk is, so that products round alike.
-        return factor_rows(features, side, start, stop).to(self.first_norm.weight.device).contiguous()
+        return convolve(hidden, weight)
 
     @torch.no_grad()
     def to_plain(self) -> nn.Module:
@@ -369,48 +363,36 @@ class NormOnlyBlock(Block):
         return plain_layer(weight, bias, options).to(self.first_norm.weight)
 
     def effective(self) -> tuple[Tensor, Tensor]:
-        """W = diag(scale2) left diag(slope scale1) right, with the frozen kernel, and what the shifts add."""
+        """W = diag(scale2) left diag(slope scale1) right, with the frozen kernel, and the bias."""
         weight, added = self.branch()
         scale, shift = (values.detach().double().cpu() for values in affine(self.second_norm))
         return per_output(scale, weight) * weight, shift + scale * added
 
     def branch(self) -> tuple[Tensor, Tensor]:
-        """Weight and constant of what reaches the second norm, in float64 on the CPU."""
+        """Weight and constant of the map before the second norm, in float64 on the CPU."""
         weights, added = [], []
         for group, one in enumerate(self.features):
-            gamma, beta = (values.double().cpu() for values in self.line(self.where(group, 0, one.n_features)))
-            if one.structure is not None:
-                weights.append(one.as_weight(one.structure.apply(gamma)))
-                added.append(one.structure.constant(beta).reshape(one.shape[0], -1).sum(1))
-                continue
-            matrix = torch.zeros(one.rows, one.cols, dtype=torch.float64)
-            constant = torch.zeros(one.rows, dtype=torch.float64)
-            chunk = max(1, 2**22 // (one.rows + one.cols))
-            for start in range(0, one.n_features, chunk):
-                part = slice(start, min(start + chunk, one.n_features))
-                left = one.left(part.start, part.stop).double().cpu()
-                matrix += (left * gamma[part]) @ one.right(part.start, part.stop).double().cpu()
-                constant += left @ beta[part]
-            weights.append(one.as_weight(matrix))
-            added.append(constant.reshape(one.shape[0], -1).sum(1))
+            gamma, beta = (values.double().cpu() for values in self.line(self.feature_slice(group, 0, one.n_features)))
+            weights.append(self.map(group).weight(gamma))
+            added.append(self.map(group).constant(beta))
         return torch.cat(weights), torch.cat(added)
 
     @torch.no_grad()
     def line(self, which: slice) -> tuple[Tensor, Tensor]:
-        """Gain and constant of features inside their range, norm and activation together, in float64."""
+        """Gain and constant of norm and activation together, for features inside their range, in float64."""
         scale, shift = (values.double() for values in affine(self.first_norm, which))
         is_second = scale * self.spread((self.low + self.high).double() / 2, which) + shift < 0.0
         slope, offset = (torch.where(is_second, second, first) for first, second in self.lines.double().mT)
         own = leak(self.activation)
-        if own is not None and own.ndim:  # a PReLU with a slope for every feature
+        if own is not None and own.ndim:  # a PReLU with one slope per feature
             slope = torch.where(is_second, own[which].to(slope), slope)
         return slope * scale, slope * shift + offset
 
 
 class LowRankBlock(Block):
-    """Two blocks in sequence that stand for one layer: the first makes the factor B, the second A.
+    """Two blocks in sequence that replace one layer: the first computes the factor B, the second A.
 
-    Each counts by itself which samples leave its range.
+    Samples outside the range are counted for each block separately.
     """
 
     kind = "low_rank"
@@ -419,13 +401,7 @@ class LowRankBlock(Block):
         super().__init__()
         self.first = first
         self.second = second
-
-    @property
-    def n_features(self) -> int:
-        return self.first.n_features + self.second.n_features
-
-    def sources(self) -> list[Features]:
-        return [*self.first.sources(), *self.second.sources()]
+        self.axes, self.n_inputs = first.axes, first.n_inputs
 
     def settings(self) -> dict[str, Any]:
         return {"first": self.first.settings(), "second": self.second.settings()}

@@ -1,8 +1,7 @@
-"""The block of a residual source: a pair of frozen layers with a skip connection around it."""
+"""The block of the residual construction: a pair of frozen layers with a skip connection."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
-from onlynorm.frozen.form import source_from_settings, source_settings
+from onlynorm.frozen.maps import features_from_settings, make_maps
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.modules.affine import affine, normalise
 from onlynorm.modules.convolution import embed, explicit_padding
@@ -18,10 +17,9 @@ from onlynorm.modules.layers import options_from_settings, per_output
 
 
 class ResidualBlock(NormOnlyBlock):
-    """A block with a frozen skip path beside its two layers. `skips` are its features, none for the identity."""
+    """A block with a frozen skip connection. `skips` are its features, empty for the identity."""
 
     kind = "residual"
-    skip: Tensor
 
     def __init__(
         self,
@@ -34,27 +32,21 @@ class ResidualBlock(NormOnlyBlock):
         norms: str = "batch",
         storage: str = "dense",
     ) -> None:
-        self.skips = skips  # before the frozen weights are stored
         super().__init__(options, features, activation=activation, norms=norms, storage=storage)
+        self.skips = skips
+        self.frozen_skips = make_maps(skips, storage=storage, dtype=self.low.dtype, sides=("right",))
         self.place = place
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {'random' if self.skips else 'identity'} skip, norm {self.place}"
 
-    def sources(self) -> list[Features]:
-        return [*self.features, *self.skips]
-
-    def frozen(self) -> dict[str, Callable[[], Tensor]]:
-        skip = {"skip": self._draw_skip} if self.storage == "dense" and self.skips else {}
-        return super().frozen() | skip
-
     def settings(self) -> dict[str, Any]:
-        skips = [source_settings(one) for one in self.skips]
+        skips = [one.settings() for one in self.maps[len(self.features) :]]
         return {**super().settings(), "skips": skips, "place": self.place}
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> ResidualBlock:
-        features, skips = ([source_from_settings(one) for one in settings[name]] for name in ("features", "skips"))
+        features, skips = ([features_from_settings(one) for one in settings[name]] for name in ("features", "skips"))
         return cls(
             options_from_settings(settings["options"]), features, skips=skips, place=settings["place"],
             activation=activation, norms=settings["norms"], storage=storage,
@@ -66,19 +58,18 @@ class ResidualBlock(NormOnlyBlock):
         return normalise(self.second_norm, made, slice(None)) + self.skipped(batch)
 
     def skipped(self, batch: Tensor) -> Tensor:
-        """What the skip path makes of a batch (samples, channels, *positions)."""
+        """The output of the skip connection for a batch (samples, channels, *positions)."""
         if not self.skips:
             return batch
-        weight = self.skip if self.storage == "dense" else self._draw_skip()
-        weight = self._at_the_middle(weight.to(batch))
+        weight = self._skip_rows().to(batch)
         parts = zip(self.group_inputs(batch), weight.chunk(len(self.features)), strict=True)
         return torch.cat([self.convolve(inputs, part) for (_, _, inputs), part in parts], 1)
 
     def skip_weight(self) -> Tensor:
-        """The skip as a weight of the frozen kernel's shape, in float64 on the CPU."""
+        """The skip connection as a weight in the shape of the frozen kernel, in float64 on the CPU."""
         shape = self.features[0].shape
         if self.skips:
-            return self._at_the_middle(self._draw_skip().double().cpu())
+            return self._skip_rows(torch.empty(0, dtype=torch.float64, device="cpu"))
         weight = torch.eye(shape[0], dtype=torch.float64).repeat(len(self.features), 1)
         return self._at(weight, identity_position(self.options) or ())
 
@@ -90,15 +81,13 @@ class ResidualBlock(NormOnlyBlock):
         whole = factor * (weight + skip) if self.place == "outside" else factor * weight + skip
         return whole, shift + scale * added
 
-    def _draw_skip(self) -> Tensor:
-        """The random weights of the skip, (out, inp per group)."""
-        return torch.cat([one.right() for one in self.skips])
-
-    def _at_the_middle(self, weight: Tensor) -> Tensor:
+    def _skip_rows(self, like: Tensor | None = None) -> Tensor:
+        """The random weights of the skip connection, at the middle of the kernel."""
+        weight = torch.cat([one.rows("right", like=like) for one in self.maps[len(self.features) :]])
         return self._at(weight, tuple(size // 2 for size in self.options.get("kernel_size", ())))
 
     def _at(self, weight: Tensor, position: tuple[int, ...]) -> Tensor:
-        """The matrix (out, inp) at one position of the target's kernel, with zeros at all others of the frozen one."""
+        """A weight in the shape of the frozen kernel, zero except at one position of the target's kernel."""
         sizes = self.options.get("kernel_size", ())
         pads = [n for number, size in zip(position, sizes, strict=True) for n in (size - 1 - number, number)]
         whole = functional.pad(weight.reshape(*weight.shape, *(1,) * self.axes), pads[::-1])
@@ -106,15 +95,15 @@ class ResidualBlock(NormOnlyBlock):
 
 
 def identity_position(options: dict[str, Any]) -> tuple[int, ...] | None:
-    """The kernel position at which a layer reads the input of the output's own place; None if there is none."""
+    """The kernel position that reads the input at the position of the output; None if there is none."""
     if not options:
         return ()
     pads = explicit_padding(options)
     position = []
     for axis, (size, step) in enumerate(zip(options["kernel_size"], options["dilation"], strict=True)):
-        before, behind = pads[-2 * axis - 2], pads[-2 * axis - 1]
+        before, after = pads[-2 * axis - 2], pads[-2 * axis - 1]
         number, rest = divmod(before, step)
-        if options["stride"][axis] != 1 or rest or before + behind != step * (size - 1):
+        if options["stride"][axis] != 1 or rest or before + after != step * (size - 1):
             return None
         position.append(number)
     return tuple(position)

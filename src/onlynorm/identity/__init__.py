@@ -1,26 +1,33 @@
-"""Near-identity parameterizations: products of layers I + A, their landscape, and networks that memorize a sample.
+"""Near-identity parameterizations: factorization into layers I + A, loss landscapes, and memorizing networks.
 
-Read `factorization`, then `landscape`, `memorization` and `allconv`.
+Reading order: `factorization`, `landscape`, `memorization`, `allconv`.
 """
 
 from onlynorm.identity.allconv import AllConvolutional, all_convolutional, branch_bounds
+from onlynorm.identity.factorization import decompositions, matrices, rotations
 from onlynorm.identity.factorization.bounds import least_norm, paper_bound, spiral_bound
 from onlynorm.identity.factorization.factorize import factorize
-from onlynorm.identity.factorization.factors import Factorization, NearIdentity, load_factors, save_factors
+from onlynorm.identity.factorization.factors import Factorization, NearIdentity
 from onlynorm.identity.factorization.matrices import nearest_invertible, random_matrix
 from onlynorm.identity.landscape import Descent, Dominance, Landscape
+from onlynorm.identity.memorization import thresholds
 from onlynorm.identity.memorization.by_norms import NormMemorizer, memorize_norms
 from onlynorm.identity.memorization.generalization import (
+    SIZES,
     OffSample,
     activation_distances,
     class_radii,
     measure_off_sample,
 )
-from onlynorm.identity.memorization.memorize import memorize
-from onlynorm.identity.memorization.memorizer import SILENT, Memorizer, MemorizerFacts, load_memorizer, save_memorizer
+from onlynorm.identity.memorization.memorize import PROJECTIONS, memorize
+from onlynorm.identity.memorization.memorizer import SILENT, Memorizer, MemorizerFacts
+from onlynorm.identity.memorization.points import REAL_LIMIT, relative_errors
 
 __all__ = [
+    "PROJECTIONS",
+    "REAL_LIMIT",
     "SILENT",
+    "SIZES",
     "AllConvolutional",
     "Descent",
     "Dominance",
@@ -35,17 +42,18 @@ __all__ = [
     "all_convolutional",
     "branch_bounds",
     "class_radii",
+    "decompositions",
     "factorize",
     "least_norm",
-    "load_factors",
-    "load_memorizer",
+    "matrices",
     "measure_off_sample",
     "memorize",
     "memorize_norms",
     "nearest_invertible",
     "paper_bound",
     "random_matrix",
-    "save_factors",
-    "save_memorizer",
+    "relative_errors",
+    "rotations",
     "spiral_bound",
+    "thresholds",
 ]

@@ -1,8 +1,9 @@
 """The all-convolutional residual network of hardt_ma2017, section 4: convolutions and ReLU, without any norm.
 
-A first convolution, then blocks x + C2 relu(C1 x) in three stages of width, 2 width and 4 width channels, the mean over
-all positions, and a fixed random projection to the classes. Weights start so small that every block is nearly its
-shortcut: normal of deviation 1 / (k^2 c) for a k x k convolution with c output channels; usual is 1 / (k sqrt(c)).
+A convolution, then blocks x + C2 relu(C1 x) in three stages of width, 2 width and 4 width channels, global average
+pooling, and a fixed random projection to the classes. Initial weights are so small that every block is close to its
+shortcut: normal with standard deviation 1 / (k^2 c) for a k x k convolution with c output channels, instead of the
+usual 1 / (k sqrt(c)).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from onlynorm.seeds import own_randomness
 from onlynorm.validate import need_choice, need_free_memory, need_instance, need_integer, need_seed
 
 STARTS = ("near_identity", "standard")
-"""How the convolutions of the blocks start."""
+"""Initializations of the convolutions of the blocks."""
 HEADS = ("fixed", "trained")
-"""Whether the last layer stays as drawn."""
+"""Whether the last layer is fixed or trained."""
 _STEM = 16  # channels of the paper's first convolution
 _KERNEL = 3
 
@@ -38,11 +39,11 @@ def all_convolutional(
     head: str = "fixed",
     seed: int = 0,
 ) -> AllConvolutional:
-    """The all-convolutional residual network with `depth` convolutions, drawn from the seed; as it is, the paper's.
+    """The all-convolutional residual network with `depth` convolutions; the defaults are those of the paper.
 
     `depth` is 6 n + 1: n blocks in each of three stages, of width, 2 width and 4 width channels. Images may have any
-    size. For comparison: `init="standard"` starts the blocks as usual, `norm="batch"` puts a batch norm after every
-    convolution, `head="trained"` trains the projection from the same numbers.
+    size. For comparison, `init="standard"` uses the usual initialization, `norm="batch"` adds a batch norm after every
+    convolution, and `head="trained"` makes the projection trainable, with the same initial values.
     """
     depth = need_integer("depth of an all-convolutional net", depth, high=6001, cure="Try 7, 19 or 55.")
     if depth < 7 or (depth - 1) % 6:
@@ -71,7 +72,7 @@ def all_convolutional(
 
 
 class ResidualBlock(nn.Module):
-    """x + C2 relu(C1 x), with batch norms after both convolutions if asked for; nothing follows the sum."""
+    """x + C2 relu(C1 x), optionally with batch norms after both convolutions."""
 
     def __init__(self, n_in: int, n_out: int, *, stride: int, init: str, norm: str | None) -> None:
         super().__init__()
@@ -82,23 +83,23 @@ class ResidualBlock(nn.Module):
         self.stride, self.new_channels = stride, n_out - n_in
 
     def forward(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
-        """The block's output for a batch of images."""
+        """The output of the block for a batch of images."""
         return self.shortcut(x) + self.branch(x)
 
     def branch(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
-        """What the block adds to its shortcut."""
+        """The residual branch."""
         return self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
 
     def shortcut(self, x: Float[Tensor, "n inp height width"]) -> Float[Tensor, "n out high wide"]:
-        """The input, averaged over squares of the stride, with channels of zeros before and behind its own."""
+        """The input, average-pooled by the stride and padded with zero channels on both sides."""
         if self.stride > 1:
-            x = functional.avg_pool2d(x, self.stride, ceil_mode=True)  # as many pixels as the strided convolution gives
+            x = functional.avg_pool2d(x, self.stride, ceil_mode=True)  # the size of the strided convolution's output
         before = self.new_channels // 2
         return functional.pad(x, (0, 0, 0, 0, before, self.new_channels - before)) if self.new_channels else x
 
 
 class Projection(nn.Module):
-    """A linear map to the classes with normal entries of variance 1 / inputs: a buffer, or trained from there."""
+    """A linear map to the classes with normal entries of variance 1 / inputs, as a buffer or trainable parameter."""
 
     weight: Tensor
 
@@ -117,7 +118,7 @@ class Projection(nn.Module):
 
 
 class AllConvolutional(nn.Module):
-    """The network that `all_convolutional` makes: `stem`, `blocks`, the mean over all positions, `head`."""
+    """The network of `all_convolutional`: `stem`, `blocks`, global average pooling, `head`."""
 
     def __init__(self, stem: nn.Conv2d, blocks: list[ResidualBlock], head: Projection, *, norm: str | None) -> None:
         super().__init__()
@@ -130,29 +131,29 @@ class AllConvolutional(nn.Module):
 
     @property
     def residual_blocks(self) -> list[ResidualBlock]:
-        """The blocks, in the order in which they act."""
+        """The blocks in order."""
         return [block for block in self.blocks if isinstance(block, ResidualBlock)]
 
     @property
     def n_convolutions(self) -> int:
-        """Convolutions, the first one included."""
+        """Number of convolutions, including the first."""
         return sum(isinstance(layer, nn.Conv2d) for layer in self.modules())
 
     @property
     def n_trained(self) -> int:
-        """Numbers that training changes."""
+        """Number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
 def branch_bounds(network: AllConvolutional) -> list[float]:
-    """Upper bounds of the Lipschitz constants of what the blocks add, one per block: |C1| |C2|.
+    """Upper bounds |C1| |C2| of the Lipschitz constants of the residual branches, one per block.
 
-    A pixel belongs to at most k^2 patches, so a k x k convolution has at most k times the spectral norm of its weight
-    as a matrix (out, inp k^2), at any stride. Below one every block is near the identity in the sense of the theory.
+    A pixel is in at most k^2 patches, so the norm of a k x k convolution is at most k times the spectral norm of its
+    weight as a matrix (out, inp k^2), for any stride. Blocks with a bound below one are near the identity.
 
     Theory: hardt_ma2017:thm-2.2
     """
-    network = need_instance("branch_bounds", network, AllConvolutional, cure="Pass what all_convolutional returns.")
+    network = need_instance("branch_bounds", network, AllConvolutional, cure="Pass the result of all_convolutional.")
     if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
         raise ConversionError(
             "branch_bounds needs a network without norms, whose scales depend on the batch; got one with batch norms. "
@@ -163,12 +164,12 @@ def branch_bounds(network: AllConvolutional) -> list[float]:
 
 def _bound(layer: nn.Conv2d) -> float:
     rows = layer.weight.detach().double().flatten(1)
-    largest = torch.linalg.eigvalsh(rows @ rows.mT)[-1]  # the squares of the singular values, of a much smaller matrix
+    largest = torch.linalg.eigvalsh(rows @ rows.mT)[-1]  # squared singular values, from a much smaller matrix
     return layer.kernel_size[0] * float(largest.clamp_min(0.0).sqrt())
 
 
 def _convolution(n_in: int, n_out: int, *, start: str, stride: int = 1) -> nn.Conv2d:
-    """A convolution without bias that keeps the size of images, up to its stride."""
+    """A convolution without bias and with "same" padding."""
     layer = nn.Conv2d(n_in, n_out, _KERNEL, stride=stride, padding=_KERNEL // 2, bias=False)
     deviation = 1.0 / (_KERNEL**2 * n_out) if start == "near_identity" else 1.0 / (_KERNEL * n_out**0.5)
     nn.init.normal_(layer.weight, std=deviation)

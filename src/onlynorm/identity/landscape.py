@@ -1,7 +1,7 @@
-"""The risk of deep linear networks near the identity: its gradient, how large it must be, and descents along it.
+"""The population risk of deep linear networks near the identity: gradients, a lower bound on them, gradient descent.
 
 A network of l square layers A_1, ..., A_l computes (I + A_l) ... (I + A_1) x, or A_l ... A_1 x in the standard
-parameterization. Both learn y = R x + noise. Only the first has no bad critical point where training starts.
+parameterization. Both learn y = R x + noise. Only the first has no bad critical points near its initialization.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch
 from jaxtyping import Float, Num
 from torch import Tensor
 
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, View
 from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
 from onlynorm.identity.factorization.matrices import EPS, need_depth, need_matrix
 from onlynorm.validate import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
 
 BLOW_UP = 1e6
-"""A descent stops where the risk has grown by this factor."""
+"""Gradient descent raises if the risk grew by this factor."""
 
 
 @dataclass(frozen=True, eq=False)
-class Dominance:
+class Dominance(Result):
     """Both sides of inequality 2.3 at one point: |grad f|^2 >= 4 l (1 - tau)^(2l-2) s_min(Sigma) (f - min f).
 
-    `tau` is the largest distance of a layer from the identity; from one on the inequality says nothing and the bounds
-    are zero. `printed` is the right side with the square of s_min(Sigma) that stands in the paper.
+    `tau` is the largest distance of a layer from the identity; for tau >= 1 the bounds are zero. `printed` is the right
+    side as printed in the paper, with the square of s_min(Sigma).
     Theory: hardt_ma2017:ineq-2.3
     """
 
@@ -40,15 +41,21 @@ class Dominance:
 
     @property
     def ratio(self) -> float:
-        """Left side over right side: at least one, says the theory; infinite where the right side is zero."""
+        """Left side divided by right side, at least one by the theory; infinite if the right side is zero."""
         return self.gradient / self.bound if self.bound > 0.0 else math.inf
 
+    def __str__(self) -> str:
+        return (
+            f"squared gradient {self.gradient:.3g}, at least {self.bound:.3g} by inequality 2.3; layers within "
+            f"{self.tau:.3g} of the identity"
+        )
 
-@dataclass(frozen=True, eq=False)
-class Descent:
-    """A path of gradient descent: risks, squared gradients, largest distances from the identity, right sides of 2.3.
 
-    All lists begin at the start. `path` has the layers at every step where it was asked for.
+@dataclass(frozen=True, eq=False, repr=False)
+class Descent(ShownResult):
+    """A run of gradient descent: risks, squared gradients, largest distances from the identity, right sides of 2.3.
+
+    All lists include the start. `path` has the layers at every step if `keep_path`.
     """
 
     risks: tuple[float, ...]
@@ -61,8 +68,35 @@ class Descent:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Left side of inequality 2.3 over its right side, where the right side is not zero."""
+        """Left side of inequality 2.3 divided by its right side, for nonzero right sides."""
         return tuple(g / b for g, b in zip(self.gradients, self.bounds, strict=True) if b > 0.0)
+
+    def plot(self) -> Figure:
+        """Risk, and both sides of inequality 2.3, over the steps."""
+        curves = []
+        for label, values, panel, style in (
+            ("risk", self.risks, "risk", "data"), ("|gradient|^2", self.gradients, "gradient", "data"),
+            ("right side of 2.3", self.bounds, "gradient", "law"),
+        ):  # fmt: skip
+            points = [(x, y) for x, y in enumerate(values) if y > 0 and math.isfinite(y)]
+            if points:
+                xs, ys = zip(*points, strict=True)
+                curves.append(Curve(label, xs, ys, panel=panel, style="law" if style == "law" else "data"))
+        return Figure(curves, (
+            Panel("risk", "Risk", "step", y_log=True),
+            Panel("gradient", "Squared gradient", "step", y_log=True),
+        ))  # fmt: skip
+
+    def view(self) -> View:
+        """Where the descent began and ended."""
+        return View(
+            "Gradient descent near the identity",
+            facts={
+                "steps": len(self.risks) - 1, "rate": self.rate, "risk at the start": self.risks[0],
+                "risk at the end": self.risks[-1], "largest |A|": max(self.norms),
+                "smallest ratio of inequality 2.3": min(self.ratios) if self.ratios else "nowhere defined",
+            },
+        )  # fmt: skip
 
     def __str__(self) -> str:
         smallest = f"{min(self.ratios):.3g}" if self.ratios else "nowhere defined"
@@ -73,12 +107,12 @@ class Descent:
 
 
 @dataclass(frozen=True, eq=False)
-class Landscape:
+class Landscape(Result):
     """The population risk f(A) = |(product - R) Sigma^(1/2)|_F^2 + noise as a function of the layers, A_1 first.
 
-    `noise` is E |noise|^2, the least risk there is. `covariance` is Sigma = E x x^T, the identity if left out; it may
-    be symmetric and without negative eigenvalues up to the rounding of its dtype, as `x.mT @ x / len(x)` is. Target and
-    covariance become float64, and everything is computed in it.
+    `noise` is E |noise|^2, the minimum risk. `covariance` is Sigma = E x x^T, by default the identity; it must be
+    symmetric and positive semidefinite up to the rounding of its dtype, as `x.mT @ x / len(x)` is. Everything is
+    computed in float64.
     Theory: hardt_ma2017:claim-2.3
     """
 
@@ -98,8 +132,8 @@ class Landscape:
 
     @property
     def sigma(self) -> Float[Tensor, "dim dim"]:
-        """The covariance, given or not."""
-        assert self.covariance is not None  # __post_init__ has set it
+        """The covariance, by default the identity."""
+        assert self.covariance is not None  # set by __post_init__
         return self.covariance
 
     @functools.cached_property
@@ -108,7 +142,7 @@ class Landscape:
         return max(float(torch.linalg.eigvalsh(self.sigma)[0]), 0.0)
 
     def risk(self, layers: Num[Tensor | np.ndarray, "*batch depth dim dim"]) -> Float[Tensor, "*batch"]:
-        """f at one point, or at every point of a batch, in float64."""
+        """f at one point or at every point of a batch, in float64."""
         weights = self._weights(layers)
         product = weights[..., 0, :, :]
         for place in range(1, weights.shape[-3]):
@@ -117,7 +151,7 @@ class Landscape:
         return ((error @ self.sigma) * error).sum((-2, -1)) + self.noise
 
     def gradient(self, layers: Num[Tensor | np.ndarray, "depth dim dim"]) -> Float[Tensor, "depth dim dim"]:
-        """The gradient of f with respect to every layer, in closed form and float64: two sweeps of products.
+        """The gradient of f with respect to every layer, in closed form and float64.
 
         For layer i it is 2 after_i^T (product - R) Sigma before_i^T, with the products of the layers after and before.
         Theory: hardt_ma2017:lemma-2.4
@@ -144,7 +178,7 @@ class Landscape:
         return Dominance(float(gradient.square().sum()), unit * least, unit * least**2, tau)
 
     def usual_rate(self, depth: int) -> float:
-        """A rate at which descents from the identity stay stable: 1 / (4 l |Sigma| max(1, |R|)^2)."""
+        """A stable learning rate for descent from the identity: 1 / (4 l |Sigma| max(1, |R|)^2)."""
         depth = need_depth(depth, what="a landscape")
         size = max(1.0, float(torch.linalg.matrix_norm(self.target, 2)))
         variance = float(torch.linalg.matrix_norm(self.sigma, 2)) or 1.0
@@ -157,15 +191,15 @@ class Landscape:
         n_steps: int = 1000,
         rate: float | None = None,
         keep_path: bool = False,
-        progress: Callable[[int, float], None] | None = None,
+        on_step: Callable[[int, float], None] | None = None,
     ) -> Descent:
         """Plain gradient descent from `start`, with both sides of inequality 2.3 at every step."""
         n_steps = need_integer("n_steps of a descent", n_steps, low=1, high=10**7, cure="Leave it out for 1000.")
         layers = self._need_layers(start, is_batch=False).detach()
         rate = self.usual_rate(len(layers)) if rate is None else rate
         rate = need_number("rate of a descent", rate, low=0.0, open_low=True, cure="Leave it out for the usual one.")
-        if progress is not None:
-            need_callable("progress", progress, cure="It is called with the step and the risk.")
+        if on_step is not None:
+            need_callable("on_step", on_step, cure="It is called with the step and the risk.")
         keep_path = need_flag("keep_path", keep_path)
         risks: list[float] = []
         seen: list[Dominance] = []
@@ -174,13 +208,13 @@ class Landscape:
             risks.append(float(self.risk(layers)))
             if not risks[-1] <= BLOW_UP * risks[0]:
                 raise TrainingError(
-                    f"a descent needs a rate at which the risk falls; at {rate:.2g} it rose from {risks[0]:.2g} to "
-                    f"{risks[-1]:.2g} in {step} steps. Take a smaller rate."
+                    f"gradient descent needs a rate at which the risk decreases; at {rate:.2g} it rose from "
+                    f"{risks[0]:.2g} to {risks[-1]:.2g} in {step} steps. Pass a smaller rate."
                 )
             gradient = self.gradient(layers)
             seen.append(self._dominance(layers, risks[-1], gradient))
-            if progress is not None:
-                progress(step, risks[-1])
+            if on_step is not None:
+                on_step(step, risks[-1])
             if step < n_steps:
                 layers = layers - rate * gradient
                 path += [layers] if keep_path else []
@@ -202,14 +236,14 @@ class Landscape:
         reach: float = 1.0,
         n_places: int = 101,
     ) -> tuple[Float[Tensor, " places"], Float[Tensor, "places places"]]:
-        """(places, risks) with risks[i, j] = f(places[j] across + places[i] up): what a contour plot draws."""
+        """(places, risks) for a contour plot, with risks[i, j] = f(places[j] across + places[i] up)."""
         reach = need_number("reach of a plane", reach, low=0.0, open_low=True, cure="Leave it out for 1.")
         n_places = need_integer("n_places of a plane", n_places, low=2, high=10_000, cure="Leave it out for 101.")
         across, up = (self._need_layers(layers, is_batch=False) for layers in (across, up))
         if across.shape != up.shape:
             raise ShapeError(
-                f"a plane needs two directions of one shape; got {tuple(across.shape)} and {tuple(up.shape)}. Give "
-                "both the same depth."
+                f"a plane needs two directions of the same shape; got {tuple(across.shape)} and {tuple(up.shape)}. "
+                "Pass both with the same depth."
             )
         places = torch.linspace(-reach, reach, n_places, dtype=torch.float64).to(self.target)
         rows = [self.risk(places[:, None, None, None] * across + place * up) for place in places]
@@ -225,17 +259,16 @@ class Landscape:
         is_fine = made.ndim >= 3 if is_batch else made.ndim == 3
         if not is_fine or made.shape[-2:] != self.target.shape or not made.shape[-3]:
             raise ShapeError(
-                f"a landscape needs layers (depth, {len(self.target)}, {len(self.target)}), one at least; got "
-                f"{tuple(made.shape)}. Stack them, the first one first."
+                f"a landscape needs layers (depth, {len(self.target)}, {len(self.target)}), at least one; got "
+                f"{tuple(made.shape)}. Stack them, A_1 first."
             )
         return made.to(self.target)
 
 
 def _need_covariance(given: Tensor | np.ndarray, target: Tensor) -> Float[Tensor, "dim dim"]:
-    """The covariance in float64, symmetric and without negative eigenvalues; what rounding left of either is removed.
+    """The covariance in float64, made exactly symmetric and positive semidefinite.
 
-    A product x.mT @ x over n samples is rounded by up to n eps; the square root of eps allows for as many samples as
-    any memory holds.
+    The rounding error of x.mT @ x over n samples is up to n eps; a tolerance of sqrt(eps) is enough for any n.
     """
     covariance = need_matrix(given, what="a covariance").to(target)
     if covariance.shape != target.shape:

@@ -1,12 +1,10 @@
-"""Certified ranges: a tensor of intervals goes through any `nn.Module`.
+"""Certified ranges: interval arithmetic through any `nn.Module`.
 
-The files read in the order: tensor, linear, elementwise, shapes, propagate.
+Reading order: tensor, linear, elementwise, shapes, rules, propagate.
 """
 
-from onlynorm.intervals import elementwise as elementwise  # registers its rules
-from onlynorm.intervals import linear as linear  # registers its rules
-from onlynorm.intervals import shapes as shapes  # registers its rules
-from onlynorm.intervals.tensor import Box, interval_rule
+from onlynorm.intervals.rules import interval_rule
+from onlynorm.intervals.tensor import Box
 
 __all__ = [
     "Box",

@@ -1,7 +1,7 @@
-"""Rules for intervals in arithmetic, in functions of one number and in softmax.
+"""Interval rules for arithmetic, elementwise functions and softmax.
 
-Elementwise functions turn at a few known points and are monotone in between, so their extremes lie at the ends of the
-interval or at such a point inside. Where a function is Lipschitz, the ball follows it.
+Elementwise functions are monotone between a few known turning points, so their extremes on an interval are at its ends
+or at a turning point inside. For Lipschitz functions a ball is propagated too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from onlynorm.intervals.tensor import (
     Ball,
     Interval,
     IntervalError,
-    aliases,
     ball_of,
     enclose,
     ends,
-    interval_rule,
     no_rule,
     norm,
     size,
@@ -37,9 +35,9 @@ Plain = Callable[..., Any]
 
 
 class Curve(NamedTuple):
-    """A function of one number, monotone between its `turns`; `slope` is the largest, or gives it from the options.
+    """An elementwise function, monotone between its `turns`; `slope` is its Lipschitz constant, or a function for it.
 
-    Its values err by a few units in their last place; where terms up to one cancel in it, by units of these.
+    Computed values have errors of a few units in the last place; with `cancels`, relative to one.
     """
 
     function: Plain
@@ -49,12 +47,12 @@ class Curve(NamedTuple):
     cancels: bool = False
 
     def error(self, values: Tensor) -> Tensor:
-        """What computed values may err by."""
+        """Bound of the rounding error of computed values."""
         return 0.0 * values if self.is_exact else 16 * EPS * (values.abs() + float(self.cancels))
 
 
 def elementwise(curve: Curve, x: Interval, *args: Any, **options: Any) -> Interval:
-    """A function of one number with these options, on an interval."""
+    """Applies an elementwise function with these options to an interval."""
     if any(isinstance(value, Interval) for value in (*args, *options.values())):
         raise no_rule(curve.function)
     args = tuple(value.detach().double() if isinstance(value, Tensor) else value for value in args)
@@ -91,9 +89,8 @@ def _steepest(alpha: float = 1.0) -> float:
     return max(1.0, abs(alpha))
 
 
-# The turns of the two forms of GELU, of SiLU and of Mish are the only zeros of their derivatives; their largest slopes,
-# like those of SELU and erf, are rounded up.
-_CURVES = {
+# The turns of both forms of GELU, of SiLU and of Mish are the only zeros of their derivatives; slopes are rounded up.
+CURVES = {
     "sigmoid": Curve(torch.sigmoid, slope=0.25),
     "tanh": Curve(torch.tanh, slope=1.0),
     "logsigmoid": Curve(functional.logsigmoid, slope=1.0),
@@ -126,13 +123,10 @@ _CURVES = {
     "clamp_max": Curve(torch.clamp_max, slope=1.0, is_exact=True),
     "abs": Curve(torch.abs, (0.0,), 1.0, is_exact=True),
 }
-for _name, _curve in _CURVES.items():
-    interval_rule(*aliases(_name))(functools.partial(elementwise, _curve))
 
 
-@interval_rule(functional.softplus)
 def softplus(x: Interval, beta: float = 1.0, threshold: float = 20.0) -> Interval:
-    """log(1 + exp(beta x)) / beta; torch takes x itself above the threshold, and so falls by a little there."""
+    """log(1 + exp(beta x)) / beta; torch returns x above the threshold, and is slightly smaller there."""
     made = elementwise(Curve(functional.softplus, slope=1.0, cancels=True), x, beta, threshold)
     room = 8 * EPS * abs(threshold)
     is_passed = (beta * x.low <= threshold + room) & (beta * x.high >= threshold - room)
@@ -143,9 +137,8 @@ def softplus(x: Interval, beta: float = 1.0, threshold: float = 20.0) -> Interva
     return enclose(made.low, made.high, error=drop, ball=ball)
 
 
-@interval_rule(*aliases("pow"), Tensor.__pow__)
 def power(x: Any, exponent: Any) -> Any:
-    """x to a positive whole power, or to one half."""
+    """x to the power of a positive integer or 0.5."""
     if not isinstance(x, Interval) or not isinstance(exponent, int | float):
         raise no_rule(torch.pow)
     if exponent == 0.5:
@@ -159,7 +152,6 @@ def power(x: Any, exponent: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- arithmetic
 
 
-@interval_rule(*aliases("add"), Tensor.__radd__)
 def add(x: Any, y: Any, *, alpha: float = 1) -> Interval:
     """x + alpha y."""
     y = y if alpha == 1 else y * alpha
@@ -175,26 +167,22 @@ def add(x: Any, y: Any, *, alpha: float = 1) -> Interval:
     return enclose(low, high, ball=Ball(centre, sum(ball.radius for ball in balls), extra=inexact))
 
 
-@interval_rule(*aliases("sub", "subtract"))
 def subtract(x: Any, y: Any, *, alpha: float = 1) -> Interval:
     """x - alpha y."""
     return add(x, -y if alpha == 1 else y * -alpha)
 
 
-@interval_rule(Tensor.__rsub__, torch.rsub)
 def subtract_from(x: Any, y: Any) -> Interval:
     """y - x."""
     return add(y, -x)
 
 
-@interval_rule(*aliases("neg", "negative"))
 def negate(x: Interval) -> Interval:
     """-x, exactly."""
     ball = x.ball
     return Interval(-x.high, -x.low, ball=None if ball is None else Ball(-ball.centre, ball.radius))
 
 
-@interval_rule(*aliases("mul", "multiply"), Tensor.__rmul__)
 def multiply(x: Any, y: Any) -> Any:
     """x y elementwise."""
     if x is y:
@@ -205,38 +193,33 @@ def multiply(x: Any, y: Any) -> Any:
     return made if isinstance(y, Interval) else _scaled(x, ends(y)[0], made)
 
 
-@interval_rule(*aliases("addcmul"))
 def add_product(x: Any, y: Any, z: Any, *, value: float = 1) -> Any:
     """x + value y z."""
     return y * z * value + x
 
 
-@interval_rule(*aliases("div", "divide", "true_divide"))
 def divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> Interval:
-    """x / y elementwise, for a y that is nowhere zero."""
+    """x / y elementwise, for nonzero y."""
     low, high = ends(y)
     if rounding_mode is not None or bool(((low <= 0) & (high >= 0)).any()):
         raise IntervalError(
-            "certified ranges need quotients whose divisor is never zero, and no rounding_mode; got a divisor whose "
-            "interval holds zero, or a rounding_mode. Add a positive number to it, or use calibrated ranges."
+            "certified ranges need nonzero divisors and no rounding_mode; got a divisor whose interval contains zero, "
+            "or a rounding_mode. Add a positive constant to it, or use calibrated ranges."
         )
     made = enclose(*_extremes([a / b for a in ends(x) for b in (low, high)]))
     return made if isinstance(y, Interval) else _scaled(x, 1.0 / low, made)
 
 
-@interval_rule(Tensor.__rdiv__, torch.reciprocal, Tensor.reciprocal)
 def divide_into(x: Interval, y: Any = 1.0) -> Interval:
     """y / x."""
     return divide(y, x)
 
 
-@interval_rule(*aliases("maximum", in_place=False))
 def maximum(x: Any, y: Any) -> Interval:
     """The larger of x and y, exactly."""
     return Interval(*(torch.maximum(a, b) for a, b in zip(ends(x), ends(y), strict=True)))
 
 
-@interval_rule(*aliases("minimum", in_place=False))
 def minimum(x: Any, y: Any) -> Interval:
     """The smaller of x and y, exactly."""
     return Interval(*(torch.minimum(a, b) for a, b in zip(ends(x), ends(y), strict=True)))
@@ -245,25 +228,23 @@ def minimum(x: Any, y: Any) -> Interval:
 # ------------------------------------------------------------------------------------------------------------ softmax
 
 
-@interval_rule(functional.softmax, torch.softmax, Tensor.softmax)
 def softmax(x: Interval, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Interval:
-    """The share of each exponential in their sum: it grows with its own number and falls with every other."""
-    low, high = (torch.sigmoid(bound) for bound in _against_the_rest(x, dim))
+    """Softmax: increasing in its own input and decreasing in all others."""
+    low, high = (torch.sigmoid(bound) for bound in _logit_bounds(x, dim))
     made = enclose(low, high, error=16 * EPS * torch.ones_like(low))
     return Interval(made.low.clamp(min=0.0), made.high.clamp(max=1.0 + 16 * EPS))
 
 
-@interval_rule(functional.log_softmax, torch.log_softmax, Tensor.log_softmax)
 def log_softmax(x: Interval, dim: int, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Interval:
     """The logarithm of softmax."""
-    low, high = (functional.logsigmoid(bound) for bound in _against_the_rest(x, dim))
+    low, high = (functional.logsigmoid(bound) for bound in _logit_bounds(x, dim))
     return enclose(low, high, error=16 * EPS * (1.0 + size(low, high)))
 
 
-def _against_the_rest(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
+def _logit_bounds(x: Interval, dim: int) -> tuple[Tensor, Tensor]:
     """Bounds of z_i = x_i - log(sum over j != i of exp x_j); softmax is sigmoid(z)."""
     finite = torch.where(torch.isfinite(x.low) & torch.isfinite(x.high), size(x.low, x.high), 0.0)
-    # What the logarithms of sums may err by, in the exponent.
+    # Error bound of the logarithms of sums.
     inexact = 16 * EPS * (x.low.shape[dim] + finite.amax(dim, keepdim=True))
     least, most = (torch.logsumexp(bound, dim, keepdim=True) for bound in (x.low, x.high))
     own = (x.low - least + inexact).clamp(max=0.0), (x.high - most - inexact).clamp(max=0.0)
@@ -276,7 +257,7 @@ def _extremes(corners: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(x: Interval, factor: Tensor, made: Interval) -> Interval:
-    """The product x times a constant with the ball that x had, stretched by the largest factor."""
+    """The product of x and a constant, with the ball of x scaled by the largest factor."""
     if x.ball is not None and x.low.shape == made.low.shape:
         centre = x.ball.centre * factor
         inexact = norm(8 * EPS * (size(made.low, made.high) + centre.abs()))

@@ -1,7 +1,7 @@
-"""Rules for intervals in linear maps and norms: layers, products, batch, layer, group and root-mean-square norms.
+"""Interval rules for linear maps and norms: layers, matrix products, batch, layer, group and RMS norms.
 
-A linear map A takes the centre of an interval to its centre, and the radius r to |A| r. Where a ball of radius d is
-known too, an output with weights a stays within |a| d (Euclidean norm) of the ball's image.
+A linear map A maps the centre of an interval to the centre of its image, and the radius r to |A| r. If a ball of radius
+d is known too, an output with weights a is within |a| d (Euclidean norm) of the image of its centre.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from onlynorm.intervals.tensor import (
     Interval,
     IntervalError,
     Stretch,
-    aliases,
     ball_of,
     enclose,
     ends,
-    interval_rule,
     norm,
     size,
 )
@@ -34,7 +32,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def rounding(n_terms: int) -> float:
-    """What a sum of n products may err by, relative to the sum of absolute values, four times over."""
+    """Four times the error bound of a sum of n products, relative to the sum of their absolute values."""
     return 4.0 * (n_terms + 4) * EPS
 
 
@@ -51,7 +49,7 @@ def bilinear(product: Product, left: Any, right: Any, *, n_terms: int) -> tuple[
 
 
 def layer(product: Product, x: Any, weight: Any, bias: Tensor | None, *, groups: int = 1, axes: int = 0) -> Interval:
-    """The output of a linear layer; channels are last without axes of positions, else in front of them."""
+    """The output of a linear layer with `axes` spatial dimensions after the channels."""
     shape = (-1, *(1,) * axes)
     if isinstance(bias, Interval):
         plain: Any = layer(product, x, weight, None, groups=groups, axes=axes)
@@ -70,7 +68,7 @@ def layer(product: Product, x: Any, weight: Any, bias: Tensor | None, *, groups:
     if x.ball is not None:
         middle = product(held.centre, fixed) + added
         inexact = error + rounding(n_terms) * (product(held.centre.abs(), fixed.abs()) + added.abs())
-        # By Cauchy and Schwarz; for a ball made from the box itself this is never narrower.
+        # Cauchy-Schwarz; never narrower for a ball computed from the box.
         row = torch.linalg.vector_norm(fixed.flatten(1), dim=1).reshape(shape) * (1.0 + rounding(n_terms))
         reach = row * held.radius + inexact
         low, high = torch.maximum(low, middle - reach), torch.minimum(high, middle + reach)
@@ -78,9 +76,8 @@ def layer(product: Product, x: Any, weight: Any, bias: Tensor | None, *, groups:
     return enclose(low, high, error=error, ball=ball)
 
 
-@interval_rule(functional.linear)
 def linear(x: Any, weight: Any, bias: Tensor | None = None) -> Interval:
-    """Rows of x times the weight's."""
+    """A linear layer."""
     return layer(functional.linear, x, weight, bias)
 
 
@@ -97,7 +94,7 @@ def convolve_transposed(
     conv: Callable[..., Tensor], axes: int, x: Any, weight: Any, bias: Tensor | None = None,
     stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Interval:  # fmt: skip
-    """A transposed convolution; its ball is not followed."""
+    """A transposed convolution, without a ball."""
     options = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
     product = functools.partial(conv, **options, dilation=dilation)
     centre, radius, error = bilinear(product, x, weight, n_terms=weight.numel() // weight.shape[1])
@@ -107,33 +104,24 @@ def convolve_transposed(
     return enclose(centre - radius, centre + radius, error=error)
 
 
-for _axes in (1, 2, 3):
-    _conv, _back = getattr(functional, f"conv{_axes}d"), getattr(functional, f"conv_transpose{_axes}d")
-    interval_rule(_conv)(functools.partial(convolve, _conv, _axes))
-    interval_rule(_back)(functools.partial(convolve_transposed, _back, _axes))
-
-
-@interval_rule(*aliases("matmul", "mm", "bmm", "mv", "dot", in_place=False))
 def matmul(left: Any, right: Any) -> Interval:
-    """A product of matrices, either of them an interval or both."""
+    """A matrix product, with one or both factors intervals."""
     if not isinstance(right, Interval) and right.ndim == 2:
         return linear(left, right.mT)
     centre, radius, error = bilinear(torch.matmul, left, right, n_terms=left.shape[-1])
     return enclose(centre - radius, centre + radius, error=error)
 
 
-@interval_rule(*aliases("addmm", "baddbmm"))
 def add_matmul(x: Any, left: Any, right: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """beta x + alpha left right, by the rules of its parts."""
     return matmul(left, right) * alpha + x * beta
 
 
-@interval_rule(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Interval:
-    """A sum of products of two tensors."""
+    """An einsum of two tensors."""
     if len(operands) != 2:
         raise IntervalError(
-            f"certified ranges need einsum over two tensors; got {len(operands)}. Write it as several, or use "
+            f"certified ranges need einsum over two tensors; got {len(operands)}. Split it into several, or use "
             "calibrated ranges."
         )
     centre, radius, error = bilinear(
@@ -142,7 +130,6 @@ def einsum(equation: str, *operands: Any) -> Interval:
     return enclose(centre - radius, centre + radius, error=error)
 
 
-@interval_rule(functional.scaled_dot_product_attention)
 def attention(
     query: Any, key: Any, value: Any, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -162,16 +149,15 @@ def attention(
     return torch.matmul(scores.softmax(-1), value)
 
 
-@interval_rule(functional.batch_norm)
 def batch_norm(
     x: Interval, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Interval:  # fmt: skip
-    """The affine map per channel that a batch norm is in evaluation mode; it folds into the stretch of its layer."""
+    """A batch norm in evaluation mode, an affine map per channel; merged into the `Stretch` of its layer."""
     if training or running_mean is None or running_var is None:
         raise IntervalError(
-            "certified ranges need batch norms with running statistics in evaluation mode; got one that normalises by "
-            "the batch. Call network.eval(), or use calibrated ranges."
+            "certified ranges need batch norms with running statistics in evaluation mode; got one that uses batch "
+            "statistics. Call network.eval(), or use calibrated ranges."
         )
     mean, variance = running_mean.double(), running_var.double()
     scale = (1.0 if weight is None else weight.detach().double()) / torch.sqrt(variance + eps)
@@ -187,7 +173,7 @@ def batch_norm(
         widest = float(scale.abs().max())
         inexact = norm(error + 16 * EPS * (factor.abs() * known.centre.abs() + rest))
         centre = factor * known.centre + added
-        # Channels are the outputs of the layer in front only if both count axes alike.
+        # The channels are the outputs of the preceding layer only if both have the same number of dimensions.
         if known.stretch is not None and known.stretch.weight.ndim == x.low.ndim:
             ball = Ball(centre, known.inner, known.stretch.scaled(scale), known.extra * widest + inexact)
         else:
@@ -195,37 +181,33 @@ def batch_norm(
     return enclose(torch.minimum(first, second), torch.maximum(first, second), error=error, ball=ball)
 
 
-@interval_rule(*aliases("layer_norm", in_place=False))
 def layer_norm(x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Every sample normalised over its last axes."""
+    """Layer norm over the last dimensions."""
     made = _standardise(x.flatten(-len(normalized_shape)), eps).reshape(x.shape)
     made = made if weight is None else made * weight
     return made if bias is None else made + bias
 
 
-@interval_rule(*aliases("group_norm", in_place=False))
 def group_norm(x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Any:
-    """Every group of channels normalised over channels and positions."""
+    """Group norm over channels and positions."""
     shape = (-1, *(1,) * (x.ndim - 2))
     made = _standardise(x.reshape(x.shape[0], num_groups, -1), eps).reshape(x.shape)
     made = made if weight is None else made * weight.reshape(shape)
     return made if bias is None else made + bias.reshape(shape)
 
 
-@interval_rule(functional.instance_norm)
 def instance_norm(
     x: Interval, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
 ) -> Any:  # fmt: skip
-    """Every channel normalised over its positions, or by running statistics."""
+    """Instance norm over positions, or with running statistics."""
     if not use_input_stats:
         return batch_norm(x, running_mean, running_var, weight, bias, eps=eps)
     return group_norm(x, x.shape[1], weight, bias, eps)
 
 
-@interval_rule(*aliases("rms_norm", in_place=False))
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """x_i / sqrt((x_i^2 + rest) / n + eps): monotone in x_i and in what the other squares add up to, so exact."""
+    """x_i / sqrt((x_i^2 + rest) / n + eps), monotone in x_i and in the sum of the other squares, so exact."""
     flat = x.flatten(-len(normalized_shape))
     low, high, n = flat.low, flat.high, flat.shape[-1]
     largest = size(low, high).square()
@@ -244,10 +226,10 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
 
 
 def _standardise(x: Interval, eps: float) -> Interval:
-    """(x - mean) / sqrt(variance + eps) over the last axis, never beyond sqrt(n - 1).
+    """(x - mean) / sqrt(variance + eps) over the last dimension, at most sqrt(n - 1) in absolute value.
 
-    Numerator and denominator are bounded apart. The least variance in the box is the minimum over t of the mean squared
-    distance of t to the n intervals, a convex function, which lies above each of its tangents.
+    Numerator and denominator are bounded separately. The smallest variance in the box is the minimum over t of the mean
+    squared distance of t to the n intervals, a convex function, bounded below by its tangents.
     """
     low, high, n = x.low, x.high, x.shape[-1]
     largest = size(low, high)
@@ -270,13 +252,13 @@ def _standardise(x: Interval, eps: float) -> Interval:
     limit = math.sqrt(max(0, n - 1))
     first = (bottom / torch.where(bottom < 0, small, large)).clamp(-limit, limit)
     second = (top / torch.where(top > 0, small, large)).clamp(-limit, limit)
-    # The network's own mean and variance err by n eps times its largest number, next to its deviation.
+    # Mean and variance in the network have errors of n eps times the largest entry, relative to the deviation.
     error = rounding(n) * (1.0 + size(first, second)) * (1.0 + largest.amax(-1, keepdim=True) / small)
     return enclose(first, second, error=error)
 
 
 def _centred(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Centre and radius, rounded up; no radius for a constant."""
+    """(centre, radius), with the radius rounded up; None for a constant."""
     if low is high:
         return low, None
     centre = low / 2 + high / 2

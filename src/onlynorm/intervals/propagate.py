@@ -1,8 +1,7 @@
-"""`propagate`: the boxes that hold every input of a network's layers, for every network input in a box.
+"""`propagate`: bounds of the inputs of all layers of a network, for all network inputs in a box.
 
-The network is run once on an `Interval`. Every torch function it meets on the way is answered by a rule that encloses
-the function's values, so skips, functional calls and in-place operations need no tracing. What has no rule is refused
-by name.
+The network is run once on an `Interval`. Every torch function is replaced by a rule that encloses its values, so skip
+connections, functional calls and in-place operations work without tracing. Functions without a rule raise an error.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from onlynorm.modules.layers import CONVOLUTIONS
 @torch.inference_mode(False)
 @torch.no_grad()
 def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, Box]:
-    """The box of the inputs of each named layer, for all network inputs in `box`, which has the shape of one sample.
+    """The box of the inputs of each named layer, for all network inputs in `box`, with the shape of one sample.
 
-    A layer that is called several times gets the smallest box around all calls.
+    A layer that is called several times gets the smallest box that contains all calls.
     """
     low, high = (bound.detach().double() for bound in (box.low, box.high))
     if low.shape != high.shape:
         raise ShapeError(
-            f"a box needs low and high of one shape; got {tuple(low.shape)} and {tuple(high.shape)}. Pass both in the "
-            "shape of one sample."
+            f"a box needs low and high of the same shape; got {tuple(low.shape)} and {tuple(high.shape)}. Pass both "
+            "in the shape of one sample."
         )
     is_range = (low <= high) & torch.isfinite(high - low)
     if not bool(is_range.all()):
         raise ValueRangeError(
-            f"a box needs low <= high, both finite; got {int((~is_range).sum())} of {low.numel()} numbers without. "
-            "Pass the least and the largest value of every input."
+            f"a box needs low <= high, both finite; got {int((~is_range).sum())} invalid of {low.numel()} entries. "
+            "Pass the smallest and the largest value of every input."
         )
     seen: dict[str, list[Interval]] = {name: [] for name in names}
     inside: list[str] = []
@@ -45,16 +44,16 @@ def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, B
         hooks.append(module.register_forward_pre_hook(functools.partial(_enter, inside, name)))
         hooks.append(module.register_forward_hook(functools.partial(_leave, inside)))
     for name in names:
-        keep = functools.partial(_keep, seen[name])
-        hooks.append(network.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True))
+        record = functools.partial(_record, seen[name])
+        hooks.append(network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
     try:
         network(Interval(low[None].clone(), high[None].clone()))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         where = f"module {inside[-1]!r}" if inside and inside[-1] else "the network's own forward"
         if isinstance(error, ValueRangeError):
             raise ValueRangeError(f"in {where}: {error}") from error
-        said = error if isinstance(error, IntervalError) else f"it needs to take one sample of the box; got: {error}"
-        raise ConversionError(f"in {where}: {said}") from error
+        text = error if isinstance(error, IntervalError) else f"it needs to accept one sample of the box; got: {error}"
+        raise ConversionError(f"in {where}: {text}") from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -69,20 +68,20 @@ def _leave(inside: list[str], *_: Any) -> None:
     inside.pop()
 
 
-def _keep(calls: list[Interval], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _record(calls: list[Interval], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = args[0] if args else kwargs["input"]
-    # A later operation in place must not reach what was seen here.
+    # Copied, since later in-place operations may modify it.
     low, high = (end.clone() for end in ends(given))
     if not bool(torch.isfinite(high - low).all()):
         raise ValueRangeError(
-            "certified ranges need finite bounds; got an overflow in front of this layer. Shrink the box, or use "
+            "certified ranges need finite bounds; got an overflow before this layer. Shrink the box, or use "
             "calibrated ranges."
         )
     calls.append(Interval(low, high, ball=given.ball if isinstance(given, Interval) else None))
 
 
 def _box_of(layer: nn.Module, calls: list[Interval], name: str) -> Box:
-    """One box without the axis of the samples, from all calls of a layer."""
+    """The box of all calls of a layer, without the batch dimension."""
     if not calls:
         raise ConversionError(
             f"a certified layer needs to be called by the network; {name!r} was not. Remove the unused layer."
@@ -96,7 +95,7 @@ def _box_of(layer: nn.Module, calls: list[Interval], name: str) -> Box:
             ball = call.ball
             known = None if ball is None else Ball(ball.centre[0], ball.radius)
             boxes.append(Box(call.low[0], call.high[0], known))
-        else:  # positions that the network moved to the axis of the samples
+        else:  # positions in the batch dimension
             boxes.append(Box(call.low.amin(0), call.high.amax(0)))
     return boxes[0] if len(boxes) == 1 else _union(boxes, is_convolution=isinstance(layer, CONVOLUTIONS))
 
@@ -104,7 +103,7 @@ def _box_of(layer: nn.Module, calls: list[Interval], name: str) -> Box:
 def _union(boxes: list[Box], *, is_convolution: bool) -> Box:
     shapes = [box.low.shape for box in boxes]
     if any(shape != shapes[0] for shape in shapes):
-        # Over all positions, with the zeros that may surround a smaller image.
+        # Over all positions, including zero padding of smaller images.
         axes = tuple(range(1, len(shapes[0]))) if is_convolution else None
         largest = [max(sizes) for sizes in zip(*shapes, strict=True)] if is_convolution else [shapes[0][-1]]
         boxes = [_hull(box, axes, largest) for box in boxes]

@@ -1,38 +1,38 @@
-"""`Interval`: a tensor that stands for all tensors between two bounds, and the register of rules for torch on it.
+"""`Interval`: a tensor that represents all tensors between two bounds; `rules` has the torch functions on it.
 
 Enclosures hold for the exact function and for its evaluation in float64, in any order of summation. All bounds are
-float64 and rounded outward: a sum of n products errs by at most n eps times the sum of their absolute values, and
-linear maps are widened by four times that, once for each sum that is computed here and once for the network's own; a
-single operation is widened by one unit in the last place, other elementwise functions by sixteen. Assumed: convolutions
-are computed from products and sums (no Winograd or Fourier shortcuts), and elementwise functions to a few units in the
-last place, as torch does in float64.
+float64 and rounded outward: the error of a sum of n products is at most n eps times the sum of their absolute values,
+and linear maps are widened by four times that, for the sums computed here and in the network. Single operations are
+widened by one unit in the last place, other elementwise functions by sixteen. It is assumed that convolutions are
+computed from products and sums (no Winograd or Fourier methods), and elementwise functions to a few units in the last
+place, as in torch with float64.
 
-Intervals forget how numbers depend on each other: every layer widens them by its absolute row sums. So an interval may
-also carry a `Ball`: all its tensors lie within a Euclidean distance of the image of one input. A layer widens a ball by
-its largest singular value only, a much smaller number, at the price of a larger start; both hold, so the narrower does.
+Intervals ignore dependencies between entries: every layer widens them by its absolute row sums. An interval may
+therefore also have a `Ball`: all its tensors lie within a Euclidean distance of the image of one input. A layer widens
+a ball only by its largest singular value, which is much smaller, but the initial ball is larger. Both bounds hold, so
+the narrower one is used.
 
-How far a linear layer can pull two inputs apart: upper bounds of its largest singular value.
+`Stretch` bounds the largest singular value of a linear layer. A convolution with any stride, padding, dilation and
+image size is bounded in two ways:
 
-A convolution is bounded in two ways, whatever its stride, padding and dilation and however large the images:
+- As a matrix on patches. An entry is in at most k patches (k kernel positions), so |A| <= sqrt(k) |W| with W the weight
+  as (out, inp k); the same holds for the transposed map and W as (out k, inp).
+- By frequencies. Zero padding, strides and borders only remove rows and columns of the full convolution, whose norm is
+  the largest |W(w)| over all frequencies w, with W(w) the (out, inp) matrix sum_t W_t e^(-i w t). A grid of N
+  frequencies per dimension may miss the maximum, but u* W(w) v is a trigonometric polynomial of degree n = (k - 1) / 2
+  up to a phase, which by a lemma of M. Riesz is at least cos(n d) times its maximum within distance d of it, and no
+  frequency is farther than pi / N from the grid. Dividing by cos(pi n / N) per dimension gives a bound.
 
-- As a matrix on patches. A number lies in at most k patches (k kernel positions), so |A| <= sqrt(k) |W| with W the
-  weight as (out, inp k); the same holds for the transposed map and W as (out k, inp).
-- By frequencies. Zero padding, strides and borders only leave rows and columns of the full convolution out, whose norm
-  is the largest |W(w)| over all frequencies w, with W(w) the (out, inp) matrix sum_t W_t e^(-i w t). A grid of N
-  frequencies per axis may miss the maximum, but u* W(w) v is a trigonometric polynomial of degree n = (k - 1) / 2 up to
-  a phase, which by a lemma of M. Riesz stays above cos(n d) times its maximum within d of it, and no frequency is
-  farther than pi / N from the grid: dividing by cos(pi n / N) per axis makes it a bound.
-
-Eigenvalues and Fourier sums are backward stable, with errors far below `SLACK`, which is added on top.
+Eigenvalues and Fourier sums are backward stable, with errors far below `SLACK`, which is added.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -41,13 +41,14 @@ from torch.nn import functional
 from torch.overrides import resolve_name
 
 from onlynorm.errors import OnlynormError, ValueRangeError
+from onlynorm.validate import as_real
 
 SLACK = 1e-9
-"""Relative room for the rounding in eigenvalues and Fourier sums."""
+"""Relative tolerance for rounding in eigenvalues and Fourier sums."""
 N_FREQUENCIES = 16
-"""Frequencies per axis and kernel position beyond the first: half a percent above the maximum per axis."""
+"""Frequencies per dimension and kernel position beyond the first: half a percent above the maximum."""
 LARGEST_WORK = 2e9
-"""Multiplications up to which the eigenvalues of a matrix, or of all frequencies of a convolution, are computed."""
+"""Maximum number of multiplications for eigenvalues of a matrix, or of all frequencies of a convolution."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Stretch:
         return Stretch(self.weight * scale.reshape(-1, *(1,) * (self.weight.ndim - 1)), self.groups)
 
     def bound(self) -> float:
-        """A number that |A x| / |x| never exceeds."""
+        """An upper bound of |A x| / |x|."""
         return (1.0 + SLACK) * max(_bound(part) for part in self.weight.chunk(self.groups))
 
 
@@ -76,14 +77,14 @@ def _bound(weight: Tensor) -> float:
     if math.prod(sizes) / 2 * min(weight.shape[:2]) ** 3 > LARGEST_WORK:
         return patches
     axes = tuple(range(2, weight.ndim))
-    # Frequencies w and -w have conjugate matrices, so half of them suffice.
+    # Frequencies w and -w have conjugate matrices, so half of them are enough.
     spectrum = torch.fft.rfftn(weight, s=sizes, dim=axes).flatten(2).permute(2, 0, 1)
     missed = math.prod(math.cos(math.pi * (k - 1) / 2 / n) for k, n in zip(weight.shape[2:], sizes, strict=True))
     return min(patches, _largest(spectrum) / missed)
 
 
 def _largest(matrices: Tensor) -> float:
-    """The largest singular value of one or many matrices, from their smaller Gram matrices; of a huge one a bound."""
+    """The largest singular value of matrices, from their smaller Gram matrices; an upper bound for a huge matrix."""
     if matrices.ndim == 2 and min(matrices.shape) ** 3 > LARGEST_WORK:
         sizes = matrices.abs()
         by_sums = math.sqrt(float(sizes.sum(0).max()) * float(sizes.sum(1).max()))
@@ -94,24 +95,21 @@ def _largest(matrices: Tensor) -> float:
 
 
 EPS = torch.finfo(torch.float64).eps
-Rule = Callable[..., Any]
-_Rule = TypeVar("_Rule", bound=Rule)
-_RULES: dict[Any, Rule] = {}
 
 
 class IntervalError(OnlynormError, RuntimeError):
-    """What cannot be computed on intervals, and the cure; `propagate` turns it into a ConversionError.
+    """An operation that is not supported on intervals; `propagate` converts it to a ConversionError.
 
-    It is none itself because that is a TypeError, which Python takes from an operator as a sign to try another operand.
+    It is not a ConversionError because that is a TypeError, for which Python tries the reflected operator.
     """
 
 
 @dataclass(frozen=True)
 class Ball:
-    """All tensors lie within `radius` of `centre`, in the Euclidean norm over all their numbers.
+    """All tensors lie within `radius` of `centre`, in the Euclidean norm over all entries.
 
-    After a linear layer the radius is that of its inputs, `inner`, times what the layer stretches, which is found only
-    when asked for: a norm after the layer changes the stretch, and both at once stretch less than one by one.
+    After a linear layer the radius is that of its inputs, `inner`, times the norm of the layer, which is computed
+    lazily: a following norm is merged into the layer first, since the norm of their product is smaller.
     """
 
     centre: Float[Tensor, "*shape"]
@@ -128,18 +126,23 @@ class Ball:
 
 @dataclass(frozen=True)
 class Box:
-    """Every input of a layer lies between `low` and `high`, elementwise; both have the shape of one sample.
+    """Elementwise bounds `low` and `high` of all inputs of a layer, with the shape of one sample.
 
-    `propagate` may know a ball that holds every input too.
+    `propagate` may add a ball that contains all inputs too.
     """
 
     low: Float[Tensor, "*sample"]
     high: Float[Tensor, "*sample"]
     ball: Ball | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            if not isinstance(value := getattr(self, name), Tensor):
+                object.__setattr__(self, name, as_real(f"{name} of a box", value))
+
 
 class Interval(Tensor):
-    """A tensor of which only bounds are known: torch functions on it return bounds of their values."""
+    """A tensor given by bounds; torch functions on it return bounds of their values."""
 
     low: Tensor
     high: Tensor
@@ -154,12 +157,12 @@ class Interval(Tensor):
 
     @property
     def ball(self) -> Ball | None:
-        """A ball that holds all tensors too, if one is known; what an operation in place has outdated is not."""
+        """A ball that contains all tensors, if known; None after an in-place operation."""
         return self._ball if self.low._version == self._version_of_ball else None
 
     @ball.setter
     def ball(self, ball: Ball | None) -> None:
-        # Views share the count of versions of their storage, so a change through any of them outdates the ball.
+        # Views share the version counter of their storage, so a change through any of them invalidates the ball.
         self._ball, self._version_of_ball = ball, self.low._version
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -169,8 +172,10 @@ class Interval(Tensor):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        from onlynorm.intervals.rules import RULES  # written in terms of this class
+
         kwargs = dict(kwargs or {})
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         if rule is None and (func in _METADATA or getattr(func, "__name__", "") == "__get__"):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if rule is None:
@@ -178,16 +183,16 @@ class Interval(Tensor):
         is_in_place = bool(kwargs.pop("inplace", False)) or _is_in_place(func)
         if kwargs.pop("out", None) is not None or (is_in_place and not isinstance(args[0], Interval)):
             raise IntervalError(
-                "certified ranges need a network that does not write what it computes into other tensors; got "
-                f"{name_of(func)}. Write y = f(x) in its place, or use calibrated ranges."
+                "certified ranges need a network that does not write intervals into other tensors; got "
+                f"{name_of(func)}. Write y = f(x) instead, or use calibrated ranges."
             )
         made = rule(*args, **kwargs)
         for one in made if isinstance(made, tuple) else (made,):
-            # Not a number on either side fails this too.
+            # NaN fails this too.
             if isinstance(one, Interval) and not bool((one.low <= one.high).all()):
                 raise ValueRangeError(
                     f"certified ranges need operations that are defined on the whole interval; got {name_of(func)} on "
-                    "one where it is not, or that overflows. Shrink the box, or use calibrated ranges."
+                    "one where it is undefined or overflows. Shrink the box, or use calibrated ranges."
                 )
         if is_in_place and made is not args[0]:
             target = args[0]
@@ -201,32 +206,18 @@ class Interval(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise no_rule(func)  # what torch does below its own functions has no rule either
-
-
-def interval_rule(*functions: Any) -> Callable[[_Rule], _Rule]:
-    """A decorator that makes a function the rule for these torch functions on intervals.
-
-    The rule takes what the torch function takes and returns an `Interval(low, high)` that holds every value the
-    function can have on tensors between the bounds of its arguments, rounding included.
-    """
-
-    def register(rule: _Rule) -> _Rule:
-        _RULES.update(dict.fromkeys(functions, rule))
-        return rule
-
-    return register
+        raise no_rule(func)  # operations below the torch function level have no rules
 
 
 def aliases(*names: str, in_place: bool = True) -> list[Any]:
-    """Every torch function of these names: of torch, of torch.nn.functional and of tensors, in place or not."""
-    spelled = [f"{name}{end}" for name in names for end in (("", "_") if in_place else ("",))]
+    """All functions of these names in torch, torch.nn.functional, torch.special and Tensor, optionally in-place."""
+    spellings = [f"{name}{end}" for name in names for end in (("", "_") if in_place else ("",))]
     spaces = (torch, functional, Tensor, torch.special)
-    return [getattr(space, name) for name in spelled for space in spaces if hasattr(space, name)]
+    return [getattr(space, name) for name in spellings for space in spaces if hasattr(space, name)]
 
 
 def enclose(low: Tensor, high: Tensor, *, error: Tensor | None = None, ball: Ball | None = None) -> Interval:
-    """The interval rounded outward: by `error`, and by one unit in the last place for this rounding itself."""
+    """The interval widened by `error` and by one unit in the last place."""
     if error is not None:
         low, high = low - error, high + error
     infinity = torch.full((), math.inf, dtype=low.dtype, device=low.device)
@@ -234,7 +225,7 @@ def enclose(low: Tensor, high: Tensor, *, error: Tensor | None = None, ball: Bal
 
 
 def ends(value: Any) -> tuple[Tensor, Tensor]:
-    """The bounds of an interval; a constant twice."""
+    """(low, high) of an interval; twice the value of a constant."""
     if isinstance(value, Interval):
         return value.low, value.high
     is_whole = isinstance(value, Tensor) and not value.is_floating_point()
@@ -248,7 +239,7 @@ def size(low: Tensor, high: Tensor) -> Tensor:
 
 
 def ball_of(x: Interval) -> Ball:
-    """A ball around all tensors of the interval: the known one, no larger than the box allows, else one of the box."""
+    """A ball that contains all tensors of the interval: the known one, or that of the box, whichever is smaller."""
     known = x.ball
     centre = x.low / 2 + x.high / 2 if known is None else known.centre
     around = norm(torch.maximum(centre - x.low, x.high - centre))
@@ -261,20 +252,20 @@ def norm(values: Tensor) -> float:
 
 
 def name_of(func: Any) -> str:
-    """The name of a torch function as a user writes it."""
+    """The public name of a torch function."""
     return resolve_name(func) or getattr(func, "__name__", str(func))
 
 
 def no_rule(func: Any) -> IntervalError:
-    """The error for a torch function that cannot be applied to an interval."""
+    """The error for a torch function without a rule."""
     name = name_of(func)
     if func in _DECIDES:
         return IntervalError(
-            f"certified ranges need a network that computes without looking at its values; got {name} on an interval, "
-            "which may have more than one answer. Use calibrated ranges."
+            f"certified ranges need a network without data-dependent control flow; got {name} on an interval, which "
+            "may have more than one result. Use calibrated ranges."
         )
     return IntervalError(
-        f"certified ranges need a rule for every operation; got {name}, which has none here. Use calibrated ranges, "
+        f"certified ranges need a rule for every operation; got {name}, which has none. Use calibrated ranges, "
         f"or register a rule with interval_rule({name})."
     )
 

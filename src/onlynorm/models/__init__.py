@@ -1,6 +1,6 @@
-"""Reference networks, and networks by name: built in, or made by a function of your own.
+"""Reference networks, and networks by name: built-in, or returned by a user function.
 
-The files read from small to large: build, plain, resnet, vit, by_name.
+Reading order: build, plain, resnet, vit, by_name.
 """
 
 from onlynorm.models.build import INITS, NORMS

@@ -1,4 +1,4 @@
-"""What all reference networks are made of: a norm by name, an initialization by name, and randomness of their own."""
+"""Norms, initializations and validation shared by the reference networks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_GROUPS, _LEAST_CHANNELS = 8, 4
 
 
 def image_norm(kind: str, n_channels: int) -> nn.Module:
-    """The norm of this name for images (n, channels, height, width); none is an Identity.
+    """The norm of this name for images (n, channels, height, width); an Identity for "none".
 
-    A layer norm of images is taken over all channels and positions: a group norm with one group.
+    A layer norm of images normalizes all channels and positions: a group norm with one group.
     """
     need_norm(kind)
     if kind == "batch":
@@ -33,7 +33,7 @@ def image_norm(kind: str, n_channels: int) -> nn.Module:
 
 
 def vector_norm(kind: str, n_channels: int) -> nn.Module:
-    """The norm of this name for vectors (n, channels); none is an Identity."""
+    """The norm of this name for vectors (n, channels); an Identity for "none"."""
     need_norm(kind)
     if kind == "batch":
         return nn.BatchNorm1d(n_channels)
@@ -43,9 +43,9 @@ def vector_norm(kind: str, n_channels: int) -> nn.Module:
 
 
 def n_groups(n_channels: int) -> int:
-    """Groups of a group norm: the largest divisor up to 8 that leaves 4 channels or more in each, else one.
+    """Number of groups of a group norm: the largest divisor up to 8 with at least 4 channels per group, else one.
 
-    A group of one number would normalise it away.
+    Groups of a single value would be normalized to zero.
     """
     most = max(1, min(_MOST_GROUPS, n_channels // _LEAST_CHANNELS))
     return next(n for n in range(most, 0, -1) if n_channels % n == 0)
@@ -53,10 +53,10 @@ def n_groups(n_channels: int) -> int:
 
 @torch.no_grad()
 def initialise(network: nn.Module, init: str) -> None:
-    """Leaves the weights as torch drew them, or draws every Linear and Conv2d from U(0, 2 / sqrt(d)), d its fan-in.
+    """Initializes Linear and Conv2d weights: "standard" is torch's default, "asymmetric" is U(0, 2 / sqrt(fan in)).
 
-    "asymmetric" is torch's own U(-1 / sqrt(d), 1 / sqrt(d)) shifted off zero, which keeps batch norm from preserving
-    the rank of the signal. Biases stay as they are.
+    "asymmetric" is torch's U(-1 / sqrt(d), 1 / sqrt(d)) shifted to positive values; batch norm does not preserve the
+    rank of the signal then. Biases are not changed.
     """
     need_choice("init", init, INITS)
     if init == "standard":
@@ -67,21 +67,21 @@ def initialise(network: nn.Module, init: str) -> None:
 
 
 def need_norm(kind: str) -> None:
-    """Raises UnknownNameError unless there is a norm of this name."""
+    """Raises UnknownNameError unless this is the name of a norm."""
     need_choice("norm", kind, NORMS)
 
 
 def as_whole(value: Any) -> int:
-    """A whole number up to 2^31 as an int; anything else as -1."""
+    """An integer below 2^31 as an int; any other value as -1."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return int(value) if is_whole and int(value) < 2**31 else -1
 
 
 def need_size(what: str, name: str, value: Any, *, high: int = 2**31 - 1) -> int:
-    """A size of a network as an int of at least one."""
+    """`value` as a positive int."""
     count = as_whole(value)
     if not 1 <= count <= high:
-        raise ShapeError(f"{what} needs a positive {name}; got {shown(value)}. Pass a whole number up to {high}.")
+        raise ShapeError(f"{what} needs a positive {name}; got {shown(value)}. Pass an integer up to {high}.")
     return count
 
 
@@ -91,16 +91,16 @@ def need_parameters(what: str, n_parameters: int) -> None:
 
 
 def make_activation(activation: Callable[[], nn.Module]) -> nn.Module:
-    """What the class or function returns, or an error unless that is a module."""
+    """The module returned by a class or function; raises if it is not a module."""
     if isinstance(activation, nn.Module) or not callable(activation):
         raise ConversionError(
-            f"activation needs a class or function that makes a module; got {shown(activation)}. Pass torch.nn.ReLU, "
+            f"activation needs a class or function that returns a module; got {shown(activation)}. Pass torch.nn.ReLU, "
             "without parentheses."
         )
     made = activation()
     if not isinstance(made, nn.Module):
         raise ConversionError(
-            f"activation needs a class or function that makes a module; {shown(activation)} made {shown(made)}. Pass "
-            "torch.nn.ReLU."
+            f"activation needs a class or function that returns a module; {shown(activation)} returned {shown(made)}. "
+            "Pass torch.nn.ReLU."
         )
     return made

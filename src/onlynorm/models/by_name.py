@@ -1,4 +1,4 @@
-"""Networks by name: built in, or made by a function of your own, with the weights of a file."""
+"""Networks by name: built-in, or returned by a user function, with weights from a file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from onlynorm.validate import need_path, need_text
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A network by name: how to make it, what one input looks like, its usual data set and its trained weights."""
+    """A built-in network: its factory, input shape, default data set and trained weights."""
 
     make: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
@@ -48,13 +48,13 @@ BUILT_IN: dict[str, BuiltIn] = {
     "vgg": BuiltIn(vgg, _CIFAR, "cifar10"),
     "vit": BuiltIn(vit, _CIFAR, "cifar10"),
 }
-"""Networks the command line knows by name."""
+"""Built-in networks by name."""
 
 
 def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
-    """The network of `make_model` in evaluation mode with the weights of a file, or its own if it has any.
+    """The network of `make_model` in evaluation mode with weights from a file.
 
-    Without a file, resnet20 takes its trained weights from the data folder; other built-in networks stay as drawn.
+    Without a file, resnet20 gets its trained weights from the data folder; other built-in networks have random weights.
     """
     network = make_model(spec)
     built_in = BUILT_IN.get(spec)
@@ -64,7 +64,7 @@ def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
 
 
 def make_model(spec: str) -> nn.Module:
-    """A network in evaluation mode: a built-in name, or "package.module:factory", which imports and runs that code."""
+    """A network in evaluation mode, by built-in name or by "package.module:factory", which imports and runs code."""
     need_text("a model", spec, cure="Pass a built-in name, or package.module:factory.")
     if ":" not in spec:
         if spec not in BUILT_IN:
@@ -82,34 +82,34 @@ def make_model(spec: str) -> nn.Module:
 
 
 def run_factory(spec: str, *, what: str) -> Any:
-    """What the code "package.module:factory" makes: the result of a function, or the object of that name, or None.
+    """The result of the function "package.module:factory", or the object of that name; None if it does not exist.
 
-    The current folder comes first where modules are looked for. `what` is the thing that is needed, for the error.
+    The current folder is first on the import path. `what` names the needed object in errors.
     """
-    what = need_text("what", what, cure="Name the thing that is needed, such as a model.")
+    what = need_text("what", what, cure="Pass the name of the needed object, such as a model.")
     need_text(what, spec, cure="Pass package.module:factory.")
     module_name, _, name = spec.partition(":")
     try:
         with _current_folder_importable():
             found = getattr(importlib.import_module(module_name), name, None)
             return found() if callable(found) and not isinstance(found, nn.Module) else found
-    except Exception as error:  # whatever the user's code raises belongs beside the name of that code
+    except Exception as error:  # user code may raise anything
         raise ConversionError(
             f"{what} needs code that imports and runs; {spec:.100} gave {type(error).__name__}: {error!s:.500}. "
             "The factory is called without arguments, from the current folder."
         ) from error
 
 
-def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
-    """The network with the weights of a safetensors or PyTorch file, every name matched; nothing in it can run."""
-    network = need_model("load_weights", network)
+def load_weights(model: nn.Module, path: Path | str) -> nn.Module:
+    """Loads the weights of a safetensors or PyTorch file with matching names, without executing code."""
+    model = need_model("load_weights", model)
     weights = _read_weights(need_path("load_weights", path))
-    own = network.state_dict()
+    own = model.state_dict()
     counters = {name for name in own if name.endswith("num_batches_tracked")}
     missing, unknown = own.keys() - weights.keys() - counters, weights.keys() - own.keys()
     if missing or unknown:
         raise FormatError(
-            f"the file needs the network's own tensors; got {len(missing)} missing ({', '.join(sorted(missing)[:3])}), "
+            f"the file needs the network's tensors; got {len(missing)} missing ({', '.join(sorted(missing)[:3])}), "
             f"{len(unknown)} unknown ({', '.join(sorted(unknown)[:3])}). Is it a file for this architecture?"
         )
     for name, value in weights.items():
@@ -121,17 +121,17 @@ def load_weights(network: nn.Module, path: Path | str) -> nn.Module:
         is_alike = value.is_floating_point() == own[name].is_floating_point() and not value.is_complex()
         if not is_alike or value.layout != torch.strided or value.is_meta or value.is_quantized:
             raise FormatError(
-                f"the file needs {name} as {own[name].dtype} in ordinary memory; got {value.dtype}, {value.layout} on "
+                f"the file needs {name} as a dense {own[name].dtype} tensor; got {value.dtype}, {value.layout} on "
                 f"{value.device}. Save network.state_dict()."
             )
-    network.load_state_dict(weights, strict=False)
-    return network
+    model.load_state_dict(weights, strict=False)
+    return model
 
 
 def _read_weights(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a safetensors file or, with any other ending, of a PyTorch file that holds nothing else."""
+    """The tensors of a safetensors file or, with any other extension, of a PyTorch state dict."""
     if not path.is_file():
-        raise MissingDataError(f"weights need a file; there is none at {path}. Check the path.")
+        raise MissingDataError(f"weights need a file; got none at {path}. Check the path.")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     found = read_torch(path)
@@ -141,13 +141,13 @@ def _read_weights(path: Path) -> Mapping[str, Tensor]:
         raise FormatError(f"{path.name} needs a state dict of tensors; got others. Save network.state_dict().")
     named = {str(name).removeprefix("module."): value for name, value in found.items()}  # as DataParallel saves it
     if len(named) < len(found):
-        raise FormatError(f"{path.name} needs one tensor per name; some are there with and without 'module.' before.")
+        raise FormatError(f"{path.name} needs one tensor per name; some exist with and without the prefix 'module.'.")
     return named
 
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """As with `python -m`, for the console script too."""
+    """Adds the current folder to the import path, as `python -m` does."""
     sys.path.insert(0, "")
     try:
         yield

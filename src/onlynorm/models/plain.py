@@ -22,7 +22,7 @@ from onlynorm.seeds import own_randomness
 from onlynorm.validate import need_items
 
 VGG_STAGES = ((64,) * 2, (64,) * 2, (64,) * 4, (64,) * 4, (64,) * 5)
-"""17 convolutions of 64 channels, the size of the targets of burkholz2024, which does not say where they pool."""
+"""17 convolutions of 64 channels, as the targets of burkholz2024, which does not specify the pooling."""
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "celu": nn.CELU, "elu": nn.ELU, "gelu": nn.GELU, "hardsigmoid": nn.Hardsigmoid, "hardswish": nn.Hardswish,
     "hardtanh": nn.Hardtanh, "leaky_relu": nn.LeakyReLU, "logsigmoid": nn.LogSigmoid, "mish": nn.Mish,
@@ -40,7 +40,7 @@ def mlp(
     init: str = "standard",
     seed: int = 0,
 ) -> nn.Sequential:
-    """A fully connected network through the given widths, inputs first, with norms and activations in between."""
+    """A fully connected network with the given widths, inputs first, and norms and activations in between."""
     given = need_items("mlp", widths, cure="List the widths: (64, 32, 10).")
     widths = [as_whole(width) for width in given]
     if len(widths) < 2 or min(widths) < 1:
@@ -67,10 +67,10 @@ def vgg(
     image_size: int = 32,
     seed: int = 0,
 ) -> nn.Sequential:
-    """A plain convolutional network: 3 x 3 convolutions through the widths of each stage, images halved in between.
+    """A VGG-like network: 3 x 3 convolutions with the widths of each stage, and max pooling between stages.
 
-    Every convolution is followed by a norm (unless `norm` is "none") and the activation; the last stage by the mean
-    over positions and one linear layer.
+    Every convolution is followed by a norm (unless `norm` is "none") and an activation; the last stage by global
+    average pooling and a linear layer.
     """
     cure = "Try [[8, 8], [16, 16]]."
     given = [need_items("a stage of vgg", stage, cure=cure) for stage in need_items("vgg", stages, cure=cure)]
@@ -88,8 +88,8 @@ def vgg(
     need_parameters("a vgg", n_parameters)
     if image_size < 2 ** (len(stages) - 1):
         raise ShapeError(
-            f"vgg halves its images {len(stages) - 1} times and needs {2 ** (len(stages) - 1)} pixels or more; got "
-            f"image_size={image_size}. Take fewer stages."
+            f"vgg halves its images {len(stages) - 1} times and needs at least {2 ** (len(stages) - 1)} pixels; got "
+            f"image_size={image_size}. Use fewer stages."
         )
     need_norm(norm)
     layers: list[nn.Module] = []
@@ -108,5 +108,5 @@ def vgg(
 
 
 def _norms(norm: nn.Module) -> list[nn.Module]:
-    """The norm, or nothing in place of an Identity."""
+    """[norm], or an empty list for an Identity."""
     return [] if isinstance(norm, nn.Identity) else [norm]

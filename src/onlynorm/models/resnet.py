@@ -1,4 +1,4 @@
-"""Residual networks: those for CIFAR images, and those of ImageNet's shapes with torchvision's parameter names."""
+"""ResNets for CIFAR images, and ImageNet ResNets with the parameter names of torchvision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cifar_resnet(
     init: str = "standard",
     seed: int = 0,
 ) -> CifarResNet:
-    """The residual network for CIFAR images of this depth, drawn from the seed."""
+    """A ResNet for CIFAR images with random weights."""
     with own_randomness(seed):
         return CifarResNet(depth, n_classes=n_classes, width=width, norm=norm, init=init)
 
@@ -39,13 +39,13 @@ def resnet(
     init: str = "standard",
     seed: int = 0,
 ) -> ResNet:
-    """The residual network of ImageNet's shape of this depth, drawn from the seed, named like torchvision's."""
+    """An ImageNet ResNet with random weights and the parameter names of torchvision."""
     with own_randomness(seed):
         return ResNet(depth, n_classes=n_classes, width=width, in_channels=in_channels, norm=norm, init=init)
 
 
 class CifarBlock(nn.Module):
-    """Two 3 x 3 convolutions with norms; the shortcut drops every second pixel and pads new channels with zeros."""
+    """Two 3 x 3 convolutions with norms; the shortcut subsamples and pads new channels with zeros."""
 
     def __init__(self, n_in: int, n_out: int, stride: int, *, norm: str = "batch") -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class CifarBlock(nn.Module):
         self.stride, self.new_channels = stride, n_out - n_in
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output for a batch of images."""
+        """The output of the block for a batch of images."""
         made = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
         if self.new_channels:
             half = self.new_channels // 2
@@ -74,7 +74,7 @@ class CifarBlock(nn.Module):
 
 
 class CifarResNet(nn.Module):
-    """The residual network for 32 x 32 images with 6 n + 2 layers in three stages of width, 2 width and 4 width."""
+    """A ResNet for 32 x 32 images with 6 n + 2 layers in three stages of width, 2 width and 4 width channels."""
 
     def __init__(
         self, depth: int = 20, *, n_classes: int = 10, width: int = 16, norm: str = "batch", init: str = "standard"
@@ -107,7 +107,7 @@ class CifarResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions, or 1 x 1, 3 x 3, 1 x 1 with a bottleneck; the shortcut is a 1 x 1 convolution if needed.
+    """A basic (3 x 3, 3 x 3) or bottleneck (1 x 1, 3 x 3, 1 x 1) block; the shortcut is a 1 x 1 convolution if needed.
 
     The stride is that of the 3 x 3 convolution, as in torchvision.
     """
@@ -132,7 +132,7 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output for a batch of images."""
+        """The output of the block for a batch of images."""
         made = x
         for i in range(1, self.n_layers + 1):
             made = getattr(self, f"bn{i}")(getattr(self, f"conv{i}")(made))
@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The residual network of ImageNet's shape: four stages after a 7 x 7 convolution, for images of any size."""
+    """An ImageNet ResNet: a 7 x 7 convolution and four stages, for images of any size."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A small vision transformer of plain layer norms and linear layers, with timm's parameter names."""
+"""A small vision transformer with the parameter names of timm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onlynorm.seeds import own_randomness
 
 _DEEPEST = 10_000
 _SPREAD = 0.02
-"""Standard deviation of the class token and the positions as drawn, the usual one for transformers."""
+"""Initial standard deviation of the class token and position embedding."""
 
 
 def vit(
@@ -26,7 +26,7 @@ def vit(
     n_classes: int = 10,
     seed: int = 0,
 ) -> ViT:
-    """A vision transformer of `depth` blocks on patches of patch x patch pixels, drawn from the seed."""
+    """A vision transformer with `depth` blocks, patches of patch x patch pixels and random weights."""
     sizes = {
         "patch": patch, "depth": depth, "width": width, "heads": heads, "image_size": image_size,
         "in_channels": in_channels, "n_classes": n_classes,
@@ -34,7 +34,7 @@ def vit(
     whole = {name: as_whole(value) for name, value in sizes.items()}
     if min(whole.values()) < 1 or whole["width"] % whole["heads"] or whole["image_size"] % whole["patch"]:
         raise ShapeError(
-            "vit needs positive sizes, a width that its heads divide and an image size that its patch divides; got "
+            "vit needs positive sizes, a width divisible by heads and an image size divisible by patch; got "
             f"{', '.join(f'{name}={shown(value)}' for name, value in sizes.items())}. Try width=192, heads=3, patch=4."
         )
     image_size, patch = whole["image_size"], whole["patch"]
@@ -46,7 +46,7 @@ def vit(
 
 
 class Attention(nn.Module):
-    """Self-attention made of two linear layers."""
+    """Multi-head self-attention with two linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every token's mixture of all tokens (n, tokens, width)."""
+        """The attention output (n, tokens, width)."""
         n, n_tokens, width = x.shape
         query, key, value = self.qkv(x).reshape(n, n_tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value)
@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
-    """Two linear layers with a GELU in between, four times as wide inside."""
+    """Two linear layers with a GELU in between and 4 width hidden features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Feedforward(nn.Module):
         self.fc2 = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself through both layers."""
+        """Applies both layers to each token."""
         return self.fc2(functional.gelu(self.fc1(x)))
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feedforward, each after a layer norm and beside a skip."""
+    """Attention and feedforward, each with a layer norm before it and a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class TransformerBlock(nn.Module):
         self.mlp = Feedforward(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output for a batch of tokens."""
+        """The output of the block for a batch of tokens."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class Patches(nn.Module):
-    """Images cut into patches, each as one token."""
+    """Patch embedding: one token per image patch."""
 
     def __init__(self, in_channels: int, width: int, patch: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Patches(nn.Module):
 
 
 class ViT(nn.Module):
-    """The transformer: a class token before the patches, learned positions, and a head on the class token."""
+    """A vision transformer with a class token, learned position embedding and a head on the class token."""
 
     def __init__(self, *, patch: int, depth: int, width: int, heads: int, n_patches: int, in_channels: int,
                  n_classes: int) -> None:  # fmt: skip
@@ -118,7 +118,7 @@ class ViT(nn.Module):
             for name, value in sizes.items()
         )
         if width % heads:
-            raise ShapeError(f"a ViT needs a width that its heads divide; got {width} and {heads}. Try 192 and 3.")
+            raise ShapeError(f"a ViT needs a width divisible by heads; got {width} and {heads}. Try 192 and 3.")
         ends = in_channels * patch**2 + n_patches + 1 + n_classes
         need_parameters("a ViT", 12 * width**2 * depth + ends * width)
         self.patch_embed = Patches(in_channels, width, patch)
@@ -129,12 +129,12 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of a batch of images of the size that the positions were made for."""
+        """Logits of a batch of images with `n_patches` patches."""
         tokens = self.patch_embed(x)
         tokens = torch.cat([self.cls_token.expand(len(tokens), -1, -1), tokens], dim=1)
         if tokens.shape[1] != self.pos_embed.shape[1]:
             raise ShapeError(
                 f"this vit needs images of {self.pos_embed.shape[1] - 1} patches; got {tokens.shape[1] - 1}, from "
-                f"images {tuple(x.shape[1:])}. Scale them, or make it with their image_size."
+                f"images {tuple(x.shape[1:])}. Resize them, or create it with their image_size."
             )
         return self.head(self.norm(self.blocks(tokens + self.pos_embed))[:, 0])

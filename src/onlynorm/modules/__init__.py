@@ -1,11 +1,12 @@
-"""Any `nn.Module`: its layers and norms, what it returns, what it is wrapped in, and default losses.
+"""Tools for any `nn.Module`: layers and norms, outputs, wrappers, folding, and default losses.
 
-The files read in the order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched.
+Reading order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched.
 """
 
+from onlynorm.modules import activations, affine
 from onlynorm.modules.affine import Affine, from_affine, to_affine
-from onlynorm.modules.fold import FoldedModel, KeptNorm, fold, fold_network, unfold
-from onlynorm.modules.layers import find_layers
+from onlynorm.modules.fold import Folded, FoldedModel, KeptNorm, fold, fold_network, unfold
+from onlynorm.modules.layers import Left, Target, TargetLayer, find_layers
 from onlynorm.modules.losses import Loss, default_loss, is_class_labels
 from onlynorm.modules.norms import NormLayer, Norms, SkippedNorm, find_norms
 from onlynorm.modules.validate import need_model
@@ -21,13 +22,19 @@ from onlynorm.modules.walk import (
 
 __all__ = [
     "Affine",
+    "Folded",
     "FoldedModel",
     "KeptNorm",
+    "Left",
     "Loss",
     "NormLayer",
     "Norms",
     "Output",
     "SkippedNorm",
+    "Target",
+    "TargetLayer",
+    "activations",
+    "affine",
     "default_loss",
     "find_layers",
     "find_norms",

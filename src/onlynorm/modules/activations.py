@@ -1,9 +1,9 @@
-"""Where an activation is a line: what is proven about the common ones, what is sampled of all others.
+"""Intervals on which an activation is linear: proven for common activations, sampled for all others.
 
-Three kinds are known by type: `Ray` (a line from an edge to infinity), `Segment` (between two points) and `Cubic`
-(a tangent with a proven cubic error). Everything else gets a `Chart`: windows of all places and sizes with their
-sampled errors. Errors relative to a window's half-width do not depend on the range of the feature, so one chart
-serves all features of a layer.
+Common activations are described by type: `Ray` (linear from an edge to infinity), `Segment` (linear between two points)
+and `Cubic` (a tangent with a proven cubic error). All others get a `Chart`: windows of many centres and widths with
+sampled errors. Errors relative to the half-width of a window do not depend on the range of a feature, so one chart is
+enough for all features of a layer.
 
 Theory: burkholz2024:activations
 """
@@ -22,11 +22,11 @@ from onlynorm.errors import ShapeError, ValueRangeError
 
 Activation = Callable[[Tensor], Tensor]
 N_CELLS = 257
-"""Cells per sampled window; a prime, so that steps of round numbers cannot hide between the samples."""
+"""Cells per sampled window; a prime, so that steps at round numbers do not fall between samples."""
 USABLE = 0.125
-"""Largest sampled error, relative to the half-width of the window, that still counts as a line."""
+"""Largest sampled error of a linear window, relative to its half-width."""
 LOST = 1024
-"""An exact window is wide, errs by less than its rounding, and costs at most this many eps of its half-width."""
+"""Largest cost of an exact window, in eps of its half-width; its error is below its rounding."""
 
 
 class Ray(NamedTuple):
@@ -55,25 +55,25 @@ class Cubic(NamedTuple):
     factor: float
 
     def reach(self, budget: Tensor, eps: float) -> Tensor:
-        """The largest h <= 1 with a h^2 + eps (8 + 4 w / h) <= budget; the h of the smallest left side if none has it.
+        """The largest h <= 1 with a h^2 + eps (8 + 4 w / h) <= budget, else the h that minimizes the left side.
 
-        Here a = factor / slope and w = offset / slope: error and rounding relative to the half-width of the range. It
-        is the largest root of a h^3 - (budget - 8 eps) h + 4 eps w = 0, by the cosine formula. The budget is raised
-        to where that root is the minimum; without offset, to where the error is below the rounding.
+        Here a = factor / slope and w = offset / slope: error and rounding relative to the half-width of the range. h is
+        the largest root of a h^3 - (budget - 8 eps) h + 4 eps w = 0, by the cosine formula. A smaller budget is raised
+        to the minimum of the left side; without offset, to where the error is below the rounding.
         """
         a, k = self.factor / self.slope, 4 * eps * self.offset / self.slope
         least = max(a * eps, 3 * a * (k / (2 * a)) ** (2 / 3))
-        room = ((budget - 8 * eps) * (1 - 1e-9)).clamp(min=least)  # a hair less, so that rounding cannot exceed it
+        room = ((budget - 8 * eps) * (1 - 1e-9)).clamp(min=least)  # slightly less, so that rounding cannot exceed it
         angle = torch.arccos((-1.5 * k / room * (3 * a / room).sqrt()).clamp(min=-1.0))
         return (2 * (room / (3 * a)).sqrt() * torch.cos(angle / 3)).clamp(max=1.0)
 
 
 def known(activation: Activation | None) -> Ray | Segment | Cubic | None:
-    """What is proven about an activation, by its type; None if nothing is. A subclass may compute anything.
+    """The proven linear part of an activation, by its exact type; None if there is none.
 
-    LeakyReLU and PReLU have a second ray, see `leak`. Tails: t (1 - Phi(t)) < 1.1e-18 from 9 on for GELU, and less
-    for its tanh form; t e^-t < 1.8e-16 from 40 on for SiLU; 2 t e^(-2t) < 1.8e-16 from 20 on for Mish;
-    e^(-beta t) / beta < 4.3e-18 / beta from 40 / beta on for Softplus. All of them fall from there on.
+    LeakyReLU and PReLU have a second ray, see `leak`. Tails: t (1 - Phi(t)) < 1.1e-18 for t >= 9 for GELU, and less for
+    its tanh form; t e^-t < 1.8e-16 for t >= 40 for SiLU; 2 t e^(-2t) < 1.8e-16 for t >= 20 for Mish;
+    e^(-beta t) / beta < 4.3e-18 / beta for t >= 40 / beta for Softplus. All of them decrease beyond.
     """
     phi = module_of(activation)
     if isinstance(phi, nn.Softplus) and type(phi) is nn.Softplus:
@@ -84,7 +84,7 @@ def known(activation: Activation | None) -> Ray | Segment | Cubic | None:
 
 
 def leak(activation: Activation | None) -> Tensor | None:
-    """The slopes of the left side of a LeakyReLU (one) or PReLU (one or one per feature); None for all others."""
+    """The negative slope of a LeakyReLU (one value) or PReLU (one value, or one per feature); None for others."""
     phi = module_of(activation)
     if isinstance(phi, nn.LeakyReLU) and type(phi) is nn.LeakyReLU:
         return torch.tensor(phi.negative_slope, dtype=torch.float64)
@@ -94,8 +94,8 @@ def leak(activation: Activation | None) -> Tensor | None:
 
 
 def module_of(activation: Activation | None) -> Activation | None:
-    """The module that does what a function of torch does with its defaults; any other callable as it is."""
-    return _TWINS.get(activation, activation) if isinstance(activation, Hashable) else activation
+    """The module equivalent to a function of torch with default arguments; other callables unchanged."""
+    return _MODULES.get(activation, activation) if isinstance(activation, Hashable) else activation
 
 
 _KNOWN: dict[type, Ray | Segment | Cubic] = {
@@ -116,7 +116,7 @@ _KNOWN: dict[type, Ray | Segment | Cubic] = {
     nn.Tanh: Cubic(1.0, 0.0, 1 / 3),
     nn.Sigmoid: Cubic(0.25, 0.5, 1 / 48),
 }
-_TWINS: dict[Hashable, nn.Module] = {
+_MODULES: dict[Hashable, nn.Module] = {
     **dict.fromkeys((torch.relu, functional.relu), nn.ReLU()),
     **dict.fromkeys((torch.tanh, functional.tanh), nn.Tanh()),
     **dict.fromkeys((torch.sigmoid, functional.sigmoid), nn.Sigmoid()),
@@ -137,7 +137,7 @@ _TWINS: dict[Hashable, nn.Module] = {
 
 
 class Chart(NamedTuple):
-    """Sampled windows [centre - reach, centre + reach] of one activation, with their lines and errors."""
+    """Sampled windows [centre - reach, centre + reach] of an activation with their linear fits and errors."""
 
     centre: Tensor
     reach: Tensor
@@ -153,21 +153,21 @@ class Chart(NamedTuple):
         return cost.nan_to_num(nan=math.inf, posinf=math.inf)
 
     def choose(self, budget: Tensor, eps: float) -> tuple[Chart, bool]:
-        """The exact window of least cost for all, and True; else per feature the largest within budget, and False.
+        """(windows, True) with the cheapest exact window for all features, else (windows, False).
 
-        Where no window is within the budget, the one of least cost.
+        Without an exact window, each feature gets the widest one within its budget, or the cheapest if there is none.
         """
         cost = self.cost(eps)
-        # One sign of the slope for all features, so that their gains have one sign.
+        # The same sign of the slope for all features, so that their gains have the same sign.
         side = self.slope > 0
         if not bool((cost[side] <= USABLE).any()):
             side = self.slope < 0
         rows, cost = Chart(*(value[side] for value in self)), cost[side]
         if not bool((cost <= USABLE).any()):
-            why = f"errs by {float(cost.min()):.2g} of its half-width" if len(cost) else "has slope zero"
+            why = f"has a relative error of {float(cost.min()):.2g}" if len(cost) else "has slope zero"
             raise ValueRangeError(
-                "linearize needs an activation that is close to a line with nonzero slope somewhere in [-320, 320]; "
-                f"got one whose best window {why}: constant, steps, or NaN. Use another activation for this layer."
+                "linearize needs an activation that is nearly linear with nonzero slope somewhere in [-320, 320]; got "
+                f"one whose best window {why} (constant, a step function, or NaN). Use another activation."
             )
         is_lost_in_rounding = rows.error / (rows.slope.abs() * rows.reach) <= cost / 2
         exact = (rows.reach >= 2.0**-4) & (cost <= LOST * eps) & is_lost_in_rounding
@@ -185,12 +185,12 @@ class Chart(NamedTuple):
 def chart(phi: Activation, device: torch.device) -> Chart:
     """Windows of an elementwise callable, sampled in float64.
 
-    Centres: an even grid on [-8, 8], the inflection points it brackets, and far points up to 256; half-widths: 2^-52
-    to 2^6. The slope is the fourth-order difference quotient at the window's own scale. The error is the largest
+    Centres are a uniform grid on [-8, 8], the inflection points that it brackets, and points up to 256; half-widths are
+    2^-52 to 2^6. The slope is the fourth-order difference quotient at the scale of the window. The error is the largest
     residual at the ends of 257 cells plus the largest second difference of the residuals. If phi is C^2 and its second
-    derivative nowhere exceeds eight times what these differences show, the bound holds between the samples as well
-    (linear interpolation errs by at most an eighth of a second difference); a kink inside a cell is covered too.
-    Assumed, not proven: that phi hides nothing narrower than a cell from the samples.
+    derivative is at most eight times what these differences show, the bound also holds between samples (the error of
+    linear interpolation is at most an eighth of a second difference); a kink inside a cell is covered too. It is
+    assumed, not proven, that phi has no features narrower than a cell.
     """
     _need_elementwise(phi, device)
 
@@ -201,10 +201,10 @@ def chart(phi: Activation, device: torch.device) -> Chart:
         grid = torch.linspace(-8.0, 8.0, 129, dtype=torch.float64, device=device)
         far = torch.tensor([12.0, 16, 24, 32, 48, 64, 96, 128, 256], dtype=torch.float64, device=device)
         centre = torch.cat([grid, _inflections(values, grid), far, -far])
-        # A little beyond the window, where the rounding of s x + b may carry a number across a jump at its end.
+        # Slightly beyond the window, since the rounding of s x + b may cross a jump at its end.
         steps = (1 + 2.0**-10) * torch.linspace(-1.0, 1.0, N_CELLS + 1, dtype=torch.float64, device=device)
         rows = []
-        # Outward from one, so that among windows of equal cost the first and most ordinary scale wins.
+        # Starting at scale one, which is selected among windows of equal cost.
         for power in sorted((k / 2 for k in range(-104, 13)), key=abs):
             reach = torch.full_like(centre, 2.0**power)
             at = values(centre[:, None] + reach[:, None] * steps.new_tensor([-1.0, -0.5, 0.0, 0.5, 1.0]))
@@ -218,24 +218,24 @@ def chart(phi: Activation, device: torch.device) -> Chart:
 
 
 def _inflections(values: Activation, grid: Tensor) -> Tensor:
-    """Where the second difference of phi changes its sign between neighbours of the grid, by bisection."""
+    """Inflection points: sign changes of the second difference of phi between grid points, by bisection."""
 
-    def bend(t: Tensor) -> Tensor:
+    def second_difference(t: Tensor) -> Tensor:
         return values(t + 2.0**-9) - 2 * values(t) + values(t - 2.0**-9)
 
-    at = bend(grid)
+    at = second_difference(grid)
     crosses = at[:-1] * at[1:] < 0
     left, right, sign = grid[:-1][crosses], grid[1:][crosses], at[:-1][crosses].sign()
     for _ in range(40):
         middle = (left + right) / 2
-        before = bend(middle) * sign > 0
+        before = second_difference(middle) * sign > 0
         left, right = torch.where(before, middle, left), torch.where(before, right, middle)
     return left
 
 
 def _need_elementwise(phi: Activation, device: torch.device) -> None:
     points = torch.linspace(-3.0, 3.1, 64, dtype=torch.float64, device=device)
-    need = "linearize needs an activation that maps each number of a float64 tensor by itself, always in the same way"
+    need = "linearize needs a deterministic elementwise activation for float64 tensors"
     cure = "Pass an elementwise function such as torch.tanh, or a module in eval() mode."
 
     try:
@@ -248,7 +248,7 @@ def _need_elementwise(phi: Activation, device: torch.device) -> None:
         raise ShapeError(f"{need}; got shape {tuple(whole.shape)} from (64,). {cure}")
     if bool(whole.isnan().all()):
         raise ValueRangeError(f"{need}; got only NaN on [-3, 3]. {cure}")
-    pairs = {"each call": (whole, again), "their order": (whole, turned.flip(0)), "their number": (whole[:17], part)}
+    pairs = {"each call": (whole, again), "their order": (whole, turned.flip(0)), "their count": (whole[:17], part)}
     for name, (first, second) in pairs.items():
         if not torch.allclose(first, second, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueRangeError(f"{need}; got values that change with {name}. {cure}")

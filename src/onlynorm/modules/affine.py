@@ -1,9 +1,11 @@
-"""Norms with chosen parameters: in evaluation mode a norm is an affine map per channel, and back.
+"""Batch norms as affine maps: conversion in both directions.
+
+In evaluation mode a batch norm is an affine map per channel:
 
     scale = weight / sqrt(variance + eps),    shift = bias - scale * mean
 
-`fold` turns a batch norm into the plain `Affine` it is in evaluation mode, `unfold` turns an affine map into a real
-batch norm with any given statistics. The function does not change either way.
+`to_affine` converts a batch norm to an equivalent `Affine`; `from_affine` converts an affine map to an equivalent batch
+norm with given statistics.
 
 Theory: giannou2023:prop-1
 """
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -29,7 +31,7 @@ _BATCH_NORMS: dict[int, type[BatchNorm]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d
 
 
 class Affine(nn.Module):
-    """x -> weight * x + bias per channel, channels second: a norm without statistics."""
+    """x -> weight * x + bias per channel (dimension 1): a norm without statistics."""
 
     def __init__(self, num_features: int, *, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -44,23 +46,23 @@ class Affine(nn.Module):
         return str(self.num_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The batch (samples, channels, *positions) with every channel scaled and shifted."""
+        """Scales and shifts every channel of a batch (samples, channels, *positions)."""
         return normalise(self, x, slice(None))
 
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """Which of a few distinct inputs every channel sees; `n_inputs` has those of each group of channels.
+    """Maps each channel to one of a few distinct inputs; `n_inputs` is the number of inputs per group of channels.
 
-    Channels go through the inputs of their group in turn, row after row, unless `inputs` numbers the input of each.
+    Without `inputs`, the index of the input of each channel, channels cycle through the inputs of their group.
     """
 
     n_channels: int
     n_inputs: tuple[int, ...]
     inputs: Int[Tensor, " feat"] | None = None
 
-    def spread(self, values: Float[Tensor, " inp"], which: slice = slice(None)) -> Float[Tensor, " feat"]:
-        """A value per input as one per channel, for some of the channels."""
+    def spread(self, values: Shaped[Tensor, " inp"], which: slice = slice(None)) -> Shaped[Tensor, " feat"]:
+        """Values per input as values per channel, for the channels `which`."""
         start, stop, _ = which.indices(self.n_channels)
         if self.inputs is not None:
             return values[self.inputs[start:stop].to(values.device)]
@@ -74,11 +76,10 @@ class Sharing:
 
 
 class SharedNorm(BatchNorm):
-    """A batch norm whose channels share statistics: one mean and variance per distinct input, a weight per channel.
+    """A batch norm with one mean and variance per distinct input, and one weight and bias per channel.
 
-    It computes what an ordinary batch norm computes on a copy of its input for every channel. Such copies have equal
-    statistics, so they are stored once. A subclass rather than a batch norm without parameters and an affine map
-    after it: it is found, frozen, trained and counted as the one norm that it is.
+    Equivalent to a batch norm on a copy of the input for every channel; copies have equal statistics, which are stored
+    once. It is a subclass of batch norm, so that it is found, frozen, trained and counted as one norm.
     """
 
     def __init__(self, sharing: Sharing, *, dtype: torch.dtype = torch.float64) -> None:
@@ -91,12 +92,12 @@ class SharedNorm(BatchNorm):
         n_inputs = sum(self.sharing.n_inputs)
         if input.ndim < 2 or input.shape[1] != n_inputs:
             raise ShapeError(
-                f"a shared norm needs a batch (samples, {n_inputs}, *positions); got {tuple(input.shape)}. Pass a "
+                f"a shared norm needs a batch (samples, {n_inputs}, *positions); got {tuple(input.shape)}. Pass one "
                 "channel per distinct input."
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """A batch with a channel per input, normalised, as one with all channels."""
+        """Normalizes a batch with one channel per input; returns all channels."""
         self._check_input_dim(input)
         plain = normalise_inputs(self, input, slice(None))
         copied = plain[:, self.sharing.spread(torch.arange(input.shape[1], device=input.device))]
@@ -115,9 +116,9 @@ def make_norm(
     dtype: torch.dtype,
     sharing: Sharing | None = None,
 ) -> Norm:
-    """A norm of this kind that changes nothing in evaluation mode; `axes` counts the positions' axes.
+    """A norm of this kind that is the identity in evaluation mode; `axes` is the number of spatial dimensions.
 
-    With a `sharing` some channels have their statistics in common.
+    With `sharing`, channels share statistics.
     """
     if kind == "affine":
         return Affine(n_channels, dtype=dtype)
@@ -149,7 +150,7 @@ def _statistics(norm: BatchNorm, which: slice) -> tuple[Float[Tensor, " feat"], 
 
 
 def set_statistics(norm: Norm, mean: Float[Tensor, " inp"] | None, variance: Float[Tensor, " inp"] | None) -> None:
-    """Gives a batch norm these statistics, 0 and 1 if none; a shared norm has one of each per input."""
+    """Sets the statistics of a batch norm, by default 0 and 1; a shared norm has one of each per input."""
     if isinstance(norm, Affine):
         return
     assert norm.running_mean is not None
@@ -167,7 +168,7 @@ def set_affine(
     mean: Float[Tensor, " inp"] | None = None,
     variance: Float[Tensor, " inp"] | None = None,
 ) -> None:
-    """Gives the norm the parameters with which it is x -> scale * x + shift, under these statistics (0 and 1 if none).
+    """Sets a norm to x -> scale * x + shift in evaluation mode, with these statistics (by default 0 and 1).
 
     Theory: giannou2023:prop-1
     """
@@ -177,7 +178,7 @@ def set_affine(
 
 @torch.no_grad()
 def set_channels(norm: Norm, scale: Float[Tensor, " feat"], shift: Float[Tensor, " feat"], which: slice) -> None:
-    """The same for some of the channels, under the statistics that the norm has."""
+    """Sets some channels of a norm to x -> scale * x + shift, with its current statistics."""
     if isinstance(norm, Affine):
         norm.weight[which], norm.bias[which] = scale, shift
         return
@@ -187,7 +188,7 @@ def set_channels(norm: Norm, scale: Float[Tensor, " feat"], shift: Float[Tensor,
 
 
 def normalise(norm: Norm, x: Tensor, which: slice) -> Tensor:
-    """The norm's channels `which` applied to x (samples, channels, *positions)."""
+    """Applies the channels `which` of a norm to x (samples, channels, *positions)."""
     if isinstance(norm, Affine):
         shape = (-1, *(1,) * (x.ndim - 2))
         return torch.addcmul(norm.bias[which].reshape(shape), x, norm.weight[which].reshape(shape))
@@ -197,7 +198,7 @@ def normalise(norm: Norm, x: Tensor, which: slice) -> Tensor:
 def normalise_inputs(
     norm: BatchNorm, x: Tensor, which: slice, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """Some inputs of a batch norm with its statistics, or in training those of x, which the norm then takes up."""
+    """Normalizes some inputs of a batch norm; in training mode with batch statistics, which update the running ones."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     return functional.batch_norm(
@@ -207,13 +208,13 @@ def normalise_inputs(
 
 
 def to_affine(norm: BatchNorm) -> Affine:
-    """The affine map that a batch norm is in evaluation mode. Theory: giannou2023:prop-1"""
+    """The affine map equivalent to a batch norm in evaluation mode. Theory: giannou2023:prop-1"""
     need_instance("fold", norm, BatchNorm, cure="Pass one BatchNorm layer.")
     need_model("fold", norm)
     if norm.running_mean is None or norm.running_var is None:
         raise ConversionError(
-            "fold needs a batch norm with running statistics; got one without (track_running_stats=False), which "
-            "normalises by each batch and is no fixed map. Recalibrate it with statistics first."
+            "fold needs a batch norm with running statistics; got one with track_running_stats=False, which "
+            "normalizes by batch statistics and is not a fixed map. Create it with track_running_stats=True."
         )
     made = Affine(norm.num_features, dtype=norm.running_var.dtype).to(norm.running_var.device)
     ones = torch.ones_like(norm.running_var)
@@ -227,8 +228,8 @@ def to_affine(norm: BatchNorm) -> Affine:
 def from_affine(
     map: Affine, *, mean: Float[Tensor, " feat"], variance: Float[Tensor, " feat"], axes: int = 2
 ) -> BatchNorm:
-    """A batch norm over `axes` axes of positions with these statistics that is the affine map in evaluation mode."""
-    need_instance("unfold", map, Affine, cure="Pass what fold returned.")
+    """A batch norm with these statistics and `axes` spatial dimensions, equivalent to the affine map."""
+    need_instance("unfold", map, Affine, cure="Pass the result of fold.")
     axes = need_integer("axes", axes, low=0, high=3, cure="Images have 2.")
     mean, variance = as_real("mean", mean).detach(), as_real("variance", variance).detach()
     if mean.shape != map.weight.shape or variance.shape != map.weight.shape:
@@ -237,7 +238,7 @@ def from_affine(
             f"{tuple(variance.shape)}. Pass the statistics of the batch over all axes but the channels."
         )
     if not bool((variance >= 0.0).all()) or not bool(torch.isfinite(mean).all() and torch.isfinite(variance).all()):
-        raise ValueRangeError("unfold needs finite means and variances of at least 0; got others. Pass x.mean, x.var.")
+        raise ValueRangeError("unfold needs finite means and finite variances >= 0; got others. Pass x.mean, x.var.")
     norm = make_norm("batch", map.num_features, axes=axes, dtype=map.weight.dtype).to(map.weight.device)
     assert isinstance(norm, BatchNorm)
     set_affine(norm, map.weight.detach(), map.bias.detach(), mean=mean, variance=variance)

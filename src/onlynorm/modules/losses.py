@@ -18,7 +18,7 @@ from onlynorm.seeds import seeded
 
 Loss = Callable[[Any, Any], Tensor]
 _IGNORED = -100
-"""The label that cross entropy leaves out, as in torch."""
+"""The label that cross entropy ignores, as in torch."""
 
 
 def is_class_labels(targets: Tensor) -> bool:
@@ -34,19 +34,19 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
     if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
         what = f"{type(output).__name__} and {type(targets).__name__}"
         raise ConversionError(
-            f"the default losses need tensors as output and targets; got {what}. Pass loss= of your own."
+            f"the default losses need tensors as output and targets; got {what}. Pass a custom loss=."
         )
     targets = targets.to(output.device)
     if targets.is_complex() or output.is_complex():
         raise ValueRangeError(
             f"the default losses need real outputs and targets; got {output.dtype} and {targets.dtype}. Pass real and "
-            "imaginary parts apart, or loss= of your own."
+            "imaginary parts separately, or a custom loss=."
         )
     if not is_class_labels(targets):
         if targets.shape != output.shape:
             raise ShapeError(
                 f"the mean squared error needs targets of the shape of the output, {tuple(output.shape)}; got "
-                f"{tuple(targets.shape)}. Reshape them, or pass loss= of your own."
+                f"{tuple(targets.shape)}. Reshape them, or pass a custom loss=."
             )
         return functional.mse_loss(output, targets.to(output.dtype))
     if output.ndim == targets.ndim + 1 and output.ndim > 1:
@@ -60,15 +60,15 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
             return functional.cross_entropy(output.flatten(0, -2), flat, label_smoothing=label_smoothing)
     raise ShapeError(
         f"cross entropy needs one class for each sample of an output (samples, classes, ...); got output "
-        f"{tuple(output.shape)} and targets {tuple(targets.shape)}. Pass loss= of your own."
+        f"{tuple(output.shape)} and targets {tuple(targets.shape)}. Pass a custom loss=."
     )
 
 
 def random_projection(seed: int) -> Loss:
-    """A loss for networks without targets: the sum of all returned tensors, each times a normal tensor of its shape.
+    """A loss for networks without targets: the inner products of all outputs with random normal tensors.
 
-    Its gradient shows how gradients grow or shrink from the last layer to the first. Each sum is divided by the number
-    of samples.
+    Its gradient shows how gradients grow or shrink from the last layer to the first. Each product is divided by the
+    number of samples.
     """
 
     def loss(returned: Any, _: Any) -> Tensor:
@@ -86,7 +86,7 @@ def random_projection(seed: int) -> Loss:
 
 
 def _need_outputs(labels: Tensor, n_outputs: int) -> None:
-    """Raises unless every label has an output; torch's -100 marks labels to ignore."""
+    """Raises unless every label has an output; -100 marks labels to ignore."""
     used = labels[labels != _IGNORED]
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < n_outputs:
         odd = int(used.max()) if int(used.max()) >= n_outputs else int(used.min())

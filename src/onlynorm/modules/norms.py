@@ -1,8 +1,8 @@
 """`find_norms`: every normalization layer of a model, by class or by name.
 
-Norms of torch are found by class. Others (of timm, transformers, torchvision, or custom ones) are recognised without
-importing anything: a class with "norm" in its name, without children that have parameters, that scales and perhaps
-shifts channels by one-dimensional tensors. Norms without parameters to tune are listed with the reason.
+Norms of torch are found by class. Others (of timm, transformers, torchvision, or custom ones) are recognized without
+importing these packages: a class with "norm" in its name, without children that have parameters, and with
+one-dimensional tensors as scale and shift. Norms without parameters are listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onlynorm.display import Result
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.modules.validate import need_model
 from onlynorm.modules.walk import places_of, unwrap
@@ -33,9 +34,9 @@ NORMS = tuple(known for known, _, _ in _TABLE)
 
 
 class FoldedNorm(nn.Identity):
-    """Stands where a norm was before it was folded into the layer before it.
+    """Identity in place of a norm that was folded into the preceding layer.
 
-    `n_axes` is the required number of axes of the input after a Linear: with more, the norm would use another axis.
+    `n_axes` is the required number of dimensions of the input after a Linear.
     """
 
     def __init__(self, n_axes: int | None = None) -> None:
@@ -46,14 +47,14 @@ class FoldedNorm(nn.Identity):
         """The input, which the layer has already scaled and shifted."""
         if self.n_axes is not None and x.ndim != self.n_axes:
             raise ShapeError(
-                f"a norm folded into a Linear needs inputs with {self.n_axes} axes; got {tuple(x.shape)}, which the "
-                "norm would have scaled along another axis. Unfold the network, or reshape the inputs."
+                f"a norm folded into a Linear needs inputs with {self.n_axes} dimensions; got {tuple(x.shape)}, which "
+                "the norm would have scaled along another dimension. Unfold the network, or reshape the inputs."
             )
         return x
 
 
 def folded_places(network: nn.Module) -> list[str]:
-    """Every place of the network at which a norm was folded away."""
+    """All places of the network at which a norm was folded."""
     return [n for n, module in network.named_modules(remove_duplicate=False) if isinstance(module, FoldedNorm)]
 
 
@@ -73,10 +74,10 @@ _MULTIPLY = (*(known.forward for known in NORMS), nn.SyncBatchNorm.forward)
 
 
 @dataclass(frozen=True)
-class NormLayer:
-    """One norm. `names` lists every place of the same module; `scale` and `shift` name its tensors, if it has them.
+class NormLayer(Result):
+    """A norm. `names` lists all places of the module; `scale` and `shift` name its tensors, None if missing.
 
-    `is_frozen` says that they are buffers, as in a FrozenBatchNorm; `has_statistics`, that it has running statistics.
+    `is_frozen`: scale and shift are buffers, as in FrozenBatchNorm. `has_statistics`: it has running statistics.
     """
 
     names: tuple[str, ...]
@@ -95,7 +96,7 @@ class NormLayer:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of scale and shift inside the module, as far as it has them."""
+        """Names of scale and shift in the module, without missing ones."""
         return tuple(name for name in (self.scale, self.shift) if name is not None)
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ class NormLayer:
 
 
 @dataclass(frozen=True)
-class SkippedNorm:
+class SkippedNorm(Result):
     """A norm without parameters to tune, and why."""
 
     name: str
@@ -116,7 +117,7 @@ class SkippedNorm:
 
 
 @dataclass(frozen=True)
-class Norms:
+class Norms(Result):
     """The result of `find_norms`: norms to tune, skipped norms, and weight norms, which normalise weights."""
 
     norms: tuple[NormLayer, ...]
@@ -132,7 +133,7 @@ class Norms:
 
 
 def need_module(what: str, model: Any) -> nn.Module:
-    """The model inside DDP, DataParallel, torch.compile and Fabric wrappers; raises unless it is one with weights."""
+    """The model inside DDP, DataParallel, torch.compile and Fabric wrappers; raises unless it is a valid model."""
     return unwrap(need_model(what, model))
 
 
@@ -152,7 +153,7 @@ def has_statistics(module: nn.Module) -> bool:
 
 
 def may_track(module: nn.Module) -> bool:
-    """Whether training may move buffers of the module: running statistics, or other buffers of a norm."""
+    """Whether training may change buffers of the module: running statistics, or other buffers of a norm."""
     if has_statistics(module):
         return True
     buffers = [name for name, b in module.named_buffers(recurse=False) if b.is_floating_point()]
@@ -160,7 +161,7 @@ def may_track(module: nn.Module) -> bool:
 
 
 def find_norms(model: nn.Module) -> Norms:
-    """Every normalization layer of the model, each once, in the order of its modules."""
+    """All normalization layers of the model, each once, in the order of its modules."""
     model = unwrap(need_instance("find_norms", model, nn.Module, cure="Pass the model itself."))
     kinds = {module: kind for _, module, kind in norm_modules(model)}
     norms: list[NormLayer] = []
@@ -171,7 +172,7 @@ def find_norms(model: nn.Module) -> Norms:
         name = names[0]
         weight_norms += [f"{name}.{weight}".lstrip(".") for weight in _normalised_weights(module)]
         if type(module) is nn.Identity and any(word in name.rpartition(".")[2].lower() for word in _PLACES):
-            skipped.append(SkippedNorm(name, "Identity", "an Identity stands where a norm would"))
+            skipped.append(SkippedNorm(name, "Identity", "an Identity in place of a norm"))
         found = _describe(names, module, kinds[module]) if module in kinds else None
         if isinstance(found, NormLayer):
             norms.append(found)
@@ -205,12 +206,12 @@ def norm_kind(module: nn.Module) -> str | None:
     short = next((kind for ending, kind in _ENDINGS if class_name.endswith(ending)), None)
     is_named = ("norm" in name or short is not None) and "parametriz" not in type(module).__module__
     if not is_named or any(True for child in module.children() for _ in child.parameters()):
-        return None  # a wrapper around a norm and other layers: its children are visited on their own
+        return None  # a wrapper around a norm and other layers: its children are visited separately
     kind = next((kind for word, kind in _WORDS if word in name), short or "other")
     if kind != "other" and name.endswith("norm"):
-        return kind  # it may hold a matrix: a scale for each channel of each head
+        return kind  # it may have a matrix: one scale per channel and head
     if any(tensor.ndim > 1 and max(tensor.shape) != tensor.numel() for tensor in _own(module).values()):
-        return None  # holds a matrix: a layer with a norm in its name
+        return None  # has a matrix: a layer with "norm" in its name
     return kind
 
 
@@ -221,13 +222,13 @@ def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer
     class_name = type(module).__name__
     if scale is None and shift is None:
         if isinstance(module, FoldedNorm):
-            reason = "part of the layer before it (folded); unfold(model) brings it back"
+            reason = "folded into the preceding layer; unfold(model) restores it"
         elif not own and can_get_affine(module):
-            reason = "no scale and no shift (affine=False); add_affine=True gives it both"
+            reason = "no scale and no shift (affine=False); add_affine=True adds both"
         elif not own:
-            reason = f"no scale and no shift, and {class_name} has no option for them; put torch's norm in its place"
+            reason = f"no scale and no shift, and {class_name} has no option for them; replace it by a norm of torch"
         else:
-            reason = f"its tensors ({', '.join(own)}) are not called like a scale or a shift"
+            reason = f"its tensors ({', '.join(own)}) are not named like a scale or a shift"
         return SkippedNorm(names[0], class_name, reason)
     sizes = [own[name].numel() for name in (scale, shift) if name is not None]
     parameters = dict(module.named_parameters(recurse=False))
@@ -240,7 +241,7 @@ def _describe(names: tuple[str, ...], module: nn.Module, kind: str) -> NormLayer
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and buffers, running statistics left out."""
+    """The parameters and buffers of the module itself, without running statistics."""
     tensors: Iterator[tuple[str, Tensor]] = iter(
         [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     )
@@ -248,14 +249,14 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def can_get_affine(module: nn.Module) -> bool:
-    """Whether `add_affine` can give this norm, which has neither, a scale and a shift."""
+    """Whether this norm has no scale and shift and `add_affine` can add them."""
     is_bare = isinstance(module, NORMS) and module._parameters.get("weight", module) is None
     return is_bare and (type(module).forward in _MULTIPLY or _uses_scale(module))
 
 
 @torch.no_grad()
 def _uses_scale(norm: nn.Module) -> bool:
-    """Whether a subclass of a norm of torch with its own forward pass would use a scale; True if no input shows it."""
+    """Whether a norm subclass that overrides forward uses its scale; True if no probe input shows it."""
     probe = copy.deepcopy(norm).float().eval()
     add_affine(probe, torch.empty(0))
     scale = probe.weight
@@ -266,7 +267,7 @@ def _uses_scale(norm: nn.Module) -> bool:
             at_one = probe.forward(x)
             scale.fill_(2.0)
             at_two = probe.forward(x)
-        except Exception:  # a forward pass may raise anything at a shape it does not take
+        except Exception:  # forward may raise anything for an unsupported shape
             continue
         if isinstance(at_one, Tensor) and isinstance(at_two, Tensor) and bool(at_one.any()):
             return not torch.equal(at_one, at_two)
@@ -274,14 +275,14 @@ def _uses_scale(norm: nn.Module) -> bool:
 
 
 def _probe_inputs(shape: tuple[int, ...], n_channels: int, device: torch.device) -> Iterator[Tensor]:
-    """Two samples of each shape that a norm of so many channels may take."""
+    """Two samples of each shape that a norm with `n_channels` channels may accept."""
     generator, n = torch.Generator().manual_seed(0), n_channels
     for one in (shape, (n,), (3, n), (n, 3), (3, 3, n), (n, 3, 3), (n, 3, 3, 3)):
         yield torch.randn(2, *one, generator=generator).to(device)
 
 
 def affine_shape(norm: nn.Module) -> tuple[int, ...]:
-    """The shape of the scale that `add_affine` gives a norm of torch."""
+    """The shape of the scale that `add_affine` adds to a norm of torch."""
     shape: Any = getattr(norm, "normalized_shape", None)
     if shape is None:
         shape = (norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features,)
@@ -289,7 +290,7 @@ def affine_shape(norm: nn.Module) -> tuple[int, ...]:
 
 
 def add_affine(norm: nn.Module, like: Tensor) -> Callable[[], None]:
-    """Gives the norm a scale of one and a shift of zero; returns a function that removes both."""
+    """Adds a scale of one and a shift of zero to the norm; returns a function that removes both."""
     flag = "affine" if hasattr(norm, "affine") else "elementwise_affine"
     own = next((b for b in norm.buffers(recurse=False) if b.is_floating_point()), like)
     shape = affine_shape(norm)
@@ -312,17 +313,17 @@ def remove_affine(norm: nn.Module) -> None:
     setattr(norm, "affine" if hasattr(norm, "affine") else "elementwise_affine", False)
 
 
-def number_like(model: nn.Module) -> Tensor:
-    """A tensor in the precision and on the device of the model."""
-    numbers = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and not t.is_meta)
-    return next(numbers, torch.empty(0))
+def reference_tensor(model: nn.Module) -> Tensor:
+    """A floating-point tensor of the model, for its dtype and device."""
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and not t.is_meta)
+    return next(tensors, torch.empty(0))
 
 
 @torch.no_grad()
 def scale_at_zero(module: nn.Module, norm: NormLayer) -> float:
-    """The factor of the norm where its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
+    """The effective scale of a norm if its scale tensor is zero: 0, or 1 for norms that compute (1 + weight).
 
-    Measured on a copy of the norm, unless it runs the forward pass of a norm of torch.
+    Measured on a copy of the norm, unless its forward is that of a norm of torch.
     """
     if norm.scale is None or type(module).forward in _MULTIPLY:
         return 0.0
@@ -336,25 +337,25 @@ def scale_at_zero(module: nn.Module, norm: NormLayer) -> float:
             at_zero = probe.forward(x)
             scale.fill_(1.0)
             at_one = probe.forward(x)
-        except Exception:  # a forward pass may raise anything at a shape it does not take
+        except Exception:  # forward may raise anything for an unsupported shape
             continue
         if not isinstance(at_zero, Tensor) or not isinstance(at_one, Tensor) or not bool(at_one.any()):
             continue
-        at_zero, at_one = at_zero.float(), at_one.float()  # some norms return a fixed lower precision
+        at_zero, at_one = at_zero.float(), at_one.float()  # some norms return a fixed lower-precision dtype
         if not bool(at_zero.any()):
             return 0.0
         if at_zero.shape == x.shape and bool(torch.allclose(at_zero, x, rtol=1e-3, atol=1e-4)):
-            return 1.0  # global response norm: what it adds to its input vanishes
+            return 1.0  # global response norm: it adds zero to its input
         if bool(torch.allclose(at_one, 2.0 * at_zero, rtol=1e-2, atol=1e-3)):
             return 1.0
     raise ConversionError(
-        f"the scale of {norm.name} ({norm.class_name}) needs to be measured; got no output from which to tell weight "
-        "from 1 + weight. Set its weight by hand, and leave it out by which=."
+        f"the scale of {norm.name} ({norm.class_name}) needs to be measured; got no output that distinguishes weight "
+        "from 1 + weight. Set its weight directly, and exclude it with which=."
     )
 
 
 def _normalised_weights(module: nn.Module) -> list[str]:
-    """Weights of the module that torch's weight_norm, old or new, writes as length times direction."""
+    """Weights of the module with torch's weight_norm, as hook or parametrization."""
     found = [name.removesuffix("_g") for name, _ in module.named_parameters(recurse=False)
              if name.endswith("_g") and hasattr(module, name.removesuffix("_g") + "_v")]  # fmt: skip
     parametrizations = getattr(module, "parametrizations", None)

@@ -1,8 +1,8 @@
-"""`untouched`: a context in which a model may run in training mode, and that restores it in any case.
+"""`untouched`: a context manager that runs a model in training mode and restores its state afterwards.
 
-Restored are the modes of all modules, all buffers (running statistics, by value and by identity), tensors that modules
-hold as plain attributes (by identity), and the states of the random generators of torch, numpy and Python. Gradients
-are computed by torch.autograd.grad, which does not touch `.grad`.
+It restores the modes of all modules, all buffers (value and identity), tensors stored as plain attributes (identity),
+and the random generators of torch, numpy and Python. Gradients are computed by torch.autograd.grad, which does not
+change `.grad`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from onlynorm.seeds import GLOBAL_GENERATORS, seeded
 
 @contextmanager
 def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Inside, the model is in training mode or not, and gradients are enabled; afterwards everything is as it was.
+    """Context in which the model has this mode and gradients are enabled; its state is restored afterwards.
 
-    Dropout is off in both modes: its noise has full rank and differs between samples, so that it would hide a collapse.
-    `tensors` are the inputs: the generators of their devices, and of the model's, are restored too.
+    Dropout is off in both modes: its noise has full rank and differs between samples, which would hide a collapse.
+    `tensors` are the inputs; the generators of their devices and of the model's devices are restored too.
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -41,7 +41,7 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
         for name, value in vars(module).items()
         if isinstance(value, Tensor)  # as older versions of weight_norm and spectral_norm store them
     ]
-    python, numbers = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         devices = _gpus(model, tensors)
         forked = torch.random.fork_rng(devices=devices)
@@ -54,10 +54,10 @@ def untouched(model: nn.Module, *, is_training: bool, tensors: Iterable[Tensor] 
                     module.training = False
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numbers)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         for module, mode in modes:
-            module.training = mode  # model.train(mode) may be overridden, and would reach further
+            module.training = mode  # model.train(mode) may be overridden, and sets children too
         for layer, rate in dropouts:
             layer.dropout = rate
         for module, name, value in attributes:
@@ -70,16 +70,16 @@ def _restore(modules: list[nn.Module], buffers: list[tuple[nn.Module, str, Tenso
     known = {(module, name) for module, name, *_ in buffers}
     for module in modules:
         for name in [name for name in module._buffers if (module, name) not in known]:
-            del module._buffers[name]  # made by the forward pass
-    for module, name, buffer, kept in buffers:
+            del module._buffers[name]  # created by the forward pass
+    for module, name, buffer, saved in buffers:
         module._buffers[name] = buffer
-        if buffer is not None and kept is not None:
-            buffer.copy_(kept)
+        if buffer is not None and saved is not None:
+            buffer.copy_(saved)
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, autocast is off: measures need all digits, and cached weights would hide that a weight was changed."""
+    """Context without autocast: measurements need full precision, and its weight cache would hide changed weights."""
     with ExitStack() as stack:
         for device, _ in autocasts():
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -87,57 +87,57 @@ def full_precision() -> Iterator[None]:
 
 
 def autocasts() -> list[tuple[str, torch.dtype]]:
-    """(device type, dtype) of every autocast that is active."""
+    """(device type, dtype) of every active autocast."""
     devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
     return [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
 
 
 def need_layers(what: str, model: object) -> nn.Module:
-    """The model without wrappers, if its layers are modules that Python calls; scripted and exported ones are refused.
+    """The model without wrappers; raises for scripted and exported models, whose layers are not called as modules.
 
-    `what` is the verb that needs it. Models traced by torch.fx are fine: they call their layers as modules.
+    `what` names the caller in errors. Models traced by torch.fx are allowed: they call their layers as modules.
     """
     inner = unwrap(need_model(what, model))
     if any(p.is_inference() for p in inner.parameters()):
         raise ConversionError(
-            f"{what} needs parameters with autograd; got a {type(inner).__name__} made inside "
-            "torch.inference_mode(). Make it outside."
+            f"{what} needs parameters with autograd; got a {type(inner).__name__} created inside "
+            "torch.inference_mode(). Create it outside."
         )
     for name, module in inner.named_modules():
         where = f"at {name!r}" if name else "as the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise ConversionError(
-                f"{what} needs layers that Python calls; got a traced or scripted {type(module).__name__} {where}, "
-                "which hides its layers. Pass the model that it was made from."
+                f"{what} needs layers that Python calls; got a traced or scripted {type(module).__name__} {where}. "
+                "Pass the model that it was made from."
             )
         if isinstance(module, torch.fx.GraphModule) and not _calls_layers(module):
             raise ConversionError(
-                f"{what} needs layers that Python calls; got an exported graph {where}, which calls functions only. "
+                f"{what} needs layers that Python calls; got an exported graph {where}, which only calls functions. "
                 "Pass the model that it was made from."
             )
     return inner
 
 
 def failed_on(what: str, model: nn.Module, inputs: Iterable[Tensor], error: Exception) -> ConversionError:
-    """The error to raise where the model itself raised one."""
+    """The error to raise if the model raised `error` on these inputs."""
     shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
     first = str(error).partition("\n")[0]
     return ConversionError(
-        f"{what} needs inputs that the model takes; got {shapes}, on which {type(model).__name__} failed with "
-        f"{type(error).__name__}: {first:.200}. Pass inputs as its forward takes them: a tensor or a tuple."
+        f"{what} needs inputs that the model accepts; got {shapes}, on which {type(model).__name__} failed with "
+        f"{type(error).__name__}: {first:.200}. Pass a tensor, or a tuple of the arguments of forward."
     )
 
 
 def _calls_layers(graph: torch.fx.GraphModule) -> bool:
-    """Whether a graph calls modules with parameters, as far as it has any parameters."""
+    """Whether a graph calls modules with parameters, or has no parameters at all."""
     called = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
     has_any = next(graph.parameters(), None) is not None
     return not has_any or any(next(graph.get_submodule(name).parameters(), None) is not None for name in called)
 
 
 def reseed(model: nn.Module, seed: int) -> None:
-    """Makes dropout and the like draw from this seed, on the CPU and on the model's GPUs; use it inside `untouched`."""
-    torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would reach GPUs whose state is not restored
+    """Seeds the global generators of the CPU and of the model's GPUs; use it inside `untouched`."""
+    torch.set_rng_state(seeded(seed).get_state())  # torch.manual_seed would also seed GPUs whose state is not restored
     random.seed(seed)
     np.random.seed(seed % 2**32)
     for gpu in _gpus(model, ()):

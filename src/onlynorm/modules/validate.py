@@ -1,4 +1,4 @@
-"""Checks of models and of the batches that they are called with."""
+"""Validation of models and their inputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from onlynorm.modules.walk import Inputs, as_tuple
 
 
 def need_model(what: str, model: Any, *, is_empty_allowed: bool = True) -> nn.Module:
-    """`model` as an `nn.Module` whose parameters have values; a result that holds a `network` stands for that network.
+    """`model` as an `nn.Module` whose parameters have values; for a result object, its `network`.
 
-    `what` is the verb that needs it. Lazy layers and parameters on the meta device are refused, and without
-    `is_empty_allowed` models that have no parameters.
+    `what` names the caller in errors. Raises for lazy layers and parameters on the meta device, and for models without
+    parameters unless `is_empty_allowed`.
     """
     if not isinstance(model, nn.Module):
         inner = None if isinstance(model, type) else getattr(model, "network", None)
@@ -28,13 +28,13 @@ def need_model(what: str, model: Any, *, is_empty_allowed: bool = True) -> nn.Mo
     tensors = [*model.parameters(), *model.buffers()]
     if any(is_lazy(x) for x in tensors):
         raise ConversionError(
-            f"{what} needs a model whose weights exist; got a lazy layer in {type(model).__name__}. Run one batch "
-            "through the model first."
+            f"{what} needs initialized weights; got a lazy layer in {type(model).__name__}. Run one batch through the "
+            "model first."
         )
     if any(x.is_meta for x in tensors):
         raise ConversionError(
-            f"{what} needs a model whose weights have values; got a {type(model).__name__} on the meta device. Make "
-            "it on a real device."
+            f"{what} needs a model whose weights have values; got a {type(model).__name__} on the meta device. Create "
+            "it on another device."
         )
     if not tensors and not is_empty_allowed:
         raise ConversionError(f"{what} needs a model with parameters; got a {type(model).__name__} without any.")
@@ -42,7 +42,7 @@ def need_model(what: str, model: Any, *, is_empty_allowed: bool = True) -> nn.Mo
 
 
 def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
-    """Raises unless the inputs are tensors of finite real numbers, not empty, on the network's device."""
+    """Raises unless the inputs are non-empty, real, finite tensors on the device of the network."""
     given = as_tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
         kinds = ", ".join(type(x).__name__ for x in given) or "nothing"
@@ -55,7 +55,7 @@ def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
                 "inputs.to(device)."
             )
         if x.is_complex():
-            raise ValueRangeError(f"{what} needs real inputs; got {x.dtype}. Pass real and imaginary parts apart.")
+            raise ValueRangeError(f"{what} needs real inputs; got {x.dtype}. Pass real and imaginary parts separately.")
         if not x.numel() or not bool(torch.isfinite(x).all()):
             raise ValueRangeError(
                 f"{what} needs a batch of finite inputs; got shape {tuple(x.shape)}, empty or with NaN or infinity. "
@@ -64,12 +64,11 @@ def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
 
 
 def need_evaluation(what: str, network: nn.Module) -> None:
-    """Raises where a norm or a dropout of the network is in training mode."""
+    """Raises if a batch norm or dropout of the network is in training mode."""
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     for name, module in network.named_modules():
         if isinstance(module, kinds) and module.training:
             raise ValueRangeError(
                 f"{what} needs a target in evaluation mode; got {type(module).__name__} in training mode at {name!r}, "
-                "whose output depends on the rest of the batch or on chance, so that there is no one function to "
-                "compare with. Call network.eval() first."
+                "whose output depends on the other samples or is random. Call network.eval() first."
             )

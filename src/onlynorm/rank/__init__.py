@@ -5,8 +5,8 @@ Read `measures`, then `chains`, `diagnosis`, `trained` and `coverage`, and `repa
 
 from onlynorm.rank.chains.averages import Estimate
 from onlynorm.rank.chains.chain import ACTIVATIONS, Chain, walk
-from onlynorm.rank.chains.simulate import ChainAverages, simulate
-from onlynorm.rank.diagnosis.diagnose import diagnose
+from onlynorm.rank.chains.simulate import ChainAverages, ChainState, simulate
+from onlynorm.rank.diagnosis.diagnose import MODES, diagnose
 from onlynorm.rank.diagnosis.result import Diagnosis
 from onlynorm.rank.diagnosis.signals import Layer, Signal, read_signal
 from onlynorm.rank.diagnosis.verdict import HealthVerdict, Thresholds, judge
@@ -24,13 +24,16 @@ from onlynorm.rank.measures import (
     unit_rows,
     unit_scale,
 )
-from onlynorm.rank.repairs.repair import METHODS, Repaired, repair
+from onlynorm.rank.repairs.repair import MAX_RATIO, METHODS, Repaired, repair
 
 __all__ = [
     "ACTIVATIONS",
+    "MAX_RATIO",
     "METHODS",
+    "MODES",
     "Chain",
     "ChainAverages",
+    "ChainState",
     "Cosines",
     "Diagnosis",
     "Estimate",

@@ -1,7 +1,7 @@
-"""Which layers of a network a repair can change, and which it cannot, with the reason and their parameters.
+"""The layers of a network that a repair can change, and those that it cannot, with the reason.
 
-A repair can change linear layers and convolutions that the model calls as modules, whose weights are their own
-parameters and not frozen. A weight that two modules share, such as that of a token embedding, is not changed.
+A repair can change linear layers and convolutions that the model calls as modules and whose weights are trainable
+parameters. Weights shared by several modules, such as that of a token embedding, are not changed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onlynorm.display import Result
 from onlynorm.modules.norms import norm_kind
 from onlynorm.rank.trained import find_training
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
-"""Modules that use several weights, or those of their children, without calling these."""
+"""Modules that use several weights, or those of their children, without calling them."""
 MAX_UNSEEN = 0.1
 """`diagnose` recommends a repair only if at most this fraction of the called layers' parameters cannot be changed."""
 
 
 @dataclass(frozen=True)
-class Unseen:
+class Unseen(Result):
     """A module with weights that a repair does not change, and why."""
 
     name: str
@@ -82,7 +83,7 @@ def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
         if not _reason(module, called, tied=tied, name=name):
             seen += size
             layers.append((name, module))
-        elif not any(_memory(p) in tied for p in parameters):  # a tied head is fine as it is
+        elif not any(_memory(p) in tied for p in parameters):  # a tied head needs no repair
             unseen += size
     if not layers or unseen > MAX_UNSEEN * (seen + unseen):
         return False

@@ -1,9 +1,8 @@
-"""How many directions a signal has: the ratio r, soft, exact and effective rank, eigenvalues, regularity, cosines.
+"""Measures of the rank of a signal: the ratio r, soft, exact and effective rank, eigenvalues, regularity, cosines.
 
-H is features x samples, M(H) = H H^T / N. All measures take leading batch axes, follow the device of their input, work
-in float32 or float64, and raise an error for a single sample and for NaN or infinity. Everything but the
-counts (`soft_rank`, `exact_rank`) can be differentiated. Eigenvalues of M other than zero are those of H^T H / N, so
-the smaller of the two matrices serves.
+H is features x samples, M(H) = H H^T / N. All measures support leading batch dimensions, run on the device of their
+input in float32 or float64, and raise for a single sample and for NaN or infinity. All except the counts (`soft_rank`,
+`exact_rank`) are differentiable. The nonzero eigenvalues of M are those of H^T H / N, so the smaller matrix is used.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.validate import as_tensor, need_choice, need_integer, need_number
 
@@ -23,21 +23,21 @@ BETWEEN = ("samples", "features")
 
 
 def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1) -> Tensor:
-    """H, features x columns, from the activations of a layer, samples first and channels on the axis `channels`.
+    """H (features, columns) from the activations of a layer, with samples first and channels in dimension `channels`.
 
-    (samples, features) is transposed. With further axes, positions in an image or a sequence, "pool" makes every
-    position of every sample a column of its own: channels x (samples * positions), what a batch norm sees. "samples"
-    keeps one column per sample: (channels * positions) x samples. Transformers have their channels last: channels=-1.
+    (samples, features) is transposed. For images and sequences, "pool" makes one column per position and sample,
+    (channels, samples * positions), as batch norm does; "samples" makes one column per sample,
+    (channels * positions, samples). Pass channels=-1 for transformers.
     """
     need_choice("positions", positions, POSITIONS)
     activations = as_tensor("as_matrix", activations)
-    channels = need_integer("channels", channels, cure="Pass an axis, -1 for the last.")
+    channels = need_integer("channels", channels, cure="Pass a dimension, -1 for the last.")
     shape = tuple(activations.shape)
     axis = channels % max(activations.ndim, 1)
     if activations.ndim < 2 or axis == 0 or not -activations.ndim <= channels < activations.ndim:
         raise ShapeError(
-            f"as_matrix needs activations (samples, channels, positions...) and an axis of channels after the first; "
-            f"got {shape} and channels={channels}. Pass a whole batch, and channels=-1 where they come last."
+            f"as_matrix needs activations (samples, channels, positions...) and channels in a later dimension than "
+            f"samples; got {shape} and channels={channels}. Pass a whole batch, and channels=-1 if they are last."
         )
     if not activations.numel():
         raise ShapeError(f"as_matrix needs activations with entries; got shape {shape}. Pass a whole batch.")
@@ -47,49 +47,49 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
 
 
 def second_moments(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d d"]:
-    """M(H) = H H^T / N, the second moments of the features; nothing is centred."""
+    """M(H) = H H^T / N, the uncentred second moments of the features."""
     H = _ready(H, "second_moments")
     return H @ H.mT / H.shape[-1]
 
 
 def unit_rows(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
-    """H with every row scaled to norm sqrt(N), as a batch norm without centring leaves it: M has unit diagonal."""
+    """H with every row scaled to norm sqrt(N), as by a batch norm without centring: M has unit diagonal."""
     H = _ready(H, "unit_rows")
     norms = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
     n_dead = int((norms == 0).sum())
     if n_dead:
         raise ValueRangeError(
-            f"unit_rows needs rows that are not zero; got {n_dead} zero rows of {norms.numel()}: dead units. "
-            "Leave them out: H[H.abs().sum(1) > 0]."
+            f"unit_rows needs nonzero rows; got {n_dead} zero rows of {norms.numel()} (dead units). Remove them: "
+            "H[H.abs().sum(1) > 0]."
         )
     return H * (H.shape[-1] ** 0.5 / norms)
 
 
 def unit_scale(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
-    """H rescaled so that Tr M = d: soft ranks are then comparable with those of `unit_rows`."""
+    """H rescaled so that Tr M = d, which makes soft ranks comparable with those of `unit_rows`."""
     H = _ready(H, "unit_scale")
-    _refuse_zero(H, "unit_scale")
+    _need_nonzero(H, "unit_scale")
     norms = torch.linalg.matrix_norm(H, keepdim=True)
     return H * ((H.shape[-1] * H.shape[-2]) ** 0.5 / norms)
 
 
 def rank_ratio(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
-    """r(H) = Tr(M)^2 / |M|_F^2, a lower bound of the rank between 1 and min(d, N) that needs no eigenvalues.
+    """r(H) = Tr(M)^2 / |M|_F^2, a lower bound of the rank in [1, min(d, N)], computed without eigenvalues.
 
     Theory: daneshmand2020:lemma-1
     """
     H = _ready(H, "rank_ratio")
-    _refuse_zero(H, "rank_ratio")
-    H = H / H.detach().abs().amax((-2, -1), keepdim=True)  # r does not change, and fourth powers stay in range
+    _need_nonzero(H, "rank_ratio")
+    H = H / H.detach().abs().amax((-2, -1), keepdim=True)  # does not change r, and avoids overflow of fourth powers
     G = _smaller_gram(H)
     return G.diagonal(dim1=-2, dim2=-1).sum(-1).square() / G.square().sum((-2, -1))
 
 
 def soft_rank(H: Float[Tensor, "*batch d n"], tau: float, *, method: str | None = None) -> Int[Tensor, "*batch"]:
-    """rank_tau(H): how many singular values have sigma^2 / N >= tau. It depends on the scale of H, see `unit_scale`.
+    """rank_tau(H): the number of singular values with sigma^2 / N >= tau; depends on the scale of H, see `unit_scale`.
 
-    "inertia" counts the positive pivots of one LDL^T of M - tau I (Sylvester), a quarter of the time of "eigenvalues";
-    it is the default on CPUs. Both may differ where an eigenvalue equals tau up to rounding.
+    "inertia" counts the positive pivots of the LDL^T factorization of M - tau I (Sylvester), in a quarter of the time
+    of "eigenvalues"; it is the default on CPUs. They may differ if an eigenvalue equals tau up to rounding.
     Theory: daneshmand2020:lemma-2
     """
     tau = need_number("tau of soft_rank", tau, low=0.0, cure="Try tau=0.5 on unit_rows(H).")
@@ -102,13 +102,13 @@ def soft_rank(H: Float[Tensor, "*batch d n"], tau: float, *, method: str | None 
 
 
 def count_at_least(M: Float[Tensor, "*batch d d"], tau: float, *, method: str | None = None) -> Int[Tensor, "*batch"]:
-    """How many eigenvalues of symmetric matrices are at least tau, by inertia or by eigenvalues."""
+    """The number of eigenvalues of symmetric matrices that are at least tau, by inertia or by eigenvalues."""
     if method == "eigenvalues" or (method is None and M.device.type != "cpu"):
         return (torch.linalg.eigvalsh(M) >= tau).sum(-1)
     shifted = M.clone()
     shifted.diagonal(dim1=-2, dim2=-1).sub_(tau)
     factors, pivots, _ = torch.linalg.ldl_factor_ex(shifted)
-    # A negative pivot index marks half of a 2 x 2 block, and such a block has one eigenvalue on either side of zero.
+    # A negative pivot index marks a 2 x 2 block, which has one positive and one negative eigenvalue.
     single = (pivots > 0) & (factors.diagonal(dim1=-2, dim2=-1) >= 0)
     return single.sum(-1) + (pivots < 0).sum(-1) // 2
 
@@ -123,14 +123,14 @@ def exact_rank(H: Float[Tensor, "*batch d n"], *, tolerance: float | None = None
 def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
     """exp of the entropy of sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank."""
     H = _ready(H, "effective_rank")
-    _refuse_zero(H, "effective_rank")
+    _need_nonzero(H, "effective_rank")
     sigma = torch.linalg.svdvals(H)
     weights = sigma / sigma.sum(-1, keepdim=True)
     return torch.special.entr(weights.clamp(min=torch.finfo(weights.dtype).tiny)).sum(-1).exp()
 
 
 def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor, "*batch k"]:
-    """The k largest eigenvalues of M(H), largest first; through singular values, so that small ones keep digits."""
+    """The k largest eigenvalues of M(H), in descending order; from singular values, which keeps small ones accurate."""
     H = _ready(H, "top_eigenvalues")
     limit = min(H.shape[-2:])
     k = need_integer("k of top_eigenvalues", k, low=1, high=limit, cure=f"The smaller side of H is {limit}.")
@@ -140,7 +140,7 @@ def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor
 def regularity(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, ""]:
     """alpha = E Tr(diag(M^2)^2) / E Tr(M^3) over all matrices of the batch, their rows scaled to norm sqrt(N).
 
-    At most one, and less unless all columns of M are its eigenvectors. Theory: daneshmand2020:lemma-15
+    At most one, with equality if all columns of M are its eigenvectors. Theory: daneshmand2020:lemma-15
     """
     M = second_moments(unit_rows(H))
     squares = M.square().sum(-1)
@@ -148,10 +148,10 @@ def regularity(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, ""]:
 
 
 @dataclass(frozen=True)
-class Cosines:
+class Cosines(Result):
     """Pairwise cosines of the samples or of the features: mean, mean absolute value, and largest absolute value.
 
-    Zero vectors have no direction: they are left out and counted. Without two others the statistics are NaN.
+    Zero vectors are excluded and counted. With fewer than two other vectors the statistics are NaN.
     """
 
     mean: Tensor
@@ -162,8 +162,8 @@ class Cosines:
 
     def __str__(self) -> str:
         parts = (("mean", self.mean), ("mean size", self.mean_absolute), ("largest", self.largest))
-        numbers = ", ".join(f"{word} {float(value.mean()):.3f}" for word, value in parts)
-        return f"cosines between {self.between}: {numbers}; {int(self.n_zero.sum())} zero vectors left out"
+        values = ", ".join(f"{word} {float(value.mean()):.3f}" for word, value in parts)
+        return f"cosines between {self.between}: {values}; {int(self.n_zero.sum())} zero vectors excluded"
 
 
 def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosines:
@@ -189,35 +189,35 @@ def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosi
 
 
 def _ready(H: Tensor, name: str) -> Tensor:
-    """H in at least float32, once it is known to be features x samples with finite entries and two samples."""
+    """H in at least float32; raises unless it is (features, samples) with finite entries and at least two samples."""
     H = as_tensor(name, H)
     if H.ndim < 2 or H.shape[-2] < 1:
         raise ShapeError(
-            f"{name} needs H (features, samples), perhaps after batch axes; got {tuple(H.shape)}. "
-            "Turn activations into it by as_matrix."
+            f"{name} needs H (features, samples) with optional batch dimensions; got {tuple(H.shape)}. "
+            "Convert activations with as_matrix."
         )
     if H.shape[-1] < 2:
         raise ShapeError(
-            f"{name} needs two samples or more, since one sample always has rank one; got "
+            f"{name} needs at least two samples, since one sample always has rank one; got "
             f"{tuple(H.shape)}. Pass a larger batch."
         )
     if not H.is_floating_point():
-        raise ValueRangeError(f"{name} needs real floating-point entries; got {H.dtype}. Convert by H.float().")
+        raise ValueRangeError(f"{name} needs real floating-point entries; got {H.dtype}. Convert with H.float().")
     n_nonfinite = H.numel() - int(torch.isfinite(H.detach()).sum())
     if n_nonfinite:
         raise ValueRangeError(
-            f"{name} needs finite entries; got {n_nonfinite} NaN or infinite ones of {H.numel()}. "
+            f"{name} needs finite entries; got {n_nonfinite} NaN or infinite of {H.numel()}. "
             "Find the first layer in which they appear."
         )
     return H.float() if torch.finfo(H.dtype).bits < 32 else H
 
 
-def _refuse_zero(H: Tensor, name: str) -> None:
+def _need_nonzero(H: Tensor, name: str) -> None:
     n_zero = int((H.detach().abs().amax((-2, -1)) == 0).sum())
     if n_zero:
         raise ValueRangeError(
-            f"{name} needs a matrix that is not zero; got {n_zero} zero matrices of shape {tuple(H.shape[-2:])}. "
-            "Every unit is dead: look at the layers before."
+            f"{name} needs a nonzero matrix; got {n_zero} zero matrices of shape {tuple(H.shape[-2:])}. "
+            "All units are dead: check the preceding layers."
         )
 
 

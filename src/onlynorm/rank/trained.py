@@ -1,16 +1,16 @@
-"""`find_training`: signs that a network was trained. Repairs look for them before they draw new weights.
+"""`find_training`: signs that a network was trained. Repairs check for them before drawing new weights.
 
-Training removes properties of an initialisation, in weights, biases and norms:
+Training removes properties of an initialization, in weights, biases and norms:
 
 - Entries of a weight are independent and identically distributed, so that shuffling them changes nothing. Training
-  makes norms of rows and columns differ and correlates rows. Both are compared with shuffled entries, in every weight
-  and over all of them: short training leaves a little in each.
-- Orthogonal weights are orthogonal to rounding. Training leaves them nearly so.
+  makes norms of rows and columns differ and correlates rows. Both are compared with shuffled entries, per weight and
+  over all weights, since short training changes each weight only slightly.
+- Orthogonal weights are orthogonal up to rounding. After training they are only nearly orthogonal.
 - Biases are constant, or uniform as torch draws them, or drawn like the weights of their layer.
 - Shifts of norms are constant, or their scales are.
 
-Zero rows and columns and exact copies are left out first: mirrored and centred weights have them by construction.
-Running statistics say nothing: one forward pass in training mode changes them.
+Zero rows and columns and exact copies are excluded first: mirrored and centred weights have them by construction.
+Running statistics are not used: one forward pass in training mode changes them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ MIN_SIDE = 8
 MIN_P = 1e-6
 """Significance level of the Kolmogorov-Smirnov tests of biases."""
 NEGLIGIBLE = 1e-5
-"""Biases below it count as zero: some initialisations add such noise."""
+"""Biases below it count as zero: some initializations add such noise."""
 NEARLY = 0.5
 """Rows are nearly orthogonal if their cosines are below this fraction of those of independent entries."""
 
 
 def find_training(model: nn.Module, layers: Iterable[tuple[str, nn.Module, Tensor, bool]]) -> str:
-    """The first sign of training in the norms of a model or in (name, layer, weight (out, ...), is last); or "".
+    """The first sign of training in the norms of a model or in (name, layer, weight (out, ...), is last), else "".
 
-    The bias of a last layer may be set from the class frequencies, so it is not tested. Frozen norms are not either.
+    The bias of the last layer may be initialized from class frequencies, so it is not tested. Nor are frozen norms.
     """
     for name, norm, _ in norm_modules(model):
         if any(p.requires_grad for p in norm.parameters(recurse=False)) and _is_norm_trained(norm):
@@ -70,7 +70,7 @@ def _is_norm_trained(norm: nn.Module) -> bool:
     scale, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
     if not isinstance(scale, Tensor) or not isinstance(shift, Tensor) or _is_constant(scale) or _is_constant(shift):
         return False
-    # where all parameters of a network have one distribution, scales are around zero
+    # if all parameters are drawn from one distribution, scales are around zero
     values = scale.detach().double()
     return float(values.mean().abs()) * math.sqrt(values.numel()) > MIN_Z * float(values.std())
 
@@ -81,14 +81,14 @@ def _is_constant(values: Tensor) -> bool:
 
 
 def _are_uniform(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether biases are uniform in +-1 / sqrt(fan in), as torch draws them; those of all layers together."""
+    """Whether the biases of all layers together are uniform in +-1 / sqrt(fan in), as torch draws them."""
     scaled = torch.cat([_plain(bias) * math.sqrt(weight.shape[1:].numel()) for bias, weight in biased])
     slack = 1.0 + max(2.0 * torch.finfo(bias.dtype).eps for bias, _ in biased)
     return float(scaled.abs().max()) <= slack and _is_uniform((scaled + 1.0) / 2.0)
 
 
 def _are_like_weights(biased: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Whether biases may be distributed like their layers' weights: their ranks among these are then uniform."""
+    """Whether biases are distributed like the weights of their layers: their ranks among these are then uniform."""
     ranks = []
     for bias, weight in biased:
         values, entries = _plain(bias), _plain(weight).sort().values
@@ -154,7 +154,7 @@ def _is_nearly_orthogonal(A: Tensor, *, eps: float) -> bool:
     A = A[:MAX_ROWS]
     squares = A.square()
     if float(squares.square().mean()) > 10.0 * float(squares.mean()) ** 2:
-        return False  # few entries dominate: the identity with noise is an initialisation
+        return False  # few entries dominate: the identity with noise is an initialization
     A = A / torch.linalg.vector_norm(A, dim=1, keepdim=True)
     products = (A @ A.mT).fill_diagonal_(0.0)
     size = math.sqrt(float(products.square().sum()) / (len(A) * (len(A) - 1)))
@@ -162,7 +162,7 @@ def _is_nearly_orthogonal(A: Tensor, *, eps: float) -> bool:
 
 
 def _without_copies(A: Tensor) -> Tensor:
-    """Rows and columns that are not zero, and of those that are equal up to sign the first."""
+    """Nonzero rows and columns, with the first of those that are equal up to sign."""
     return _distinct_rows(_distinct_rows(A).mT).mT
 
 

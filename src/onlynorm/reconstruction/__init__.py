@@ -1,34 +1,51 @@
-"""A trained network from a frozen random one, by its norms only.
+"""Rebuild a trained network from a frozen random one by setting only its norms.
 
-The files read in the order of the work: linearize, ranges, costs, activation_memory, the constructions, plan, resume,
-result, reconstruct, verify, checkpoint, certified_price.
+Reading order: linearize, ranges, costs, activation_memory, the constructions, plan, resume, result, reconstruct,
+verify, certified_price.
 """
 
 from onlynorm.reconstruction.certified_price import CertifiedPrice, certified_price
-from onlynorm.reconstruction.checkpoint import load, save
-from onlynorm.reconstruction.constructions.base import Recipe, constructions
+from onlynorm.reconstruction.constructions import deep, slices
+from onlynorm.reconstruction.constructions.options import (
+    Construction,
+    Deep,
+    LowRank,
+    Multilayer,
+    Ranges,
+    Residual,
+    Settings,
+    Wide,
+)
 from onlynorm.reconstruction.linearize import Window, linearize
 from onlynorm.reconstruction.plan import Plan, plan
 from onlynorm.reconstruction.reconstruct import collapse, reconstruct
 from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruction
-from onlynorm.reconstruction.verify import Verification, verify
+from onlynorm.reconstruction.verify import Comparison, Verification, compare, verify
 
 __all__ = [
     "Calibration",
     "CertifiedPrice",
+    "Comparison",
+    "Construction",
+    "Deep",
     "LayerResult",
+    "LowRank",
+    "Multilayer",
     "Plan",
-    "Recipe",
+    "Ranges",
     "Reconstruction",
+    "Residual",
+    "Settings",
     "Verification",
+    "Wide",
     "Window",
     "certified_price",
     "collapse",
-    "constructions",
+    "compare",
+    "deep",
     "linearize",
-    "load",
     "plan",
     "reconstruct",
-    "save",
+    "slices",
     "verify",
 ]

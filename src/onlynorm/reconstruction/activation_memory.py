@@ -1,7 +1,7 @@
-"""What a network holds during the calibration pass, counted on one or two samples.
+"""Memory of the activations during the calibration pass, measured on one or two samples.
 
-Every tensor that an operation makes is followed from its birth to its end, so that skips, attention and functional
-calls count as they are. Two small passes tell what grows with the batch and what does not.
+The lifetime of every tensor that an operation allocates is tracked, including those of skip connections, attention and
+functional calls. The difference of two small passes is the part that grows with the batch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from onlynorm.reconstruction.costs import Load
 
 @dataclass(frozen=True)
 class Activations:
-    """What the network holds on the calibration batch, in bytes of float64.
+    """Memory of the activations on the calibration batch, in bytes of float64.
 
-    `alive` has what is alive when each layer is called for the last time, its input included, in the order of these
-    calls: layers are rebuilt there. `peak` is the most that is alive during a pass.
+    `alive` is the memory when each layer is called for the last time and rebuilt, including its input, in the order of
+    these calls. `peak` is the maximum during a pass.
     """
 
     loads: dict[str, Load]
@@ -39,7 +39,7 @@ def measure_activations(
     network: nn.Module, layers: tuple[TargetLayer, ...], inputs: Inputs, n_samples: int
 ) -> Activations:
     """The activations of a batch of `n_samples`, extrapolated from passes of one and two samples."""
-    # A copy in evaluation mode, so that neither statistics nor dropout of the target move.
+    # A copy in evaluation mode, so that the statistics of the target do not change.
     copied = copy_network(network).float().eval()
     given = cast(inputs, torch.float32)
     counted = len(given[0]) if given[0].ndim else 1
@@ -50,7 +50,7 @@ def measure_activations(
         single, double = _pass(copied, layers, one), _pass(copied, layers, two)
         if list(single.alive) != list(double.alive):
             raise OnlynormError("the calls depend on the batch")
-    except OnlynormError:  # the first axis is not that of the samples, so the whole batch passes
+    except OnlynormError:  # the first axis is not the batch axis, so the whole batch is measured
         whole = _pass(copied, layers, given)
         return whole.scaled(n_samples / counted, n_samples, counted)
     return single.extrapolated(double, n_samples)
@@ -58,7 +58,7 @@ def measure_activations(
 
 @dataclass(frozen=True)
 class _Pass:
-    """The sizes of one pass, in numbers of float64."""
+    """The sizes of one pass, in entries."""
 
     positions: dict[str, int]
     inputs: dict[str, int]
@@ -66,7 +66,7 @@ class _Pass:
     peak: int
 
     def scaled(self, factor: float, n_samples: int, counted: int) -> Activations:
-        """The sizes for another number of samples, all of them in proportion."""
+        """The sizes for another number of samples, scaled proportionally."""
         loads = {
             name: Load(n_samples, max(1, positions // counted), self.inputs[name] // counted)
             for name, positions in self.positions.items()
@@ -75,7 +75,7 @@ class _Pass:
         return Activations(loads, alive, int(8 * factor * self.peak))
 
     def extrapolated(self, double: _Pass, n_samples: int) -> Activations:
-        """The sizes of many samples from those of one (this one) and of two."""
+        """The sizes for `n_samples`, extrapolated from one sample (self) and two (`double`)."""
 
         def grow(once: int, twice: int) -> int:
             return 8 * max(0, once + (n_samples - 1) * (twice - once))
@@ -89,21 +89,21 @@ def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Ten
     positions: dict[str, int] = {}
     sizes: dict[str, int] = {}
     alive: dict[str, int] = {}
-    counted = (*inputs, *network.parameters(), *network.buffers())  # as such, not as activations
-    live = _Live({x.untyped_storage()._cdata for x in counted})
+    counted = (*inputs, *network.parameters(), *network.buffers())  # not activations
+    live = _LiveMemory({x.untyped_storage()._cdata for x in counted})
     hooks = []
     for layer in layers:
 
-        def note(_: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
+        def record(_: nn.Module, args: tuple[Any, ...], name: str = layer.name) -> None:
             sizes[name] = sizes.get(name, 0) + sum(x.numel() for x in args[:1] if isinstance(x, Tensor))
-            alive.pop(name, None)  # the last call counts, and its place among the others
+            alive.pop(name, None)  # ordered by the last call
             alive[name] = live.now()
 
         def count(_: nn.Module, args: object, output: Tensor, layer: TargetLayer = layer) -> None:
             positions[layer.name] = positions.get(layer.name, 0) + output.numel() // layer.shape[0]
 
         module = network.get_submodule(layer.name)
-        hooks += [module.register_forward_pre_hook(note), module.register_forward_hook(count)]
+        hooks += [module.register_forward_pre_hook(record), module.register_forward_hook(count)]
     try:
         with live, torch.no_grad():
             run(network, inputs)
@@ -113,10 +113,10 @@ def _pass(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Ten
     return _Pass(positions, sizes, alive, live.peak)
 
 
-class _Live(TorchDispatchMode):
-    """Follows the memory that operations allocate; `peak` is the most that was alive, in numbers.
+class _LiveMemory(TorchDispatchMode):
+    """Tracks the memory that operations allocate; `peak` is the maximum, in entries.
 
-    Storages in `own` are not followed.
+    Storages in `own` are ignored.
     """
 
     def __init__(self, own: set[int]) -> None:
@@ -127,7 +127,7 @@ class _Live(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and loading torch._dynamo takes seconds
+        return False  # importing torch._dynamo takes seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -135,24 +135,24 @@ class _Live(TorchDispatchMode):
         for x in tensors:
             storage = StorageWeakRef(x.untyped_storage())
             if storage.cdata not in self._own:
-                self._alive.setdefault(storage.cdata, (storage, _numbers(x)))
+                self._alive.setdefault(storage.cdata, (storage, _n_entries(x)))
         self.peak = max(self.peak, self.now() + _unfolded(function, args, tensors))
         return made
 
     def now(self) -> int:
-        """Numbers that are alive."""
+        """Entries of all live tensors."""
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
         return sum(size for _, size in self._alive.values())
 
 
-def _numbers(x: Tensor) -> int:
-    """Numbers of float64 that the tensor's memory will hold: as many, or fewer where they are whole."""
+def _n_entries(x: Tensor) -> int:
+    """The size of a tensor's storage in float64 entries: integers keep their size, floats are cast."""
     n_bytes = x.untyped_storage().nbytes()
     return n_bytes // x.element_size() if x.is_floating_point() else -(-n_bytes // 8)
 
 
 def _unfolded(function: Any, args: Any, made: list[Tensor]) -> int:
-    """What a float64 convolution unfolds its whole batch to, one group after the other."""
+    """Entries of the patches that a float64 convolution unfolds, one group at a time."""
     if function is not torch.ops.aten.convolution.default or not made:
         return 0
     weight, out = args[1], made[0]

@@ -1,21 +1,21 @@
-"""`linearize`: where an activation is a line, and how the norm before it puts a feature there.
+"""`linearize`: windows in which an activation is linear, and norms that map features into them.
 
 A feature x in [low, high] with half-width r passes a norm and an activation phi. The window is chosen such that
 
     |phi(s x + b) - (m (s x + b) + c)| <= error   for all x in [low, high],   s > 0,   m != 0
 
 so phi(s x + b) = gain x + constant up to `error`, with gain = m s and constant = m b + c; undone by the layers
-after, it costs the feature error / (|m| s). With z the centre and h the half-width of the window seen by phi,
-s = h / r, and the cost is r times error / (|m| h): the best windows of an activation are the same for all ranges.
+after, the error in x is error / (|m| s). With z the centre and h the half-width of the window in the input of phi,
+s = h / r, and this is r times error / (|m| h): the best windows of an activation are the same for all ranges.
 
-- Exact pieces, known by type: the side or the piece where phi is a line (ReLU, LeakyReLU, PReLU, ELU, CELU, SELU,
-  Hardtanh, ReLU6, Hardsigmoid, Hardswish), or its tail from where on the rest is proven to lie below the rounding
+- Exact windows, known by type: the half-axis or segment where phi is linear (ReLU, LeakyReLU, PReLU, ELU, CELU, SELU,
+  Hardtanh, ReLU6, Hardsigmoid, Hardswish), or the tail where the nonlinear rest is provably below the rounding error
   (GELU, SiLU, Mish, Softplus, LogSigmoid).
 - tanh and sigmoid: at 0, by |tanh t - t| <= |t|^3 / 3 and |sigmoid t - 1/2 - t/4| <= |t|^3 / 48, proven for all t.
-- Everything else: windows of all sizes and places are sampled; `activations.chart` says what this assumes.
+- Other activations: windows of all sizes and positions are sampled; see `activations.chart` for the assumptions.
 
-The line is the tangent at the centre of the window, not the best line over it: its worst error is up to four times
-larger, but that sits at the ends of the range, and near the centre, where data crowd, it is far smaller.
+The line is the tangent at the centre of the window, not the best approximation: its largest error is up to four times
+larger, but occurs at the ends of the range. Near the centre, where most data lie, the error is far smaller.
 
 Theory: burkholz2024:thm-2.4, burkholz2024:activations
 """
@@ -30,24 +30,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.modules.activations import Activation, Cubic, Ray, Segment, chart, known, leak
 from onlynorm.validate import as_real, need_callable, need_flag, need_float_dtype
 
 STEEP = 1e-3
-"""A side of a leaky activation flatter than this is not used: its norm would need a scale above a thousand."""
+"""The minimum slope of a used side of a leaky activation: a smaller one would need a scale above a thousand."""
 LARGEST = 1e200
-"""Ranges beyond it would leave the floating range once scaled; half-widths below its inverse count as constant."""
+"""Larger ranges would overflow when scaled; half-widths below its inverse count as constant."""
 
 
 @dataclass(frozen=True)
-class Window:
-    """Per feature: where the norm puts it and what that costs; `str` sums it up.
+class Window(Result):
+    """The scale, shift and line of each feature, with error bounds.
 
-    `error` is the certified bound in the units of phi's output. `rounding`, in the units of x, is a model of what
-    floating-point numbers add on the way through s x + b, phi and back, for a phi accurate to a few units in the last
-    place: eps (max |x| + (|b| + 4 (2 max |t| + (|c| + error) / |m|)) / s) with t = s x + b. `is_exact` says that phi is
-    a line on the windows, to within rounding.
+    `error` is the certified bound in the units of phi's output. `rounding`, in the units of x, models the rounding
+    error of s x + b, phi and the inverse map, for a phi accurate to a few units in the last place:
+    eps (max |x| + (|b| + 4 (2 max |t| + (|c| + error) / |m|)) / s) with t = s x + b. With `is_exact`, phi is linear on
+    the windows up to rounding.
     """
 
     scale: Float[Tensor, "*feat"]
@@ -61,12 +62,12 @@ class Window:
 
     @property
     def gain(self) -> Float[Tensor, "*feat"]:
-        """What the window multiplies x by: slope * scale; its sign is the same for all features."""
+        """The factor of x, slope * scale; its sign is the same for all features."""
         return self.slope * self.scale
 
     @property
     def constant(self) -> Float[Tensor, "*feat"]:
-        """What the window adds to gain * x: slope * shift + offset."""
+        """The constant added to gain * x, slope * shift + offset."""
         return self.slope * self.shift + self.offset
 
     @property
@@ -81,7 +82,7 @@ class Window:
 
     @property
     def is_met(self) -> bool:
-        """Whether every feature is within its tolerance, rounding included."""
+        """Whether the error of every feature, including rounding, is within its tolerance."""
         return bool((self.bound <= self.tolerance).all())
 
     def __str__(self) -> str:
@@ -95,8 +96,8 @@ class Window:
             excess = self.bound / self.tolerance
             lines.append(
                 f"short: {int((excess > 1).sum())} features above their tolerance, by a factor of up to "
-                f"{float(excess.max()):.3g}. Narrow the ranges, allow more, or use an activation "
-                "with an exact piece such as ReLU."
+                f"{float(excess.max()):.3g}. Narrow the ranges, raise the tolerance, or use a piecewise linear "
+                "activation such as ReLU."
             )
         return "\n".join(lines)
 
@@ -113,12 +114,11 @@ def linearize(
 ) -> Window:
     """The window of every feature, from the range [low, high] of its pre-activation.
 
-    Exact pieces are taken where they exist; otherwise the largest window whose error and rounding stay within the
-    `tolerance` in x, or, where none does, the one of the smallest sum (`is_met` is then false). `shared` gives all
-    features one gain, fit for the widest range and the smallest tolerance: a frozen dense layer after them needs it,
-    because its norm has one number per output and can undo only what all features share. Where these are some of the
-    features only, `among` is the extent of all. `dtype` is the precision the
-    network will run in; it sets `rounding`. The window itself is float64.
+    Exact windows are used if they exist. Otherwise it is the largest window whose error and rounding are within the
+    `tolerance` in x, or the one with the smallest sum (`is_met` is then False). `shared` gives all features the same
+    gain, for the widest range and the smallest tolerance: this is required before a frozen dense layer, whose norm has
+    one scale per output. For a subset of the features, `among` is the extent of all. `dtype` is the precision of the
+    network and determines `rounding`. The window itself is float64.
     """
     if activation is not None:
         need_callable("activation", activation, cure="Pass a module such as torch.nn.Tanh(), or None.")
@@ -152,34 +152,34 @@ def linearize(
         line = _Line(scale, centre - scale * (low / 2 + high / 2), slope, offset, error)
 
     scale, shift, slope, offset, error = (value.expand(half.shape).clone() for value in line)
-    seen = torch.maximum((scale * low + shift).abs(), (scale * high + shift).abs())
-    behind = 2 * seen + (offset.abs() + error) / slope.abs()
-    rounding = eps * (size + (shift.abs() + 4 * behind) / scale)
+    largest = torch.maximum((scale * low + shift).abs(), (scale * high + shift).abs())
+    after = 2 * largest + (offset.abs() + error) / slope.abs()
+    rounding = eps * (size + (shift.abs() + 4 * after) / scale)
     return Window(scale, shift, slope, offset, error, rounding, allowed, is_exact)
 
 
 class Extent(NamedTuple):
-    """The largest half-width of a range, as `linearize` counts it, and the largest number in one."""
+    """The largest half-width of a range, as used by `linearize`, and the largest absolute value in a range."""
 
     half: Tensor
     size: Tensor
 
 
 def extent(low: Float[Tensor, "*feat"], high: Float[Tensor, "*feat"], *, dtype: torch.dtype) -> Extent:
-    """The extent of these ranges for a network that runs in this precision."""
+    """The extent of these ranges for a network in this precision."""
     half, size = _half_and_size(low, high, torch.finfo(dtype).eps)
     return Extent(half.max(), size.max())
 
 
 def _half_and_size(low: Tensor, high: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     size = torch.maximum(low.abs(), high.abs())
-    # Next to larger numbers a range counts as no narrower than this, so that rounding stays well inside the window.
+    # A minimum half-width relative to the values, so that rounding errors stay inside the window.
     half = torch.maximum((high - low) / 2, 4096 * eps * size)
     return torch.where(half < 1 / LARGEST, 1.0, half), size
 
 
 class _Line(NamedTuple):
-    """phi(scale x + shift) is slope * (scale x + shift) + offset up to error; each broadcasts to the features."""
+    """phi(scale x + shift) = slope * (scale x + shift) + offset up to `error`; each broadcasts to the features."""
 
     scale: Tensor
     shift: Tensor
@@ -189,10 +189,10 @@ class _Line(NamedTuple):
 
 
 def _on_ray(ray: Ray, low: Tensor, high: Tensor, spread: Tensor) -> _Line:
-    """The line with the smallest shift onto the ray; none where the range already lies on it.
+    """The line with the smallest shift into the ray; zero if the range is already inside.
 
-    |gain| is one, so that features may take different rays, except for a far edge: scaled up to |edge| / r, the range
-    is not smaller than the shift it needs.
+    |gain| is one, so that features may use different rays. For a distant edge it is |edge| / r, so that the range is
+    not smaller than the shift.
     """
     slope = _like(ray.slope, low)
     gain = (abs(ray.edge) / spread).clamp(min=1.0) if math.isfinite(ray.edge) else torch.ones_like(spread)
@@ -202,7 +202,7 @@ def _on_ray(ray: Ray, low: Tensor, high: Tensor, spread: Tensor) -> _Line:
 
 
 def _nearer(line: _Line, other: _Line) -> _Line:
-    """Per feature the line that shifts x less, among those steep enough."""
+    """Per feature the line with the smaller shift of x, if it is steep enough."""
     better = (other.slope >= STEEP) & (other.shift.abs() / other.scale < line.shift.abs() / line.scale)
     return _Line(*(torch.where(better, new, old) for old, new in zip(line, other, strict=True)))
 
@@ -231,7 +231,7 @@ def _checked(low: Tensor | float, high: Tensor | float, tolerance: Tensor | floa
     if bool(bad.any()):
         raise ValueRangeError(
             f"linearize needs ranges with low <= high, finite and below {LARGEST:.0e}; got {int(bad.sum())} others, "
-            f"the first [{float(low[bad][0])}, {float(high[bad][0])}]. Look for swapped bounds or a NaN in the inputs."
+            f"the first [{float(low[bad][0])}, {float(high[bad][0])}]. Check for swapped bounds or NaN in the inputs."
         )
     if not bool((tolerance > 0).all()):
         raise ValueRangeError(

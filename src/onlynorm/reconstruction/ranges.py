@@ -1,22 +1,23 @@
-"""What each feature sees: the range in which its activation must be linear, and the statistics of its norm.
+"""Ranges of features, in which the activation must be linear, and statistics of their norms.
 
-Calibrated ranges come from a batch of inputs, widened by a margin on both sides. Certified ranges hold every input in a
-box: what the features see is computed on the box itself, by interval arithmetic. They cost digits where they are wider,
-see `certified_price`. Outside its ranges a reconstruction promises nothing; `watching` counts how much of a batch is.
+Calibrated ranges are those of a batch of inputs, widened by a margin on both sides. Certified ranges are computed by
+interval arithmetic and hold for every input in a box. They lose precision where they are wider, see `certified_price`.
+Outside its ranges the output of a reconstruction has no error bound; `count_outside` counts such samples.
 
 The margins were measured on a pretrained ResNet-20 (CIFAR-10, he_normal features, five layers, eight batches of 64
-images): on 500 test images the farthest of all 336,000 features leaves its range by up to 1.5 times the range's width,
-extrapolated from the tail of thousands (1.0 for batches of 128, 0.8 for 256; 0.81 where all 46,080 features of a layer
-were tried); beyond a margin of 2 went none that was sampled, but some on 0.03 % of the images for batches of 32 and on
-0.65 % for 16. A margin of 2 instead of 0.25 costs a ReLU block a factor of 3.3 in float32 (a relative error of 6e-6 to
-9e-6) and nothing in float64, where the solver's residual hides margins up to 1,000; tanh and hardtanh pay nothing.
+images). On 500 test images the features leave their range by up to 1.5 times its width, extrapolated to all 336,000
+features from a sample of thousands (1.0 for batches of 128, 0.8 for 256; 0.81 measured on all 46,080 features of one
+layer). No sampled feature exceeded a margin of 2, but some did on 0.03 % of the images for batches of 32 and on 0.65 %
+for 16. A margin of 2 instead of 0.25 increases the error of a ReLU block by a factor of 3.3 in float32 (a relative
+error of 6e-6 to 9e-6). There is no effect in float64, where the residual of the solver dominates for margins up to
+1,000, or for tanh and hardtanh.
 
-What each layer of a network receives on a batch, and in which box it lies if the network's inputs lie in one.
+Inputs of each layer of a network on a batch, and their box if the inputs of the network lie in a box.
 
-Calibrated ranges are checked by leave-one-out (`HeldBack`), for which every row of a layer's input must be assigned to
-the sample it comes from. Layers may see samples on any axis, several rows of each, or several calls, so the assignment
-is not assumed: the last sample is passed through the network alone, and the axis along which its rows are found again
-in the batch is the axis of the samples. Exact copies of a sample count as one, since a copy would hide its absence.
+Calibrated ranges are checked by leave-one-out (`LeaveOneOut`), which needs the sample of every row of a layer's input.
+Layers may have the samples on any axis, several rows per sample, or several calls. So the last sample is passed through
+the network alone, and the axis along which its rows are found in the batch is the batch axis. Identical samples count
+as one.
 """
 
 from __future__ import annotations
@@ -43,29 +44,28 @@ from onlynorm.memory import release_free_memory
 from onlynorm.modules import without_autocast
 from onlynorm.modules.activations import Cubic, Ray, Segment, known
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer
-from onlynorm.modules.walk import carry_hooks, carry_sizes, run, swap
+from onlynorm.modules.walk import replace_layer, run
 
 MARGIN = 1.0
-"""Share of the calibrated width that is added on either side, where room costs precision (a sigmoid block loses 0.2
-digits against a quarter) and an input outside only adds to the error of a smooth activation."""
+"""Fraction of the calibrated width added on either side for smooth activations. A wider range costs precision there (a
+sigmoid block loses 0.2 digits compared with 0.25), and an input outside only increases the error."""
 FREE_MARGIN = 2.0
-"""The same where the activation is a line up to a point at which it breaks, and room costs only a larger shift."""
+"""The same for piecewise linear activations, where a wider range costs only a larger shift."""
 CERTIFIED_MARGIN = 2.0**-10
-"""The same for certified ranges: room for the errors of the layers in front, and for float32."""
+"""The same for certified ranges, for the errors of earlier layers and of float32."""
 N_BOUNDS = 12
-"""Tensors of the size of the hidden activations that are alive while their bounds are computed."""
+"""Number of temporary tensors of the size of the hidden activations while their bounds are computed."""
 
 
-class HeldBack:
-    """Leave-one-out over the calibration samples: how far each one lies outside the ranges of all the others.
+class LeaveOneOut:
+    """Leave-one-out over the calibration samples: how far each sample is outside the ranges of all others.
 
-    `samples` numbers the sample that every row of a layer's input belongs to. The ranges of all samples but one follow
-    from the two lowest and the two highest values of a feature, so that every sample is held back once and the layer is
-    still calibrated on all of them, in one pass. `needed` is the margin (see `widen`) with which the ranges of the
-    other samples hold this one too, the largest over all features noted so far.
+    `samples` is the sample index of every row of a layer's input. The ranges without a sample follow from the two
+    lowest and the two highest values of a feature, so one pass is enough. `needed` is the margin (see `widen`) by which
+    the ranges of the other samples include each sample, the maximum over all features so far.
 
-    A new input leaves the ranges of n samples at most as often as one of n samples leaves those of the other n - 1: the
-    fraction of `outside` estimates that rate, slightly too high and never too low on average.
+    A new input leaves the ranges of n samples at most as often as one of n samples leaves those of the other n - 1. The
+    fraction of `outside` estimates that rate; its expected value is an upper bound.
     """
 
     def __init__(self, samples: Int[Tensor, " rows"], n_samples: int) -> None:
@@ -75,19 +75,19 @@ class HeldBack:
     def extremes(
         self, lows: Float[Tensor, "rows feat"], highs: Float[Tensor, "rows feat"], *, first_row: int = 0
     ) -> tuple[Float[Tensor, "samples feat"], Float[Tensor, "samples feat"]]:
-        """Lowest and highest value of every sample over its rows; infinite for samples that have none among them."""
+        """Lowest and highest value of every sample over its rows; infinite for samples without rows."""
         which = self.samples[first_row : first_row + len(lows), None].expand_as(lows)
         shape = (self.n_samples, lows.shape[1])
         low = lows.new_full(shape, torch.inf).scatter_reduce_(0, which, lows, "amin")
         high = highs.new_full(shape, -torch.inf).scatter_reduce_(0, which, highs, "amax")
         return low, high
 
-    def note(self, low: Float[Tensor, "samples feat"], high: Float[Tensor, "samples feat"]) -> None:
-        """Takes account of some features, given the extremes of every sample."""
+    def update(self, low: Float[Tensor, "samples feat"], high: Float[Tensor, "samples feat"]) -> None:
+        """Updates `needed` with some features, given the extremes of every sample."""
         lowest, highest = low.topk(2, 0, largest=False), high.topk(2, 0)
         at_bottom, at_top = lowest.indices[0], highest.indices[0]
         is_both = at_bottom == at_top
-        # Only the sample with the lowest value can lie below the others, and only the one with the highest above.
+        # Only the sample with the lowest value can be below the others, and only the one with the highest above.
         for which, rest, low_of_others, high_of_others in (
             (
                 at_bottom, lowest.values[1] - lowest.values[0], lowest.values[1],
@@ -98,29 +98,29 @@ class HeldBack:
                 torch.where(is_both, lowest.values[1], lowest.values[0]), highest.values[1],
             ),
         ):  # fmt: skip
-            margins = torch.where(rest > 0.0, rest / room(low_of_others, high_of_others), 0.0)
+            margins = torch.where(rest > 0.0, rest / margin_unit(low_of_others, high_of_others), 0.0)
             self.needed.scatter_reduce_(0, which, margins.to(self.needed), "amax")
 
     def outside(self, margin: float) -> tuple[int, ...]:
-        """The samples that leave the ranges of the others, widened by the margin."""
+        """Indices of the samples outside the ranges of the others, widened by the margin."""
         return tuple((self.needed > margin).nonzero().flatten().tolist())
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a layer receives: the calibration batch, and a box that holds every input if ranges are certified.
+class LayerInputs:
+    """Inputs of a layer on the calibration batch, and their box if ranges are certified.
 
-    `held_back` measures how often samples leave calibrated ranges, where rows are known to belong to samples.
+    `leave_one_out` measures how often samples leave calibrated ranges; None if rows could not be assigned to samples.
     """
 
     inputs: Tensor
     box: Box | None = None
-    held_back: HeldBack | None = None
+    leave_one_out: LeaveOneOut | None = None
 
 
 @dataclass(frozen=True)
-class Ranges:
-    """Per feature: lowest and highest value before the norm, margin included, and mean and variance."""
+class FeatureRanges:
+    """Per feature: lowest and highest value before the norm, including the margin, mean and variance."""
 
     low: Float[Tensor, " feat"]
     high: Float[Tensor, " feat"]
@@ -128,22 +128,22 @@ class Ranges:
     variance: Float[Tensor, " feat"]
 
 
-def find_ranges(block: NormOnlyBlock, seen: Seen, *, margin: float | None = None) -> Ranges:
+def find_ranges(block: NormOnlyBlock, received: LayerInputs, *, margin: float | None = None) -> FeatureRanges:
     """The ranges of the block's features: calibrated on the batch, or certified if a box is given.
 
-    Without a margin it is `CERTIFIED_MARGIN` for a box, else `default_margin`.
+    The default margin is `CERTIFIED_MARGIN` for a box, else `default_margin`.
     """
-    if seen.box is not None:
-        _need_inside(block, seen.inputs.double(), seen.box)
-        bounds = certify(block, seen.box, margin=CERTIFIED_MARGIN if margin is None else margin)
-        statistics = calibrate(block, seen.inputs.double(), margin=0.0)
-        return Ranges(*bounds, statistics.mean, statistics.variance)
+    if received.box is not None:
+        _need_inside(block, received.inputs.double(), received.box)
+        bounds = certify(block, received.box, margin=CERTIFIED_MARGIN if margin is None else margin)
+        statistics = calibrate(block, received.inputs.double(), margin=0.0)
+        return FeatureRanges(*bounds, statistics.mean, statistics.variance)
     chosen = default_margin(block.activation) if margin is None else margin
-    return calibrate(block, seen.inputs.double(), margin=chosen, held_back=seen.held_back)
+    return calibrate(block, received.inputs.double(), margin=chosen, leave_one_out=received.leave_one_out)
 
 
 def default_margin(activation: nn.Module) -> float:
-    """`FREE_MARGIN` where room is cheap or leaving is dear (on a line, or a tangent without offset), else `MARGIN`."""
+    """`FREE_MARGIN` for piecewise linear activations and tangents without offset, else `MARGIN`."""
     found = known(activation)
     is_free = isinstance(found, Ray | Segment) or (isinstance(found, Cubic) and found.offset == 0.0)
     return FREE_MARGIN if is_free else MARGIN
@@ -154,14 +154,14 @@ def default_margin(activation: nn.Module) -> float:
 def certify(
     block: NormOnlyBlock, box: Box, *, margin: float = CERTIFIED_MARGIN
 ) -> tuple[Float[Tensor, " feat"], Float[Tensor, " feat"]]:
-    """Bounds of what every feature can see, at all positions, for all inputs of the block in the box."""
+    """Bounds of every feature, over all positions and all inputs of the block in the box."""
     lows: list[Tensor] = []
     highs: list[Tensor] = []
     inputs = Interval(box.low.double().clone(), box.high.double().clone(), ball=box.ball)
-    for group, features, seen in block.group_inputs(block.as_batch(inputs)):
-        taken = torch.empty((N_BOUNDS * seen.shape[0], *seen.shape[1:]), dtype=torch.float64, device="meta")
-        for start, stop in block.chunks(features, taken):
-            hidden = block.hidden(seen, features, group, start, stop)
+    for group, features, part in block.group_inputs(block.as_batch(inputs)):
+        needed = torch.empty((N_BOUNDS * part.shape[0], *part.shape[1:]), dtype=torch.float64, device="meta")
+        for start, stop in block.chunks(features, needed):
+            hidden = block.hidden(part, features, group, start, stop)
             assert isinstance(hidden, Interval)
             lows.append(hidden.low.movedim(1, 0).flatten(1).amin(1))
             highs.append(hidden.high.movedim(1, 0).flatten(1).amax(1))
@@ -170,23 +170,23 @@ def certify(
 
 @torch.no_grad()
 def calibrate(
-    block: NormOnlyBlock, inputs: Tensor, *, margin: float = MARGIN, held_back: HeldBack | None = None
-) -> Ranges:
-    """The ranges and statistics of the block's features on a batch of its inputs; `held_back` notes them too."""
+    block: NormOnlyBlock, inputs: Tensor, *, margin: float = MARGIN, leave_one_out: LeaveOneOut | None = None
+) -> FeatureRanges:
+    """The ranges and statistics of the block's features on a batch of its inputs; updates `leave_one_out`."""
     parts: list[tuple[Tensor, ...]] = []
-    for group, features, seen in block.group_inputs(block.as_batch(inputs)):
-        for start, stop in block.chunks(features, seen):
-            release_free_memory()  # one chunk is gone before the next is made, for the system too
-            parts.append(_statistics(block.hidden(seen, features, group, start, stop), held_back))
+    for group, features, part in block.group_inputs(block.as_batch(inputs)):
+        for start, stop in block.chunks(features, part):
+            release_free_memory()  # returns the memory of a chunk before the next is computed
+            parts.append(_statistics(block.hidden(part, features, group, start, stop), leave_one_out))
     low, high, mean, variance = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Ranges(*widen(low, high, margin), mean, variance)
+    return FeatureRanges(*widen(low, high, margin), mean, variance)
 
 
-def _statistics(hidden: Float[Tensor, "rows feat ..."], held_back: HeldBack | None) -> tuple[Tensor, ...]:
+def _statistics(hidden: Float[Tensor, "rows feat ..."], leave_one_out: LeaveOneOut | None) -> tuple[Tensor, ...]:
     """Lowest and highest value, mean and variance of every feature."""
     lows, highs = extremes_of_rows(hidden)
-    if held_back is not None:
-        held_back.note(*held_back.extremes(lows, highs))
+    if leave_one_out is not None:
+        leave_one_out.update(*leave_one_out.extremes(lows, highs))
     flat = hidden.movedim(1, 0).flatten(1)
     return lows.amin(0), highs.amax(0), flat.mean(1), flat.var(1, correction=0)
 
@@ -202,46 +202,46 @@ def extremes_of_rows(hidden: Float[Tensor, "rows feat ..."]) -> tuple[Tensor, Te
 def widen(
     low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"], margin: float
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """The range with a share of its width added on either side."""
-    width = room(low, high)
+    """The range with a fraction of its width added on either side."""
+    width = margin_unit(low, high)
     return low - margin * width, high + margin * width
 
 
-def room(low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def margin_unit(low: Float[Tensor, "*shape"], high: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The width that a margin of one adds on either side of a range."""
-    # A feature that saw one value only (a dead input, a batch of one) still gets room around it.
+    # Not zero for a feature with only one value (a dead input, a batch of one).
     return torch.maximum(high - low, torch.maximum(low.abs(), high.abs()))
 
 
 def _need_inside(block: NormOnlyBlock, inputs: Tensor, box: Box) -> None:
-    """Raises where the calibration batch leaves the box by more than a certified range has room for."""
+    """Raises if the calibration batch is outside the box by more than the margin of certified ranges."""
     low, high = (block.as_batch(bound.to(inputs)) for bound in (box.low, box.high))
-    if not block.axes:  # samples and positions are one axis here
+    if not block.axes:  # samples and positions are one axis
         low, high = low.amin(0), high.amax(0)
     low, high = widen(low, high, CERTIFIED_MARGIN)
     batch = block.as_batch(inputs)
     outside = (batch < low) | (batch > high)
     if bool(outside.any()):
         raise ValueRangeError(
-            f"certified ranges need a box that holds the calibration batch; got {int(outside.sum())} of "
-            f"{outside.numel()} numbers outside the box of {block.features[0].layer!r}. Widen the box of the network's "
-            "inputs, or pass inputs from inside it."
+            f"certified ranges need a box that contains the calibration batch; got {int(outside.sum())} of "
+            f"{outside.numel()} values outside the box of {block.features[0].layer!r}. Widen the box of the network's "
+            "inputs, or pass inputs inside it."
         )
 
 
 class Outside:
-    """Which samples left the range of at least one feature, block by block and call by call."""
+    """Samples with at least one feature outside its range, by block and call."""
 
     def __init__(self) -> None:
         self._calls: dict[Block, list[Tensor]] = {}
 
     @property
-    def share(self) -> float:
-        """The largest share of samples, over the blocks, for which some feature left its range."""
+    def fraction(self) -> float:
+        """The fraction of samples outside a range, the maximum over the blocks."""
         return max((float(torch.cat(calls).double().mean()) for calls in self._calls.values()), default=0.0)
 
-    def see(self, block: Block, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
-        """A chunk of features of a call, the first chunk or a later one."""
+    def record(self, block: Block, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
+        """Records a chunk of features; `is_first` starts a new call."""
         by_sample = hidden[..., None].flatten(2)
         lowest, highest = by_sample.amin(2), by_sample.amax(2)  # many times faster than aminmax on a CPU
         samples = ((lowest < low) | (highest > high)).any(1).cpu()
@@ -253,39 +253,42 @@ class Outside:
 
 
 @contextlib.contextmanager
-def watching(network: nn.Module) -> Iterator[Outside]:
-    """Counts, during forward passes inside the `with`, which samples leave the range of a block."""
+def count_outside(network: nn.Module) -> Iterator[Outside]:
+    """A context manager that records which samples are outside the range of a block in forward passes."""
     outside = Outside()
     blocks = [module for module in network.modules() if isinstance(module, Block)]
     for block in blocks:
-        block.watch = functools.partial(outside.see, block)
+        block.observer = functools.partial(outside.record, block)
     try:
         yield outside
     finally:
         for block in blocks:
-            block.watch = None
+            block.observer = None
 
 
 CLOSE = 1e-6
-"""Relative difference up to which rows of the batch are those of a sample that was passed alone."""
+"""Maximum relative difference between the rows of a sample in the batch and alone."""
 
 
-Visit = Callable[[TargetLayer, nn.Module, "Seen"], nn.Module | None]
-"""Called with a layer, its module and what it sees; may return the module that takes its place after the call."""
+Visit = Callable[[TargetLayer, nn.Module, "LayerInputs"], nn.Module | None]
+"""Called with a layer, its module and its inputs; may return a module that replaces it after the call."""
 
 
 @dataclass
 class Calls:
-    """How often every linear layer and convolution is called on a batch, by its first name, and with what."""
+    """Number of calls of every linear layer and convolution on a batch, by its first name.
+
+    `named` lists layers that are called with keyword arguments only, `not_finite` those with NaN or infinity as input.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
     not_finite: set[str] = field(default_factory=set)
 
     def count(self, network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Passes the batch through the network."""
+        """Counts the calls in a forward pass of the batch."""
 
-        def note(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def record(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             release_free_memory()
             self.counts[name] = self.counts.get(name, 0) + 1
             if not args:
@@ -294,44 +297,46 @@ class Calls:
                 self.not_finite.add(name)
 
         modules = {name: one for name, one in network.named_modules() if isinstance(one, LINEAR + CONVOLUTIONS)}
-        with _pre_hooks(modules, note):
+        with _pre_hooks(modules, record):
             run(network, inputs)
 
     def need(self, layers: tuple[TargetLayer, ...]) -> None:
-        """Raises for layers that the batch does not reach, or reaches in a way that cannot be calibrated."""
+        """Raises if a layer is not called on the batch, or cannot be calibrated."""
         for name in (layer.name for layer in layers):
             if name in self.named:
                 raise ConversionError(
                     f"a layer needs its input as a positional argument; {name!r} is called with {self.named[name]}. "
-                    "Call it as layer(x): a block takes its place."
+                    "Call it as layer(x)."
                 )
             if name not in self.counts:
                 raise ConversionError(
-                    f"a layer needs to be called by the network to be calibrated; {name!r} was not on this batch. "
+                    f"calibration needs every layer to be called by the network; {name!r} was not on this batch. "
                     "Remove the unused layer, or pass inputs that reach it."
                 )
             if name in self.not_finite:
                 raise ValueRangeError(
-                    f"a layer needs finite inputs to be calibrated; {name!r} receives NaN or infinity on this batch. "
-                    "Check the network's output on it: something in front of that layer overflows."
+                    f"calibration needs finite inputs of every layer; {name!r} receives NaN or infinity on this batch. "
+                    "Check the layers before it for overflow."
                 )
 
 
-def see(
+def collect_inputs(
     network: nn.Module,
     layers: tuple[TargetLayer, ...],
     inputs: tuple[Tensor, ...],
     box: Box | None,
     *,
-    hold_back: bool = False,
-) -> dict[str, Seen]:
-    """What every layer sees, by name, all of it held in memory: `visit_layers` hands it on one by one."""
-    found: dict[str, Seen] = {}
+    with_leave_one_out: bool = False,
+) -> dict[str, LayerInputs]:
+    """The inputs of all layers by name, all in memory at once; `visit_layers` uses less."""
+    found: dict[str, LayerInputs] = {}
 
-    def hold(layer: TargetLayer, _: nn.Module, seen: Seen) -> None:
-        found[layer.name] = dataclasses.replace(seen, inputs=seen.inputs.clone())  # the network may change it in place
+    def store(layer: TargetLayer, _: nn.Module, received: LayerInputs) -> None:
+        found[layer.name] = dataclasses.replace(
+            received, inputs=received.inputs.clone()
+        )  # the network may change it in place
 
-    visit_layers(network, layers, inputs, box, visit=hold, hold_back=hold_back)
+    visit_layers(network, layers, inputs, box, visit=store, with_leave_one_out=with_leave_one_out)
     return found
 
 
@@ -343,24 +348,23 @@ def visit_layers(
     *,
     visit: Visit,
     calls: Calls | None = None,
-    hold_back: bool = False,
+    with_leave_one_out: bool = False,
 ) -> nn.Module:
-    """Passes the batch through the network once and visits every layer when it has received all that it will.
+    """Passes the batch through the network once and visits every layer at its last call; returns the network.
 
-    Only what the network itself holds at that point of the pass is in memory, beside the inputs of earlier calls of a
-    layer that is called several times. A layer is called as it is; what its visit returned takes its place afterwards,
-    so that every layer receives what it receives in the network as it was given. Returns the network, which is another
-    module only where it is a layer itself.
+    Only activations that are alive at that point are in memory, and the inputs of earlier calls of the layer. The
+    original layer is called, and replaced by the result of its visit afterwards, so that every layer receives the
+    inputs of the original network. The returned network is another module only if the network is a layer itself.
 
-    `calls` are those of an earlier pass of this batch. Layers that the batch does not reach, or reaches with NaN, are
-    refused before the first visit. `hold_back` prepares the check of calibrated ranges; certified ones need none.
+    `calls` are those of an earlier pass of this batch. Raises before the first visit if a layer is not called, or has
+    NaN as input. `with_leave_one_out` adds the check of calibrated ranges.
     """
     if calls is None:
         calls = Calls()
         calls.count(network, inputs)
     calls.need(layers)
     boxes = {} if box is None else _boxes(network, layers, inputs, box)
-    hold = _Holding(network, layers, inputs) if hold_back and box is None else None
+    assignment = _SampleAssignment(network, layers, inputs) if with_leave_one_out and box is None else None
     by_name = {layer.name: layer for layer in layers}
     modules = {name: network.get_submodule(name) for name in by_name}
     waiting: dict[str, list[Tensor]] = {name: [] for name in by_name}
@@ -369,9 +373,9 @@ def visit_layers(
     learns = torch.is_grad_enabled()
 
     def receive(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
-        if name not in waiting:  # called by its own visit
+        if name not in waiting:  # called during its own visit
             return
-        # The network may have switched on inference, autocast or no_grad around the layer.
+        # The network may have enabled inference mode, autocast or no_grad around the layer.
         with torch.inference_mode(False), torch.set_grad_enabled(learns), without_autocast(args[0].device):
             received, is_last = args[0].detach(), len(waiting[name]) + 1 == calls.counts[name]
             if received.is_inference() or not is_last:
@@ -380,10 +384,10 @@ def visit_layers(
             if not is_last:
                 return
             listed, module = waiting.pop(name), modules[name]
-            held = None if hold is None else hold.back(name, module, listed)
+            check = None if assignment is None else assignment.find(name, module, listed)
             try:
-                block = visit(by_name[name], module, Seen(_join(module, listed), boxes.get(name), held))
-            except Exception as error:  # no handler inside the network shall catch it
+                block = visit(by_name[name], module, LayerInputs(_join(module, listed), boxes.get(name), check))
+            except Exception as error:  # raised as _Halt, so that the network does not catch it
                 failures.append(error)
                 raise _Halt from error
             if block is not None:
@@ -392,10 +396,7 @@ def visit_layers(
     def replace(name: str) -> None:
         nonlocal network
         if name in made and name not in waiting:
-            carry_hooks(modules[name], made[name])
-            carry_sizes(modules[name], made[name])
-            for place in by_name[name].names:
-                network = swap(network, place, made[name])
+            network = replace_layer(network, by_name[name].names, made[name])
             del made[name], modules[name]
 
     root = network
@@ -408,30 +409,30 @@ def visit_layers(
 
 
 class _Halt(BaseException):
-    """Ends a pass of the network from inside."""
+    """Stops a forward pass of the network."""
 
 
 @contextlib.contextmanager
 def _pre_hooks(
     modules: Mapping[str, nn.Module],
-    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+    record: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
     *,
     after: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Calls `note` with (name, arguments) before every call of these modules, and `after` with the name after it."""
+    """Calls `record` with (name, args, kwargs) before each call of a module, and `after` with the name after it."""
     hooks = []
     for name, module in modules.items():
 
         def before(_: nn.Module, args: Any, named: Any, name: str = name) -> None:
-            note(name, args, named)
+            record(name, args, named)
 
-        def behind(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
+        def call_after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
             assert after is not None
             after(name)
 
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if after is not None:
-            hooks.append(module.register_forward_hook(behind))
+            hooks.append(module.register_forward_hook(call_after))
     try:
         yield
     finally:
@@ -444,20 +445,20 @@ def _boxes(network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Te
         raise ValueRangeError(f"a box needs a network with one input; got {len(inputs)}. Leave box out.")
     if bool(is_outside(inputs[0], box).any()):
         raise ValueRangeError(
-            "certified ranges need a box that holds the calibration batch; got inputs outside. Widen the box, or pass "
-            "inputs from inside it."
+            "certified ranges need a box that contains the calibration batch; got inputs outside. Widen the box, or "
+            "pass inputs inside it."
         )
     return propagate(network, [layer.name for layer in layers], box)
 
 
 def count_samples(inputs: tuple[Tensor, ...]) -> int:
-    """Distinct samples of a batch: those that differ in at least one input."""
+    """Number of distinct samples of a batch."""
     return _distinct(inputs).n_distinct
 
 
 @dataclass(frozen=True)
 class _Distinct:
-    """Every sample's number among the distinct ones."""
+    """The index of every sample among the distinct ones."""
 
     numbers: Tensor
     n_distinct: int
@@ -476,8 +477,8 @@ def _distinct(inputs: tuple[Tensor, ...]) -> _Distinct:
     return _Distinct(torch.tensor(numbers, device=inputs[0].device), len(found))
 
 
-class _Holding:
-    """Assigns what layers receive to samples, with the help of one sample that is passed alone and held."""
+class _SampleAssignment:
+    """Assigns the rows of layer inputs to samples, by comparison with a pass of one sample."""
 
     def __init__(self, network: nn.Module, layers: tuple[TargetLayer, ...], inputs: tuple[Tensor, ...]) -> None:
         self.distinct, self.n_samples = _distinct(inputs), len(inputs[0]) if inputs[0].ndim else 1
@@ -486,17 +487,17 @@ class _Holding:
             return
         last = tuple(x[-1:] if x.ndim and len(x) == self.n_samples else x for x in inputs)
 
-        def keep(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
+        def store(name: str, args: tuple[Tensor, ...], _: dict[str, Any]) -> None:
             self.alone.setdefault(name, []).append(args[0].detach().clone())
 
         try:
-            with _pre_hooks({layer.name: network.get_submodule(layer.name) for layer in layers}, keep):
+            with _pre_hooks({layer.name: network.get_submodule(layer.name) for layer in layers}, store):
                 run(network, last)
-        except OnlynormError:  # the first axis is not that of the samples
+        except OnlynormError:  # the first axis is not the batch axis
             self.alone = {}
 
-    def back(self, name: str, layer: nn.Module, calls: list[Tensor]) -> HeldBack | None:
-        """The leave-one-out check of a layer, if its rows can be assigned to samples."""
+    def find(self, name: str, layer: nn.Module, calls: list[Tensor]) -> LeaveOneOut | None:
+        """The leave-one-out check of a layer; None if its rows cannot be assigned to samples."""
         singles = self.alone.pop(name, [])
         if len(singles) != len(calls):
             return None
@@ -504,24 +505,24 @@ class _Holding:
         known = [row for row in rows if row is not None]
         if len(known) < len(rows):
             return None
-        return HeldBack(self.distinct.numbers[torch.cat(known)], self.distinct.n_distinct)
+        return LeaveOneOut(self.distinct.numbers[torch.cat(known)], self.distinct.n_distinct)
 
 
 def _sample_of_rows(layer: nn.Module, batch: Tensor, alone: Tensor, n_samples: int) -> Tensor | None:
-    """The sample of each row of one call, or None where the rows of the last sample are not found in the batch."""
+    """The sample of each row of one call; None if the rows of the last sample are not found in the batch."""
     if batch.ndim != alone.ndim:
         return None
     axes = range(batch.ndim - 1)
     if isinstance(layer, CONVOLUTIONS):
         axes = range(1 if batch.ndim == layer.weight.ndim else 0)
-    room = CLOSE * float(alone.abs().max())
+    tolerance = CLOSE * float(alone.abs().max())
     for axis in axes:
         size = alone.shape[axis]
         if batch.shape[axis] != n_samples * size or not alone.numel():
             continue
         for sizes, part in (((n_samples, size), axis), ((size, n_samples), axis + 1)):
             rows = batch.unflatten(axis, sizes).select(part, n_samples - 1)
-            if rows.shape == alone.shape and torch.allclose(rows, alone, rtol=CLOSE, atol=room):
+            if rows.shape == alone.shape and torch.allclose(rows, alone, rtol=CLOSE, atol=tolerance):
                 along = torch.arange(n_samples, device=batch.device)
                 along = along.repeat_interleave(size) if part == axis else along.repeat(size)
                 if isinstance(layer, CONVOLUTIONS):
@@ -540,20 +541,20 @@ def _join(layer: nn.Module, calls: list[Tensor]) -> Tensor:
     axes = layer.weight.ndim - 2
     batches = [call if call.ndim == axes + 2 else call[None] for call in calls]
     largest = [max(batch.shape[2 + axis] for batch in batches) for axis in range(axes)]
-    # Smaller images get zeros behind them: the features then see everything they see in either call, and some zeros.
+    # Smaller images are padded with zeros: this only adds zeros to the inputs of the features.
     padded = []
     for batch in batches:
         missing = [most - size for most, size in zip(largest, batch.shape[2:], strict=True)]
-        padded.append(functional.pad(batch, [n for behind in reversed(missing) for n in (0, behind)]))
+        padded.append(functional.pad(batch, [n for size in reversed(missing) for n in (0, size)]))
     return torch.cat(padded)
 
 
 def is_outside(inputs: Tensor, box: Box) -> Tensor:
-    """Per sample: whether any of its numbers lies outside the box."""
+    """Per sample: whether any of its values is outside the box."""
     if inputs.shape[1:] != box.low.shape or box.high.shape != box.low.shape:
         raise ShapeError(
             f"a box needs the shape of one sample, {tuple(inputs.shape[1:])}; got {tuple(box.low.shape)} and "
-            f"{tuple(box.high.shape)}. Pass Box(low, high) without the axis of the samples."
+            f"{tuple(box.high.shape)}. Pass Box(low, high) without the batch axis."
         )
     low, high = (bound.to(inputs.device, inputs.dtype) for bound in (box.low, box.high))
     return ((inputs < low) | (inputs > high)).reshape(len(inputs), -1).any(1)

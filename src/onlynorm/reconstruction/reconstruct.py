@@ -1,8 +1,8 @@
-"""`reconstruct`: a trained network -> the same function from frozen random layers whose norms were chosen.
+"""`reconstruct`: rebuilds a trained network from frozen random layers by choosing their norms.
 
-Each Linear and Conv layer is swapped in place for a block with the same signature; everything between them stays. The
-work is done on a copy in float64; the target is not touched unless `in_place`, and then only when all is done. Layers
-are rebuilt one by one while the calibration batch passes through the copy, each when its input has come.
+Each Linear and Conv layer is replaced by a block with the same signature; all other modules are unchanged. The work is
+done on a float64 copy; with `in_place` the target is changed at the end. Layers are rebuilt one by one during a forward
+pass of the calibration batch, each when all its inputs are known.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
-from onlynorm.frozen import NormOnlyLayer
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.frozen.form import Block, FrozenLayer, find_blocks, find_frozen
-from onlynorm.intervals.tensor import Box
 from onlynorm.memory import aligned, release_free_memory
 from onlynorm.modules import without_autocast
-from onlynorm.modules.fold import find_pairs, fold_pairs, same_pairs
+from onlynorm.modules.fold import cast_network, find_pairs, fold_pairs, same_pairs
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer, find_layers, need_open
 from onlynorm.modules.norms import NORMS, folded_places
 from onlynorm.modules.validate import need_batch, need_evaluation
@@ -49,85 +47,94 @@ from onlynorm.modules.walk import (
     run,
     swap,
 )
-from onlynorm.reconstruction.constructions.base import Construction, Recipe, make_recipe
+from onlynorm.reconstruction.constructions import find_builder
+from onlynorm.reconstruction.constructions.options import Construction, Ranges, Settings, Wide
 from onlynorm.reconstruction.plan import need_room
-from onlynorm.reconstruction.ranges import Calls, Seen, count_samples, default_margin, visit_layers
+from onlynorm.reconstruction.ranges import Calls, LayerInputs, count_samples, default_margin, visit_layers
 from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruction, as_network
 from onlynorm.reconstruction.resume import Partial, fingerprint
 from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
-from onlynorm.storage import claiming, tensors_digest
-from onlynorm.validate import need_callable, need_flag, need_instance, need_number, need_path
+from onlynorm.storage import claiming
+from onlynorm.validate import need_callable, need_flag, need_number, need_path
 
-Step = Callable[[str, int, float], None]
-"""Called with (layer, iterations so far, relative residual); once with 0 iterations for a layer that was resumed."""
+OnLayerStep = Callable[[str, int, float], None]
+"""Called with (layer, iterations so far, relative residual); once with 0 iterations for a resumed layer."""
 N_MEASURED = 4
 """Samples on which errors are measured: a forward pass of blocks costs as much as hundreds of the target's."""
 NOTICEABLE = 0.01
-"""Relative difference of the network's output, in its own precision, from which on it is looked for a cause."""
+"""Relative difference of the network's output, in its own precision, above which a warning is issued."""
 AMPLIFIED = 1000.0
-"""Growth of the errors of single layers on their way to the output that surprises nobody."""
+"""Usual amplification of the errors of single layers up to the output."""
 
 
 @claiming("partial")
 def reconstruct(
-    network: nn.Module | Reconstruction,
-    *,
+    model: nn.Module | Reconstruction,
     inputs: Inputs | NDArray[Any],
+    construction: Construction | None = None,
+    *,
+    seed: int = 0,
+    ranges: Ranges | None = None,
+    tolerance: float | None = None,
     error: float | None = None,
-    box: Box | None = None,
+    storage: str = "dense",
     fold_norms: bool = False,
     partial: Path | str | None = None,
     strict: bool = False,
     in_place: bool = False,
-    step: Step | None = None,
-    **choices: Any,
+    on_step: OnLayerStep | None = None,
 ) -> Reconstruction:
-    """The network rebuilt from frozen random features; `inputs` is a batch that calibrates ranges and statistics.
+    """The model rebuilt from frozen random features, with ranges and statistics calibrated on `inputs`.
 
-    `choices` are the fields of a `Recipe`: `features`, `excess`, `seed`, `activation`, `construction` and so on. The
-    result has the precision of the target and is in evaluation mode. The target itself is rebuilt only if `in_place`.
-    It is a function of the target, the inputs and the options: equal calls on one machine give equal bits.
+    The network has the dtype of the model and is in evaluation mode. The model is unchanged unless `in_place`. Equal
+    calls on the same machine give bit-identical networks.
 
-    Hooks on the calls of a layer go over to the block that takes its place; layers are calibrated on what their
-    pre-hooks return. Hooks on its state dict, which know the weights by name, do not. Layers whose weight is read
-    directly (by a hook, say, or by a tied decoder) stay as they are and are listed in `result.left`.
+    Forward hooks of a layer are moved to its block, and the layer is calibrated on the inputs that its pre-hooks
+    return. State dict hooks are not moved. Layers whose weight is read directly (by a hook or a tied decoder) are
+    unchanged and listed in `result.left`.
 
-    - `inputs`: a batch, or a tuple of batches for a network that takes several.
-    - `error`: relative error of the network's output that must be reached in float64. Every layer gets an equal share,
-      which sets its solver tolerance and its window unless they are given, and is measured on a few samples.
-    - `box`: certifies the ranges for every input inside, by interval arithmetic, in place of the calibrated ones.
-    - `fold_norms`: batch norms that directly follow a layer become part of it first.
-    - `partial`: folder that keeps every finished layer; the same call resumes after the last one. It stays until
-      `save(result, path)` has written the whole.
+    - `inputs`: a batch, or a tuple of batches for a model with several inputs.
+    - `construction`: how layers are rebuilt and from which features: `Wide(...)` (the default), `LowRank(...)`,
+      `Residual(...)`, `Deep(...)` or `Multilayer(...)`.
+    - `seed`: seed of the frozen weights.
+    - `ranges`: the input ranges for which norms are set, by default `Ranges(window=1e-10)`.
+    - `tolerance`: maximum residual of every layer; raises if it is not reached. None aims at 1e-10 and warns.
+    - `error`: maximum relative error of the network's output in float64, measured on a few samples. It is divided
+      equally among the layers and sets their solver tolerance and window unless these are given.
+    - `storage`: "dense" stores the frozen weights, "seed" draws them again in chunks on every forward pass.
+    - `fold_norms`: whether batch norms that directly follow a layer are folded into it first.
+    - `partial`: folder for finished layers, from which the same call resumes. It is deleted by `save(result, path)`.
+    - `strict`: whether to raise if a layer cannot be rebuilt, instead of leaving it unchanged.
+    - `on_step`: called with (layer, iterations so far, relative residual).
 
-    A layer that ends above its tolerance of 1e-10 is listed in `result.warnings`, with its residual. An
-    `AccuracyWarning` says so too, unless the recipe asks for an approximation (`excess` below 1, a `rank`, or a
-    `density` of structured features). A `tolerance` that was given and is missed raises. An `AccuracyWarning` also says
-    where the rebuilt network fails, or differs, on a calibration sample although its layers do not.
+    A layer with a residual above 1e-10 is listed in `result.warnings`. An `AccuracyWarning` is also issued, unless the
+    options request an approximation (`excess` below 1, a `rank`, or a `density` of structured features). An
+    `AccuracyWarning` is also issued if the rebuilt network fails, or differs, on a calibration sample although its
+    layers do not.
 
     Theory: giannou2023:thm-1, burkholz2024:thm-2.3, burkholz2024:composition
     """
-    recipe, construction = make_recipe(**choices)
-    network = as_network("a reconstruction", network)
+    construction = Wide() if construction is None else construction
+    find_builder(construction)  # validates the construction first
+    settings = Settings(seed=seed, tolerance=tolerance, storage=storage, ranges=Ranges() if ranges is None else ranges)
+    model = as_network("a reconstruction", model)
     inputs = as_inputs("calibration", inputs)
     for name, flag in (("fold_norms", fold_norms), ("strict", strict), ("in_place", in_place)):
         need_flag(name, flag)
-    if box is not None:
-        need_instance("box", box, Box, cure="Pass Box(low, high).")
-    if step is not None:
-        need_callable("step", step, cure="It is called with (layer, iterations so far, relative residual).")
-    _need_ready(network, inputs, in_place)
+    if on_step is not None:
+        need_callable("on_step", on_step, cure="It is called with (layer, iterations so far, relative residual).")
+    _need_ready(model, inputs, in_place)
     folder = None if partial is None else need_path("partial", partial)
     with without_autocast(inputs[0].device):
         result = _reconstruct(
-            network, inputs, recipe, construction, choices, error=error, box=box, fold_norms=fold_norms,
-            partial=folder, strict=strict, in_place=in_place, step=step,
+            model, inputs, construction, settings, error=error, fold_norms=fold_norms, partial=folder, strict=strict,
+            in_place=in_place, on_step=on_step,
         )  # fmt: skip
     short = [f"{layer.name!r}: {layer.shortfall}" for layer in result.layers if layer.shortfall]
     if short and not result.is_approximate:
         warnings.warn(
             f"reconstruct needs a residual of at most {DEFAULT_TOLERANCE:.0e} in every layer; {len(short)} of "
-            f"{len(result.layers)} fell short. {'. '.join(short[:3])}. Pass tolerance= to have it refused.",
+            f"{len(result.layers)} fell short. {'. '.join(short[:3])}. Pass tolerance= to raise an error instead.",
             AccuracyWarning,
             stacklevel=3,
         )
@@ -137,26 +144,24 @@ def reconstruct(
 
 
 def _reconstruct(
-    network: nn.Module,
+    model: nn.Module,
     inputs: tuple[Tensor, ...],
-    recipe: Recipe,
     construction: Construction,
-    choices: dict[str, Any],
+    settings: Settings,
     *,
     error: float | None,
-    box: Box | None,
     fold_norms: bool,
     partial: Path | None,
     strict: bool,
     in_place: bool,
-    step: Step | None,
+    on_step: OnLayerStep | None,
 ) -> Reconstruction:
     given = tuple(aligned(x) for x in cast(inputs, torch.float64))
-    rebuilt = set_fast_paths(copy_network(network).double().eval(), calibrating=True)
+    rebuilt = set_fast_paths(copy_network(model).double().eval(), calibrating=True)
     few = given if error is None else accepted_samples(rebuilt, given, N_MEASURED)
     calls = Calls()
     found = find_layers(rebuilt, strict=strict, call=lambda: calls.count(rebuilt, given))
-    need_room(found.layers, recipe, construction)
+    need_room(found.layers, construction, settings)
     folded: tuple[str, ...] = ()
     if fold_norms:
         places = {name for target in found.layers for name in target.names}
@@ -165,81 +170,88 @@ def _reconstruct(
         rebuilt, folded = fold_pairs(rebuilt, pairs), tuple(norm for _, norm in pairs)
         found = dataclasses.replace(found, layers=_with_biases(rebuilt, found.layers))
     share = None if error is None else _need_positive(error) / len(found.layers)
-    recipe = _with_share(recipe, share, choices)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision or str(precision(network)).removeprefix("torch."))
-    kept = None
+    settings = _resolve(settings, share, precision(model))
+    saved = None
     if partial is not None:
-        bounds = None if box is None else tensors_digest({"low": box.low, "high": box.high})
-        ways = {"error": error, "fold_norms": fold_norms, "box": bounds}
-        kept = Partial(partial, fingerprint(recipe, network, inputs, **ways))
+        run_of = fingerprint(construction, settings, model, inputs, error=error, fold_norms=fold_norms)
+        saved = Partial(partial, run_of)
     wanted = [] if error is None else _need_tensors(outputs_of(run(rebuilt, few)))
-    sample = accepted_samples(network, cast(inputs, precision(network)), 1)
-    same = outputs_of(run(network, sample))
+    sample = accepted_samples(model, cast(inputs, precision(model)), 1)
+    same = outputs_of(run(model, sample))
     release_free_memory()
-    is_calibrated = box is None and not isinstance(recipe.activation, nn.Identity | None)
-    working = dataclasses.replace(recipe, activation=_copy_activation(recipe, given[0].device))
+    box = settings.ranges.box
+    is_calibrated = box is None and not isinstance(construction.activation, nn.Identity | None)
+    working = dataclasses.replace(construction, activation=_copy_activation(construction, given[0].device))
     numbers = {target.name: number for number, target in enumerate(found.layers)}
     finished: dict[int, LayerResult] = {}
 
-    def visit(target: TargetLayer, layer: nn.Module, seen: Seen) -> Block:
-        release_free_memory()  # what earlier work freed would else stay resident beside this layer's
+    def visit(target: TargetLayer, layer: nn.Module, received: LayerInputs) -> Block:
+        release_free_memory()  # returns the memory of earlier layers to the system
         number = numbers[target.name]
-        resumed = None if kept is None else kept.find(number, target, layer, working)
+        resumed = None
+        if saved is not None:
+            resumed = saved.load(number, target, layer, storage=settings.storage, activation=working.activation)
         if resumed is None:
-            block, result = _rebuild(target, layer, seen, working, construction, step)
-            if kept is not None:
-                kept.keep(number, target, block, dataclasses.asdict(result))
+            block, result = _rebuild(target, layer, received, working, settings, on_step)
+            if saved is not None:
+                saved.save(number, target, block, dataclasses.asdict(result))
         else:
             block, result = resumed[0].to(given[0].device), LayerResult.from_dict(resumed[1])
-            if step is not None:
-                step(target.name, 0, result.residual)
+            if on_step is not None:
+                on_step(target.name, 0, result.residual)
         _need_share(result, share)
         finished[number] = result
         return block
 
-    rebuilt = visit_layers(rebuilt, found.layers, given, box, visit=visit, calls=calls, hold_back=is_calibrated)
+    rebuilt = visit_layers(
+        rebuilt, found.layers, given, box, visit=visit, calls=calls, with_leave_one_out=is_calibrated
+    )
     results = [finished[number] for number in range(len(found.layers))]
     reached = None
     if error is not None:
         reached = relative_difference(outputs_of(run(rebuilt, few)), wanted, scale=list(few))
         _need_reached(reached, error)
-    rebuilt = set_fast_paths(rebuilt.to(precision(network)).eval())
+    rebuilt = set_fast_paths(cast_network(rebuilt, precision(model)).eval())
     if in_place:
         for name, block in find_blocks(rebuilt).items():
-            carry_hooks(network.get_submodule(name), block)
+            carry_hooks(model.get_submodule(name), block)
         for name in (*find_blocks(rebuilt), *folded_places(rebuilt)):
-            swap(network, name, rebuilt.get_submodule(name))
-        rebuilt = set_fast_paths(network.eval())
+            swap(model, name, rebuilt.get_submodule(name))
+        rebuilt = set_fast_paths(model.eval())
     mismatch = _mismatch(rebuilt, sample, same, results)
-    folder = None if kept is None else kept.folder
-    checked = _calibration(results, given, recipe) if is_calibrated else None
-    return Reconstruction(rebuilt, tuple(results), found.left, recipe, folded, reached, folder, checked, mismatch)
+    folder = None if saved is None else saved.folder
+    checked = None
+    if is_calibrated:
+        checked = Calibration.of(results, n_samples=count_samples(given), margin=_margin(construction, settings))
+    return Reconstruction(
+        rebuilt, tuple(results), found.left, construction, settings, folded, reached, folder, checked, mismatch
+    )
 
 
 def _mismatch(network: nn.Module, sample: tuple[Tensor, ...], wanted: list[Tensor], layers: list[LayerResult]) -> str:
-    """What differs between the outputs of target and network although it does in no layer; empty if nothing does."""
+    """A warning if the outputs of target and network differ although those of the layers do not; else empty."""
     cure = (
-        "Look for hooks and other code that test for nn.Linear or nn.Conv2d or read attributes of such layers, and for "
-        "values beyond the range of the precision."
+        "Check for hooks and other code that test for nn.Linear or nn.Conv2d or read attributes of such layers, and "
+        "for values outside the range of the precision."
     )
     try:
         made = outputs_of(run(network, sample))
         difference = relative_difference(made, wanted, scale=list(sample))
-    except Exception as error:  # whatever code of the target raises where it finds a block
+    except Exception as error:  # code of the target may raise any error for a block
         return f"the rebuilt network fails on a calibration sample with {type(error).__name__}: {error}. {cure}"
     explained = AMPLIFIED * max(layer.error for layer in layers)
     if difference <= max(NOTICEABLE, explained):
         return ""
     return (
-        f"the output differs by {difference:.1e} of its size from the target's on a calibration sample, though that of "
-        f"no layer differs by more than {explained / AMPLIFIED:.1e}. {cure}"
+        f"the output differs by {difference:.1e} (relative) from the target's on a calibration sample, but that of no "
+        f"layer by more than {explained / AMPLIFIED:.1e}. {cure}"
     )
 
 
 def collapse(network: nn.Module | Reconstruction) -> nn.Module:
-    """A copy in which every frozen layer is an ordinary one again, with the weights that its norms encode.
+    """A copy in which every frozen layer is replaced by the Linear or Conv layer with its effective weight.
 
-    Norm-only layers that share their gammas become layers that share their weight.
+    Norm-only layers with tied gammas become layers with tied weights.
     """
     plain = copy_network(as_network("collapse", network))
     made: dict[FrozenLayer, nn.Module] = {}
@@ -248,79 +260,88 @@ def collapse(network: nn.Module | Reconstruction) -> nn.Module:
         if layer not in made:
             made[layer] = layer.to_plain()
             carry_hooks(layer, made[layer])
-            if isinstance(layer, NormOnlyLayer):
-                for own, place in ((layer.gamma, "weight"), (layer.beta, "bias")):
-                    if own is not None:
-                        setattr(made[layer], place, tied.setdefault(own, made[layer].get_parameter(place)))
+            for place, own in layer.plain_parameters().items():
+                setattr(made[layer], place, tied.setdefault(own, made[layer].get_parameter(place)))
         plain = swap(plain, name, made[layer])
     return set_fast_paths(plain)
 
 
 def _with_biases(network: nn.Module, layers: tuple[TargetLayer, ...]) -> tuple[TargetLayer, ...]:
-    """The layers as they are after norms were folded into some of them, which gave those a bias."""
+    """The layers with `has_bias` updated after norms were folded into some of them."""
     has_bias = (network.get_submodule(layer.name).bias is not None for layer in layers)
     return tuple(dataclasses.replace(layer, has_bias=bias) for layer, bias in zip(layers, has_bias, strict=True))
 
 
 def _rebuild(
-    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, construction: Construction, step: Step | None
+    target: TargetLayer,
+    layer: nn.Module,
+    received: LayerInputs,
+    construction: Construction,
+    settings: Settings,
+    on_step: OnLayerStep | None,
 ) -> tuple[Block, LayerResult]:
     """The block of one layer, and its evidence; errors name the layer."""
 
-    def say(iterations: int, residual: float) -> None:
-        assert step is not None
-        step(target.name, iterations, residual)
+    def report(iterations: int, residual: float) -> None:
+        assert on_step is not None
+        on_step(target.name, iterations, residual)
 
     try:
-        made = construction.build(target, layer, seen, recipe, None if step is None else say)
+        build = find_builder(construction).build
+        made = build(target, layer, received, construction, settings, None if on_step is None else report)
     except UnknownNameError:
         raise
     except OnlynormError as why:
         if repr(target.name) in str(why):
             raise
         raise type(why)(f"layer {target.name!r}: {why}") from why
-    is_batch = seen.inputs.ndim >= len(target.shape)
-    few = seen.inputs[:N_MEASURED] if is_batch else seen.inputs
+    is_batch = received.inputs.ndim >= len(target.shape)
+    few = received.inputs[:N_MEASURED] if is_batch else received.inputs
     release_free_memory()
     with torch.no_grad():
-        # Without the layer's hooks: what it received has been through them already.
+        # Without the hooks of the layer, which are already applied to its inputs.
         measured = relative_difference([made.block(few)], [layer.forward(few)], scale=[few])
     result = LayerResult(
         target.name, target.shape, made.block.n_features, made.method, made.residual, made.window_error, made.seconds,
-        made.shortfall, measured, *_outside(seen, recipe),
+        made.shortfall, measured, *_outside(received, construction, settings),
     )  # fmt: skip
     return made.block, result
 
 
-def _outside(seen: Seen, recipe: Recipe) -> tuple[tuple[int, ...] | None, float]:
-    """The calibration samples that leave the ranges of the others, and the margin that would hold them."""
-    if seen.held_back is None:
+def _outside(
+    received: LayerInputs, construction: Construction, settings: Settings
+) -> tuple[tuple[int, ...] | None, float]:
+    """The calibration samples outside the ranges of the others, and the margin that would include them."""
+    if received.leave_one_out is None:
         return None, 0.0
-    return seen.held_back.outside(_margin(recipe)), float(seen.held_back.needed.max())
+    return received.leave_one_out.outside(_margin(construction, settings)), float(received.leave_one_out.needed.max())
 
 
-def _margin(recipe: Recipe) -> float:
-    assert recipe.activation is not None
-    return default_margin(recipe.activation) if recipe.margin is None else recipe.margin
+def _margin(construction: Construction, settings: Settings) -> float:
+    assert construction.activation is not None
+    margin = settings.ranges.margin
+    return default_margin(construction.activation) if margin is None else margin
 
 
-def _calibration(results: list[LayerResult], inputs: tuple[Tensor, ...], recipe: Recipe) -> Calibration:
-    return Calibration.of(results, n_samples=count_samples(inputs), margin=_margin(recipe))
-
-
-def _copy_activation(recipe: Recipe, device: torch.device) -> nn.Module | None:
-    """The activation that all blocks share: a copy, so that the caller's own is neither cast nor moved."""
-    if recipe.activation is None:
+def _copy_activation(construction: Construction, device: torch.device) -> nn.Module | None:
+    """A copy of the activation, shared by all blocks, so that the original is not cast or moved."""
+    if construction.activation is None:
         return None
-    return copy.deepcopy(recipe.activation).to(device, torch.float64)
+    return copy.deepcopy(construction.activation).to(device, torch.float64)
 
 
-def _with_share(recipe: Recipe, share: float | None, choices: dict[str, Any]) -> Recipe:
-    """The recipe for a share of the error: a quarter of it to the solver, one to the window, half to rounding."""
-    if share is None:
-        return recipe
-    tolerance, window = (choices.get(name) or share / 4 for name in ("tolerance", "window"))
-    return dataclasses.replace(recipe, tolerance=tolerance, window=window)
+def _resolve(settings: Settings, share: float | None, dtype: torch.dtype) -> Settings:
+    """The settings with defaults filled in: window, precision, and tolerances from the share of the error.
+
+    A quarter of the share is for the solver, a quarter for the window, and half for rounding.
+    """
+    tolerance, window = settings.tolerance, settings.window
+    if share is not None:
+        tolerance, window = tolerance or share / 4, settings.ranges.window or share / 4
+    own = settings.ranges.precision or str(dtype).removeprefix("torch.")
+    return dataclasses.replace(
+        settings, tolerance=tolerance, ranges=dataclasses.replace(settings.ranges, window=window, precision=own)
+    )
 
 
 def _need_positive(error: float) -> float:
@@ -339,8 +360,8 @@ def _need_share(result: LayerResult, share: float | None) -> None:
         raise ToleranceError(
             f"layer {result.name!r} needs an output error of at most {share:.1e}, its share of the error; measured "
             f"{result.error:.1e} on the calibration batch, with a residual of {result.residual:.1e} and a window error "
-            f"of {result.window_error:.1e}. Ask for a larger error, pass a smaller window, or take an activation that "
-            "is a line on a half-axis (ReLU)."
+            f"of {result.window_error:.1e}. Pass a larger error, a smaller window in Ranges, or an activation that is "
+            "linear on a half-axis (ReLU)."
         )
 
 
@@ -348,39 +369,38 @@ def _need_reached(reached: float, error: float) -> None:
     if not reached <= error:
         raise ToleranceError(
             f"the network needs a relative output error of at most {error:.1e}; measured {reached:.1e} on the "
-            "calibration batch although every layer kept its share: the layers after amplify it. Ask for an error "
-            f"smaller by {reached / error:.1g} to give each layer less."
+            "calibration batch although every layer is within its share: later layers amplify the errors. Pass an "
+            f"error smaller by a factor of {reached / error:.1g}."
         )
 
 
-def _need_ready(network: nn.Module, inputs: Inputs, in_place: bool) -> None:
-    """Raises unless the target is a fixed function of finite real numbers that can be calibrated on the inputs."""
-    numbers = [p for p in network.parameters() if p.is_floating_point() or p.is_complex()]
-    need_open(network)
-    need_evaluation("a reconstruction", network)
-    dtypes = sorted({str(p.dtype) for p in numbers})
+def _need_ready(model: nn.Module, inputs: Inputs, in_place: bool) -> None:
+    """Raises unless the model is in evaluation mode, has finite real tensors, and can be called on the inputs."""
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    need_open(model)
+    need_evaluation("a reconstruction", model)
+    dtypes = sorted({str(p.dtype) for p in parameters})
     if dtypes not in (["torch.float32"], ["torch.float64"]):
-        cure = "Call network.float() first; the work is done in float64 anyway."
-        if not numbers:
-            cure = "Pass a network with layers."
-        elif any(p.is_complex() for p in numbers):
+        cure = "Call model.float() first; a reconstruction computes in float64."
+        if not parameters:
+            cure = "Pass a model with layers."
+        elif any(p.is_complex() for p in parameters):
             cure = "Write complex layers as real ones."
         raise ConversionError(
-            "a reconstruction needs a float32 or float64 network; got "
-            f"{' and '.join(dtypes) or 'no parameters'}. {cure}"
+            f"a reconstruction needs a float32 or float64 model; got {' and '.join(dtypes) or 'no parameters'}. {cure}"
         )
-    for place, module in network.named_modules():
-        # Buffers of other modules may well be infinite: masks of attention are.
+    for place, module in model.named_modules():
+        # Buffers of other modules may be infinite, such as attention masks.
         own = [*module.named_parameters(recurse=False), *(module.named_buffers() if isinstance(module, NORMS) else ())]
         for name, values in own:
             if not bool(torch.isfinite(values).all()):
                 raise ValueRangeError(
-                    f"a reconstruction needs finite numbers; got NaN or infinity in the {name} of {place!r}. Load a "
+                    f"a reconstruction needs finite tensors; got NaN or infinity in the {name} of {place!r}. Load a "
                     "checkpoint from before the training diverged."
                 )
-    need_batch("calibration", network, inputs)
-    if in_place and type(network) in LINEAR + CONVOLUTIONS:
+    need_batch("calibration", model, inputs)
+    if in_place and type(model) in LINEAR + CONVOLUTIONS:
         raise ConversionError(
-            f"in_place needs a network around its layers; got a single {type(network).__name__}, which cannot turn "
-            "into another module. Leave in_place out and take result.network."
+            f"in_place needs a model that contains its layers; got a single {type(model).__name__}, which cannot be "
+            "replaced in place. Leave in_place out and use result.network."
         )

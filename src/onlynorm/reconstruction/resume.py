@@ -1,14 +1,13 @@
-"""A reconstruction that may be interrupted: every finished layer is kept in a folder, one sealed file each.
+"""Resumable reconstructions: every finished layer is saved in a folder, in one sealed file each.
 
-A layer is written once, whole or not at all, so a run that is killed anywhere loses at most the layer it was at. Each
-file says of which run it is: the recipe, digests of the target and of the calibration batch, the versions. A run with
-other arguments is refused, never mixed in. The folder stays until `save` has put the finished network on the disk.
+Files are written atomically, so a killed run loses at most the current layer. Each file identifies its run by the
+options, digests of the target and of the calibration batch, and the versions; a run with other arguments raises. The
+folder is deleted after `save` has written the finished network.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,28 +19,33 @@ from onlynorm.errors import FormatError, StorageError
 from onlynorm.frozen.checkpoint import (
     count_hooks,
     describe_activation,
-    describe_block,
+    describe_layer,
     describe_structure,
-    make_block,
+    make_layer,
     parse_entry,
 )
 from onlynorm.frozen.form import Block
 from onlynorm.modules.layers import TargetLayer
-from onlynorm.reconstruction.constructions.base import Recipe
+from onlynorm.reconstruction.constructions.options import Construction, Settings
 from onlynorm.storage import claim, digest, from_plain, read_tensors, tensors_digest, to_plain, version, write_tensors
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had other options."""
 KIND = "layer of a partial reconstruction"
 
 
-def fingerprint(recipe: Recipe, target: nn.Module, inputs: tuple[Tensor, ...], **others: object) -> dict[str, Any]:
-    """What a run depends on, in JSON types: equal fingerprints, equal results on the same machine."""
-    fields = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
-    fields["activation"] = describe_activation(recipe.activation)
+def fingerprint(
+    construction: Construction, settings: Settings, model: nn.Module, inputs: tuple[Tensor, ...], **others: object
+) -> dict[str, Any]:
+    """Everything that a run depends on, in JSON types; equal fingerprints give equal results on the same machine."""
+    box = settings.ranges.box
+    fields = construction.as_dict() | settings.as_dict()
+    fields["activation"] = describe_activation(construction.activation)
+    fields["box"] = None if box is None else tensors_digest({"low": box.low, "high": box.high})
     plain: dict[str, Any] = to_plain(
         {
-            **fields, **others, "architecture": digest([describe_structure(target), count_hooks(target)]),
-            "target network": tensors_digest(target.state_dict()),
+            **fields, **others, "architecture": digest([describe_structure(model), count_hooks(model)]),
+            "target network": tensors_digest(model.state_dict()),
             "calibration batch": tensors_digest({str(i): x for i, x in enumerate(inputs)}),
             "onlynorm": version(), "torch": torch.__version__,
         }
@@ -50,7 +54,7 @@ def fingerprint(recipe: Recipe, target: nn.Module, inputs: tuple[Tensor, ...], *
 
 
 class Partial:
-    """The folder of one run: `keep` writes a finished layer, `find` reads it again, `remove` clears it away."""
+    """The folder of one run: `save` writes a finished layer, `load` reads it."""
 
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -58,30 +62,37 @@ class Partial:
         if folder.exists() and not folder.is_dir():
             raise StorageError(f"partial needs the path of a folder; {folder} is a file. Choose another path.")
 
-    def keep(self, number: int, target: TargetLayer, block: Block, evidence: Mapping[str, Any]) -> None:
-        """Writes the layer with this number."""
-        entry = describe_block(block, target.names)
+    def save(self, number: int, target: TargetLayer, block: Block, evidence: Mapping[str, Any]) -> None:
+        """Writes the layer with this index."""
+        entry, _ = describe_layer(block, target.names)
         document = {"run": self.run, "block": entry.as_dict(), "evidence": evidence}
         tensors = {name: value.detach().cpu().contiguous() for name, value in block.state_dict().items()}
         write_tensors(self._path(number), tensors, kind=KIND, format=FORMAT, document=document)
 
-    def find(
-        self, number: int, target: TargetLayer, layer: nn.Module, recipe: Recipe
+    def load(
+        self, number: int, target: TargetLayer, layer: nn.Module, *, storage: str, activation: nn.Module | None
     ) -> tuple[Block, dict[str, Any]] | None:
-        """Block and evidence of the layer with this number, if an earlier run of the same kind finished it."""
+        """Block and evidence of the layer with this index; None if it is not finished."""
         path = self._path(number)
         if not path.exists():
             return None
         cure = f"Delete the folder {self.folder} to start again."
         document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
+        if document["format"] != FORMAT:
+            raise FormatError(
+                f"resuming needs layers of format {FORMAT}; {path.name} has format {document['format']} of an earlier "
+                f"version. {cure}"
+            )
         run, evidence = document.get("run"), document.get("evidence")
         if not isinstance(run, dict) or not isinstance(evidence, dict):
-            raise FormatError(f"a {KIND} needs its run and its evidence; {path.name} lacks them. {cure}")
+            raise FormatError(f"a {KIND} needs its run and its evidence; {path.name} has none. {cure}")
         self._need_same(run, cure)
         entry = parse_entry(document.get("block"))
         if entry.places != target.names or evidence.get("shape") != list(target.shape):
             raise FormatError(f"{path.name} needs to hold {target.name!r}; it holds {entry.name!r}. {cure}")
-        return make_block(entry, tensors, layer=layer, storage=recipe.storage, activation=recipe.activation), evidence
+        block = make_layer(entry, tensors, layer=layer, storage=storage, activation=activation)
+        assert isinstance(block, Block)
+        return block, evidence
 
     def _need_same(self, run: dict[str, Any], cure: str) -> None:
         now = from_plain(self.run)
@@ -95,8 +106,8 @@ class Partial:
 
 
 def remove(folder: Path) -> None:
-    """Deletes what a partial reconstruction wrote, and the folder if nothing else is in it."""
-    with contextlib.suppress(OSError), claim(folder):  # a run that goes on there keeps its layers
+    """Deletes the files of a partial reconstruction, and the folder if it is then empty."""
+    with contextlib.suppress(OSError), claim(folder):  # nothing is deleted while a run uses the folder
         for path in (*folder.glob("layer-*.safetensors"), *folder.glob(".layer-*.safetensors.*.tmp")):
             path.unlink()
         folder.rmdir()

@@ -1,14 +1,14 @@
-"""`verify`: do two networks compute the same function, and is what is frozen really known by its seed?
+"""`verify`: compares the outputs of two networks, and checks that frozen weights are those of the seed.
 
-`compare`: `verify` in batches, and how often each of the two networks is right.
+`compare`: `verify` in batches, with the accuracies of both networks.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,29 +16,29 @@ from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import ShapeError
-from onlynorm.frozen import NormOnlyLayer
-from onlynorm.frozen.form import Block, find_frozen
+from onlynorm.frozen.form import FrozenLayer, find_frozen
 from onlynorm.frozen.maps import FrozenMap
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules.affine import Affine
 from onlynorm.modules.norms import NORMS
 from onlynorm.modules.validate import need_batch, need_evaluation
 from onlynorm.modules.walk import Inputs, as_inputs, cast, precision, run
-from onlynorm.reconstruction.ranges import is_outside, watching
+from onlynorm.reconstruction.ranges import count_outside, is_outside
 from onlynorm.reconstruction.result import Reconstruction, as_network
-from onlynorm.validate import need_callable, need_instance, need_integer, need_number
+from onlynorm.validate import Progress, need_instance, need_integer, need_number, need_progress
 
 
-@dataclass(frozen=True)
-class Verification:
-    """How far two networks differ on a batch, and where the numbers of the second come from.
+@dataclass(frozen=True, repr=False)
+class Verification(ShownResult):
+    """Differences between two networks on a batch, and the origin of the second network's tensors.
 
-    `outside` is the largest share of samples that left a block's range, `outside_box` the share that left the box (None
-    without one). `n_frozen` numbers come from the seed, `n_norm` stand in norms; `others` names the tensors of the
-    `n_other` that are neither. What a block keeps to watch its range takes no part in its function and is not counted.
-    `n_not_finite` samples have a NaN or an infinity in either output: they agree in nothing, and the errors are NaN or
-    infinite.
+    `outside` is the largest fraction of samples outside the range of a block, `outside_box` the fraction outside the
+    box (None without a box). `n_frozen` entries are drawn from the seed and `n_norm` are parameters of norms; `others`
+    names the other tensors, with `n_other` entries. The ranges of blocks are not counted. `n_not_finite` samples have
+    NaN or infinity in either output: they never agree, and the errors are NaN or infinite. `output_errors` are the
+    largest errors of each output, `sample_errors` the relative errors of each sample.
     """
 
     max_error: float
@@ -53,15 +53,61 @@ class Verification:
     others: tuple[str, ...] = ()
     outside_box: float | None = None
     n_not_finite: int = 0
+    output_errors: tuple[float, ...] = field(default=(), compare=False)
+    sample_errors: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def is_only_norms(self) -> bool:
-        """Whether the network is a seed and its norms, and nothing else."""
+        """Whether the network consists of frozen weights from the seed and norms only."""
         return self.is_reproducible and not self.others
 
     def is_same(self, tolerance: float) -> bool:
-        """Whether the outputs agree to this relative error."""
+        """Whether the relative error of the outputs is at most `tolerance`."""
         return self.relative_error <= need_number("tolerance", tolerance, low=0.0, cure="Try 1e-6.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields except the errors of single outputs and samples as JSON types."""
+        return {
+            **{
+                name: value
+                for name, value in super().as_dict().items()
+                if name not in ("output_errors", "sample_errors")
+            },
+            "is_only_norms": self.is_only_norms,
+        }
+
+    def plot(self) -> Figure:
+        """The error of every output, and the sorted errors of the samples."""
+        outputs = [(place, y) for place, y in enumerate(self.output_errors, start=1) if y > 0 and math.isfinite(y)]
+        samples = sorted(y for y in self.sample_errors if y > 0 and math.isfinite(y))
+        curves = []
+        if outputs:
+            places, errors = zip(*outputs, strict=True)
+            curves.append(Curve("", places, errors, "points", "outputs"))
+        if samples:
+            curves.append(Curve("", range(1, len(samples) + 1), samples, "line", "samples"))
+        return Figure(curves, (
+            Panel("outputs", "Largest error of every output", "output", "absolute error", y_log=True),
+            Panel("samples", "Samples by their error", "sample", "relative error", y_log=True),
+        ))  # fmt: skip
+
+    def view(self) -> View:
+        """The differences between the networks, and the origin of the tensors."""
+        is_known = self.is_reproducible and not self.n_not_finite
+        shares = {"outside the calibrated range": self.outside, "outside the certified box": self.outside_box}
+        return View(
+            "Verification of a network", f"relative error {self.relative_error:.1e}", "" if is_known else "bad",
+            [] if self.is_reproducible else ["Frozen tensors differ from what the seed gives."],
+            facts={
+                "samples": self.n_samples, "largest error": f"{self.max_error:.2e}",
+                "same prediction": f"{100 * self.agreement:.2f} %",
+                **{name: f"{100 * share:.2f} %" for name, share in shares.items() if share is not None},
+                "samples with NaN or infinity": self.n_not_finite,
+                "every frozen tensor comes from the seed": self.is_reproducible, "frozen entries": self.n_frozen,
+                "parameters of norms": self.n_norm, "other parameters": self.n_other,
+            },
+            tables={"Other tensors": Table(("tensor",), [(name,) for name in self.others])} if self.others else {},
+        )  # fmt: skip
 
     def __str__(self) -> str:
         frozen = "every frozen tensor comes from the seed" if self.is_reproducible else "FROZEN TENSORS DIFFER"
@@ -72,55 +118,59 @@ class Verification:
         return (
             f"{broken}{self.n_samples} samples: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}"
             f", same prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated "
-            f"range{box}; {frozen}: {self.n_frozen:,} numbers, {self.n_norm:,} in norms, {others}"
+            f"range{box}; {frozen}: {self.n_frozen:,} entries, {self.n_norm:,} in norms, {others}"
         )
 
 
 def verify(
-    target: nn.Module | Reconstruction,
+    model: nn.Module | Reconstruction,
     network: nn.Module | Reconstruction,
     inputs: Inputs | NDArray[Any],
     *,
     batch_size: int | None = None,
     box: Box | None = None,
-    step: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Verification:
-    """The differences between target and network on a batch, each run in its own precision.
+    """The differences between the outputs of model and network on a batch, each in its own precision.
 
-    `batch_size` bounds the memory: so many samples at a time. `box` is the one that certified the ranges: inputs
-    outside are counted. `step` is called with (samples done, samples in all).
+    `batch_size` is the number of samples per forward pass. `box` is the box of certified ranges; inputs outside it are
+    counted. `progress` is called with (samples done, total samples, message).
     """
-    target, network = as_network("verify", target), as_network("verify", network)
+    model, network = as_network("verify", model), as_network("verify", network)
     given = as_inputs("verify", inputs)
     if box is not None:
         need_instance("box", box, Box, cure="Pass Box(low, high).")
-    if step is not None:
-        need_callable("step", step, cure="It is called with (samples done, samples in all).")
-    for one in (target, network):
+    need_progress(progress)
+    for one in (model, network):
         need_evaluation("verify", one)
         need_batch("verify", one, given)
     rest_size = wanted_size = largest = 0.0
     n_same = n_samples = n_not_finite = 0
-    with watching(network) as outside:
+    by_output, by_sample = list[Tensor](), list[Tensor]()
+    with count_outside(network) as outside:
         for part in _parts(given, batch_size):
-            made, wanted = _outputs(network, target, part)
+            made, wanted = _outputs(network, model, part)
             rest = made - wanted
             rest_size = math.hypot(rest_size, float(torch.linalg.vector_norm(rest)))
             wanted_size = math.hypot(wanted_size, float(torch.linalg.vector_norm(wanted)))
+            by_output.append(rest.abs().amax(0).cpu())
+            sizes = torch.linalg.vector_norm(wanted, dim=1).clamp_min(1e-300)
+            by_sample.append((torch.linalg.vector_norm(rest, dim=1) / sizes).cpu())
             worst = float(rest.abs().max())
             largest = math.nan if math.isnan(worst + largest) else max(worst, largest)
             is_finite = (made.isfinite() & wanted.isfinite()).all(1)
             n_same += int(((made.argmax(1) == wanted.argmax(1)) & is_finite).sum())
             n_not_finite += int((~is_finite).sum())
             n_samples += len(made)
-            if step is not None:
-                step(min(n_samples, len(given[0])), len(given[0]))
-    n_frozen, n_norm, others = count_numbers(network)
+            if progress is not None:
+                done, total = min(n_samples, len(given[0])), len(given[0])
+                progress(done, total, f"{done} of {total} samples compared")
+    n_frozen, n_norm, others = count_entries(network)
     return Verification(
         max_error=largest,
         relative_error=rest_size / max(wanted_size, 1e-300) if math.isfinite(wanted_size) else math.nan,
         agreement=n_same / n_samples,
-        outside=outside.share,
+        outside=outside.fraction,
         is_reproducible=all(layer.is_reproducible() for layer in set(find_frozen(network).values())),
         n_samples=n_samples,
         n_frozen=n_frozen,
@@ -129,21 +179,23 @@ def verify(
         others=tuple(others),
         outside_box=None if box is None else float(is_outside(given[0], box).double().mean()),
         n_not_finite=n_not_finite,
+        output_errors=tuple(torch.stack(by_output).amax(0).tolist()) if len({*map(len, by_output)}) == 1 else (),
+        sample_errors=tuple(torch.cat(by_sample).tolist()),
     )
 
 
-def count_numbers(network: nn.Module) -> tuple[int, int, dict[str, int]]:
-    """(numbers from the seed, numbers in norms, size of every other tensor by name) of a network.
+def count_entries(network: nn.Module) -> tuple[int, int, dict[str, int]]:
+    """(entries drawn from the seed, entries in norms, size of every other tensor by name) of a network.
 
-    Tensors of whole numbers (counters, tables of positions) are not counted.
+    Integer tensors (counters, position indices) are not counted.
     """
     n_frozen = sum(layer.n_frozen for layer in set(find_frozen(network).values()))
     n_norm, others = 0, {}
     for place, module in network.named_modules():
-        # The buffers of a block are its frozen weights, which `is_reproducible` compares, and its range.
-        buffers = [] if isinstance(module, Block | FrozenMap) else [*module.named_buffers(recurse=False)]
+        # Buffers of frozen layers are ranges, and frozen tensors that `is_reproducible` compares.
+        buffers = [] if isinstance(module, FrozenLayer | FrozenMap) else [*module.named_buffers(recurse=False)]
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
-            if isinstance(module, (*NORMS, Affine, NormOnlyLayer)):
+            if isinstance(module, (*NORMS, Affine, FrozenLayer)):
                 n_norm += tensor.numel() * tensor.is_floating_point()
             elif tensor.is_floating_point() or tensor.is_complex():
                 others[f"{place}.{name}" if place else name] = tensor.numel()
@@ -164,9 +216,9 @@ def _parts(inputs: tuple[Tensor, ...], batch_size: int | None) -> Iterator[tuple
         yield tuple(x[start : start + batch_size] for x in inputs)
 
 
-def _outputs(network: nn.Module, target: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """What both return, as (samples, numbers) in float64."""
-    made, wanted = (run(one, cast(inputs, precision(one))) for one in (network, target))
+def _outputs(network: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The outputs of both, as (samples, entries) in float64."""
+    made, wanted = (run(one, cast(inputs, precision(one))) for one in (network, model))
     if not isinstance(made, Tensor) or not isinstance(wanted, Tensor) or made.shape != wanted.shape or not made.numel():
         raise ShapeError(
             "verify needs two networks that return one tensor of the same shape; got "
@@ -176,19 +228,19 @@ def _outputs(network: nn.Module, target: nn.Module, inputs: tuple[Tensor, ...]) 
     if made.is_complex() or wanted.is_complex():
         raise ShapeError(
             f"verify needs networks with real outputs; got {wanted.dtype} and {made.dtype}. Wrap them so that they "
-            "return real and imaginary parts apart: torch.view_as_real(output)."
+            "return torch.view_as_real(output)."
         )
     n_samples = len(made) if made.ndim else 1
     return made.double().reshape(n_samples, -1), wanted.double().reshape(n_samples, -1)
 
 
 BATCH = 50
-"""Samples in one pass: enough to keep a few cores busy, few enough that a bar moves."""
+"""Default number of samples per forward pass."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """How far two networks differ, and how often each of them is right; accuracies are None without labels."""
+class Comparison(Result):
+    """The verification of a network, and the accuracies of both networks (None without labels)."""
 
     check: Verification
     target_accuracy: float | None
@@ -196,9 +248,9 @@ class Comparison:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
+        """All results as JSON types."""
         own = {name: value for name, value in vars(self).items() if name != "check"}
-        return asdict(self.check) | own
+        return self.check.as_dict() | own
 
     def __str__(self) -> str:
         if self.target_accuracy is None or self.network_accuracy is None:
@@ -210,23 +262,23 @@ class Comparison:
 
 
 def compare(
-    target: nn.Module | Reconstruction,
+    model: nn.Module | Reconstruction,
     network: nn.Module | Reconstruction,
-    *,
     inputs: Tensor,
+    *,
     labels: Int[Tensor, " n_labels"] | None = None,
     batch_size: int = BATCH,
-    step: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
-    """The verification on all samples, and the accuracies of target and network where there are labels.
+    """The verification on all samples, and the accuracies of model and network if labels are given.
 
-    `step` is called with (samples done, samples in all).
+    `progress` is called with (samples done, total samples, message).
     """
     start = time.perf_counter()
-    target, network = as_network("compare", target), as_network("compare", network)
-    predictions: dict[nn.Module, list[Tensor]] = {target: [], network: []}
+    model, network = as_network("compare", model), as_network("compare", network)
+    predictions: dict[nn.Module, list[Tensor]] = {model: [], network: []}
 
-    def remember(module: nn.Module, _: object, output: object) -> None:
+    def record(module: nn.Module, _: object, output: object) -> None:
         if isinstance(output, Tensor):
             flat = output.flatten(1)
             found = flat.argmax(1).where(flat.isfinite().all(1), -1)  # NaN predicts no class
@@ -234,16 +286,16 @@ def compare(
 
     has_labels = labels is not None and len(labels) > 0
     if labels is not None and has_labels and len(labels) != len(inputs):
-        raise ShapeError(f"compare needs a label per sample, {len(inputs)}; got {len(labels)}. Cut both alike.")
-    hooks = [one.register_forward_hook(remember) for one in predictions] if has_labels else []
+        raise ShapeError(f"compare needs a label per sample, {len(inputs)}; got {len(labels)}. Slice both equally.")
+    hooks = [one.register_forward_hook(record) for one in predictions] if has_labels else []
     try:
-        check = verify(target, network, inputs, batch_size=batch_size, step=step)
+        check = verify(model, network, inputs, batch_size=batch_size, progress=progress)
     finally:
         for hook in hooks:
             hook.remove()
-    step_size = 2 if target is network else 1  # a network beside itself is called twice per batch
-    right = [_accuracy(found[::step_size], labels) for found in predictions.values()]
-    return Comparison(check, right[0], right[-1], time.perf_counter() - start)
+    step_size = 2 if model is network else 1  # the same network is called twice per batch
+    accuracies = [_accuracy(found[::step_size], labels) for found in predictions.values()]
+    return Comparison(check, accuracies[0], accuracies[-1], time.perf_counter() - start)
 
 
 def _accuracy(predictions: list[Tensor], labels: Tensor | None) -> float | None:

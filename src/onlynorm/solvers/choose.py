@@ -1,36 +1,38 @@
-"""Which method solves this system, why, and what it will cost: known before anything is computed.
+"""Selects the method for a system from its shape, with predicted time and memory.
 
-Every method gets a predicted condition number, time and memory from the shape alone; those that cannot reach the
-tolerance or do not fit into memory drop out with a reason, and the fastest of the rest is taken. An iteration has to be
-clearly faster, since it depends more on the features.
+Condition number, time and memory of each method are predicted from the shape alone. Methods that cannot reach the
+tolerance or do not fit into memory are excluded, with the reason. Of the others the fastest is selected; an iterative
+method must be faster by a margin, since its convergence depends on the features.
 
     choice = choose(32, 288, 11_520, memory=8e9)      # 32 outputs, 288 inputs, 11,520 features
     print(choice)                                     # krylov: fastest for 11520 features for 9216 equations ...
 
 The choice is a pure function of the sizes, the tolerance and the memory limit. Times are operations divided by the
-constant rates below, never measured: two methods round differently, so a choice that followed the speed or the load of
-the machine would make a result differ from run to run.
+constant rates below and are not measured: methods round differently, and a choice that depends on the load of the
+machine would make results irreproducible.
 
-| method | when it can | operations | memory besides the features |
+| method | requires | operations | additional memory |
 | --- | --- | --- | --- |
-| closed form | ID cond and Ortho cond features | two small products | none |
+| closed form | ID cond and Ortho cond features | two products, or fast transforms | none |
 | lu | as many features as equations | 2/3 N^3 | 5 N^2 bytes |
 | cholesky | kappa^2 eps small enough | c^2 (out + inp) + c^3 / 3, or N^2 c / 2 + N^3 / 3 | 10 min(N, c)^2 B |
 | krylov | iterations ~ kappa, within the limit | 4 N c per iteration | half of the features, in float32, or a block |
 | qr | any rank | 4 min(N, c)^2 max(N, c) | 20 N c bytes |
 | svd | any rank | 20 min(N, c)^2 max(N, c) | 32 N c bytes |
 
-Factorizations and iterations work in float32 where the predicted condition number allows it and take their residuals
-in float64.
+Factorizations and iterations run in float32 if the predicted condition number allows it; residuals are computed in
+float64.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 
+from onlynorm.display import Result
 from onlynorm.errors import MemoryLimitError
 from onlynorm.memory import readable, readable_need
 from onlynorm.solvers.operator import THIN, cached_features
@@ -40,33 +42,34 @@ from onlynorm.validate import need_choice, need_integer, need_number
 
 METHODS = ("lu", "cholesky", "krylov", "qr", "svd")
 MAX_ITERATIONS = 6000
-"""Beyond this many steps (kappa of about 500 at 1e-10) a factorization or a few more features are the better way."""
+"""Above this count (kappa of about 500 at 1e-10) a factorization or a larger excess is faster."""
 RATES = {torch.float32: 1e11, torch.float64: 5e10}
 """Operations per second of a matrix product on one nominal core (a multiply-add counts as two): 256-bit vectors at
 about 3 GHz. The choice depends on their ratio only, which is 2 wherever vectors hold both precisions."""
 BANDWIDTH, CACHED = 1.3e10, 16 * 2**20
-"""Bytes per second that are read from memory, and bytes of features that stay in the cache between two sweeps."""
+"""Memory bandwidth in bytes per second, and the size of features that stay in the cache between two sweeps."""
 ELEMENTS = 1e9
 """Elementwise operations per second."""
 CALL = 3e-5
-"""Seconds that a handful of calls take besides their arithmetic: one iteration, or one refinement."""
+"""Overhead in seconds of the calls in one iteration or one refinement."""
 EFFICIENCY = {"product": 0.9, "pairs": 0.7, "lu": 0.9, "cholesky": 0.75, "qr": 0.3, "svd": 0.1}
-"""The fraction of the nominal rate that each kind of work reaches."""
+"""Fraction of the nominal rate that each operation reaches."""
 REFINABLE = 0.1
 """kappa^2 eps up to which refinement with a Cholesky factor converges: it gains a factor of 1e3 or more at a tenth."""
 ROBUST = 1.35
-"""How many times faster an iteration has to be than a factorization, which minds small singular values less."""
-TINY = 100
+"""Required speedup of an iteration over a factorization, which is less sensitive to small singular values."""
+TINY = 150
 """Rows up to which a factor is computed in float64: refinements would take longer than float32 saves."""
 LARGE_COPY, HIDING = 16 * 2**20, 24
-"""Bytes of a float32 copy that is always kept, and outputs and inputs from which products hide a conversion."""
+"""Size in bytes up to which a float32 copy is always stored, and the number of outputs and inputs from which the cost
+of a conversion is small beside the products."""
 SMALL = 1200
-"""Equations up to which a singular value decomposition takes well under a second or two."""
+"""Equations up to which a singular value decomposition takes less than about a second."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """One method's prediction: can it, and at what price."""
+class Option(Result):
+    """Predicted time and memory of one method; `obstacle` is the reason if it cannot be used."""
 
     method: str
     seconds: float
@@ -76,8 +79,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The method for a system, the reason in words, and every option that was weighed."""
+class Choice(Result):
+    """The selected method, the reason, and the predictions for all methods."""
 
     method: str
     reason: str
@@ -94,7 +97,7 @@ class Choice:
         steps = f", about {o.iterations} iterations" if o.method == "krylov" else ""
         return (
             f"{self.method}: {self.reason} (predicted condition number {self.condition:.3g}{steps}, "
-            f"{o.seconds:.2g} s, {readable(o.memory)} beside the features)"
+            f"{o.seconds:.2g} s, {readable(o.memory)} in addition to the features)"
         )
 
 
@@ -109,32 +112,46 @@ def choose(
     condition: float | None = None,
     block: int | None = None,
 ) -> Choice:
-    """The fastest method that reaches the tolerance within `memory` bytes, with the reason.
+    """Selects the fastest method that reaches the tolerance within `memory` bytes.
 
         choose(32, 288, 11_520, memory=8e9).method    # "krylov": 32 outputs, 288 inputs, 11,520 features
 
-    `condition` replaces the prediction for dense random features where the caller knows better (`predict_features`).
-    `block` is the number of features made at a time where they come from their seed; Krylov then needs no copy of them.
+    `condition` is the condition number if it is known (`predict_features`); by default it is predicted for dense random
+    features. `block` is the block size of features that are regenerated from their seed; Krylov then stores no copy.
     """
     need_choice("method", method, ("auto", *METHODS))
     sizes = {"n_outputs": n_outputs, "n_inputs": n_inputs, "n_features": n_features}
     n_outputs, n_inputs, n_features = (
-        need_integer(name, size, low=1, high=2**62, cure="Count those of the layer.") for name, size in sizes.items()
+        need_integer(name, size, low=1, high=2**62, cure="Pass the sizes of the layer.") for name, size in sizes.items()
     )
     tolerance = need_tolerance(tolerance)
-    memory = int(need_number("memory", memory, low=0.0, cure="Pass the bytes that a method may use."))
+    memory = int(need_number("memory", memory, low=0.0, cure="Pass the memory limit in bytes."))
     if condition is not None:
-        condition = need_number("condition", condition, low=1.0, high=1e100, cure="Leave it out to predict it.")
+        condition = need_number("condition", condition, low=1.0, high=1e100, cure="Omit it to predict it.")
     if block is not None:
-        block = need_integer("block", block, low=1, cure="Leave it out where features are stored.")
+        block = need_integer("block", block, low=1, cure="Omit it if features are stored.")
+    return _choose(n_outputs, n_inputs, n_features, tolerance, memory, method, condition, block)
+
+
+@functools.lru_cache(maxsize=1024)  # many layers share a size, and solving a small one takes no longer than this
+def _choose(
+    n_outputs: int,
+    n_inputs: int,
+    n_features: int,
+    tolerance: float,
+    memory: int,
+    method: str,
+    condition: float | None,
+    block: int | None,
+) -> Choice:
     equations = n_outputs * n_inputs
     kappa = condition or predict_condition(n_outputs, n_inputs, n_features).condition
     options = _options(n_outputs, n_inputs, n_features, kappa, tolerance, memory, block)
     if method != "auto":
-        return Choice(method, "asked for", kappa, options)
+        return Choice(method, "requested", kappa, options)
     able = [o for o in options if not o.obstacle]
     if not able:
-        # Nothing is sure to reach the tolerance: take what fits into memory and report how far it gets.
+        # No method is predicted to reach the tolerance: use one that fits into memory and report its residual.
         able = [o for o in options if o.memory <= memory and o.method == "krylov"]
         if not able:
             least = min(
@@ -143,16 +160,16 @@ def choose(
             raise MemoryLimitError(
                 f"solving {equations} equations with {n_features} features needs at least "
                 f"{readable_need(least.memory)} ({least.method}); the limit is {readable(memory)}. "
-                "Raise memory, or take the features from their seed, in smaller blocks if they are: "
+                "Raise memory, or regenerate the features from their seed in small blocks: "
                 "KhatriRao.regenerating(features, block=...)."
             )
-        return Choice("krylov", f"no method is sure to reach {tolerance:.0e}; this one fits", kappa, options)
+        return Choice("krylov", f"no method is predicted to reach {tolerance:.0e}; this one fits", kappa, options)
     best = min(able, key=lambda o: o.seconds * (ROBUST if o.method == "krylov" else 1.0))
     return Choice(best.method, _reason(best, options, equations, n_features), kappa, options)
 
 
 def factor_dtype(condition: float, n: int) -> torch.dtype | None:
-    """The least precision in which a Cholesky factor of n rows refines quickly; None where not even float64 does."""
+    """The lowest precision in which refinement with a Cholesky factor of n rows converges; None if float64 fails."""
     for dtype in (torch.float32, torch.float64)[n <= TINY :]:
         if condition**2 * torch.finfo(dtype).eps < REFINABLE:
             return dtype
@@ -194,7 +211,7 @@ def _options(
     )  # fmt: skip
     count = predict_iterations(kappa, tolerance)
     room = krylov_memory(n_outputs, n_inputs, n_features)
-    if block is None and not keeps_copy(n_outputs, n_inputs, n_features):
+    if block is None and not stores_copy(n_outputs, n_inputs, n_features):
         converted = cached_features(n_features, 4 * (n_outputs + n_inputs))
         room = min(room, krylov_memory(n_outputs, n_inputs, n_features, block=converted))
     elif room > memory:
@@ -218,7 +235,7 @@ def _options(
 
 
 def sweep_seconds(n_outputs: int, n_inputs: int, n_features: int) -> float:
-    """Seconds of one product with M M^T in float32. With few outputs or inputs it waits for memory."""
+    """Seconds of one product with M M^T in float32; limited by memory bandwidth for few outputs or inputs."""
     efficiency = min(EFFICIENCY["product"], 0.35 + 0.035 * min(n_outputs, n_inputs))
     computing = 4.0 * n_features * n_outputs * n_inputs / (efficiency * RATES[torch.float32])
     n_bytes = 4 * n_features * (n_outputs + n_inputs)
@@ -226,7 +243,7 @@ def sweep_seconds(n_outputs: int, n_inputs: int, n_features: int) -> float:
 
 
 def _gram_seconds(n_outputs: int, n_inputs: int, n_features: int, rate: float) -> float:
-    """Seconds for the smaller Gram matrix, as `KhatriRao` computes it."""
+    """Seconds to compute the smaller Gram matrix."""
     thin, wide = sorted((n_outputs, n_inputs))
     by_pairs, rate = rate * EFFICIENCY["pairs"], rate * EFFICIENCY["product"]
     if n_features < thin * wide:
@@ -241,7 +258,7 @@ def _gram_seconds(n_outputs: int, n_inputs: int, n_features: int, rate: float) -
 
 
 def cholesky_memory(n_outputs: int, n_inputs: int, n_features: int, dtype: torch.dtype) -> int:
-    """Bytes for the features and the smaller Gram matrix in this precision, with what it is gathered from."""
+    """Bytes for the features, the smaller Gram matrix and its intermediates in this precision."""
     smaller = min(n_outputs * n_inputs, n_features)
     return int(dtype.itemsize * (2.4 * smaller**2 + n_features * (n_outputs + n_inputs)))
 
@@ -249,7 +266,7 @@ def cholesky_memory(n_outputs: int, n_inputs: int, n_features: int, dtype: torch
 def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int | None = None) -> int:
     """Bytes for the vectors, two intermediates of a float64 sweep, and a float32 copy of the features.
 
-    Given `block`, features are made so many at a time instead, and not copied.
+    With `block`, features are regenerated in blocks of that size and not copied.
     """
     width = n_outputs + n_inputs
     copy = 5 * n_features if block is None else 20 * block  # a block is drawn in float64, transposed and cast
@@ -258,11 +275,11 @@ def krylov_memory(n_outputs: int, n_inputs: int, n_features: int, *, block: int 
     return copy * width + vectors + 16 * swept * min(n_outputs, n_inputs)
 
 
-def keeps_copy(n_outputs: int, n_inputs: int, n_features: int) -> bool:
-    """Whether an iteration keeps a float32 copy of stored features, or converts them in every sweep.
+def stores_copy(n_outputs: int, n_inputs: int, n_features: int) -> bool:
+    """Whether an iteration stores a float32 copy of the features instead of converting them in every sweep.
 
-    A large one is not kept where a solve would then take more than about a twentieth of the memory of the dense matrix,
-    as it does for many features, and the products are large enough to hide most of the conversion.
+    A large copy is not stored if it would raise the memory of a solve above about a twentieth of the dense matrix, and
+    the products are large enough that the conversion costs little.
     """
     thin, copy = min(n_outputs, n_inputs), 4 * n_features * (n_outputs + n_inputs)
     whole = copy + 8 * n_features * thin + 4 * 2**20
@@ -277,4 +294,4 @@ def _reason(best: Option, options: tuple[Option, ...], equations: int, n_feature
     )
     shape = f"{n_features} features for {equations} equations (excess {n_features / equations:.3g})"
     is_fastest = all(o.obstacle or o.seconds >= best.seconds for o in options)
-    return f"{'fastest' if is_fastest else 'nearly the fastest, and robust,'} for {shape} [{others}]"
+    return f"{'fastest' if is_fastest else 'more robust and nearly as fast'} for {shape} [{others}]"

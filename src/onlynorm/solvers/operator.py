@@ -9,13 +9,13 @@ column per feature: a Khatri-Rao product. M itself is never needed. With R of sh
     M M^T R   = both products in one sweep over the features
     M M^T     = sum over features of (left_f left_f^T) (x) (right_f right_f^T)
 
-which cost the same multiplications as a dense product but run at the speed of matrix-matrix products and keep
-n_features * (out + inp) numbers instead of n_features * out * inp.
+which cost the same multiplications as a dense product but run at the speed of matrix-matrix products and store
+n_features * (out + inp) entries instead of n_features * out * inp.
 
-Three choices make it fast. The wider factor lies feature-major in memory and the thinner one the other way round, the
-layout in which products with few rows run at the speed of memory (the opposite one takes up to nine times as long);
-every intermediate has the width of the *thinner* side, so that elementwise work is negligible; and M M^T, which is
-symmetric in its outputs and in its inputs separately, is computed from a quarter of its entries.
+Three choices make it fast. The wider factor is stored feature-major and the thinner one transposed: the opposite layout
+takes up to nine times as long for products with few rows. Every intermediate has the width of the *thinner* side, so
+that elementwise work is negligible. M M^T is symmetric in its outputs and in its inputs separately and is computed from
+a quarter of its entries.
 
 Theory: giannou2023:thm-1, random_features:thm-2.1
 """
@@ -46,20 +46,20 @@ CACHE_BYTES = 4 * 2**20
 """A block of features of about this size stays in the processor's cache between the two products of a sweep."""
 _MOST_POWER = 10_000
 THIN = 8
-"""Outputs (or inputs) from which M M^T is one product over pairs of both sides; below, one product per pair."""
+"""min(outputs, inputs) from which M M^T is one product over pairs of both sides; below, one product per pair."""
 FEW = 24
-"""Entries up to which their pairs are gathered at once; beyond, they are multiplied row by row."""
+"""Number of entries up to which all pairs are gathered at once; above, they are multiplied row by row."""
 COLUMNS = 96
-"""Columns of a symmetric product that are computed together: wide enough for full speed, few enough to save half."""
+"""Block size of symmetric products: wide enough for full speed, narrow enough to skip nearly half of the product."""
 SHORTEST = 2.0**-900
-"""Features shorter than this fraction of the longest count as this long: their gamma could not be held by float64."""
+"""Lower limit of the length of a feature relative to the longest: a larger gamma would overflow float64."""
 UNEQUAL = 2.0**20
-"""Rows of the wider factor whose lengths differ by more are divided too: their products leave the range of float32."""
+"""Rows of the wider factor are normalized too if their lengths differ by more: products would overflow float32."""
 
 
 @runtime_checkable
 class FeatureSource(Protocol):
-    """Anything that can hand out a block of features on request, such as `onlynorm.Features`."""
+    """An object that returns blocks of features, such as `onlynorm.features.Features`."""
 
     @property
     def n_features(self) -> int: ...
@@ -69,7 +69,7 @@ class FeatureSource(Protocol):
 
 @runtime_checkable
 class Operator(Protocol):
-    """What a solver needs of a system: its sizes, both products, both Gram matrices, and copies to factorize."""
+    """Interface of a linear system: sizes, products with M and M^T, both Gram matrices, and the dense matrix."""
 
     out: int
     inp: int
@@ -92,10 +92,10 @@ class Operator(Protocol):
 
 
 class KhatriRao:
-    """The operator gamma -> left diag(gamma) right, for stored features or for features made on request.
+    """The operator gamma -> left diag(gamma) right, for stored or regenerated features.
 
-    `left` is (out, feat) and `right` is (feat, inp). `KhatriRao.regenerating(source)` stores nothing and asks
-    the source for each block of features when it is needed.
+    `left` is (out, feat) and `right` is (feat, inp). `KhatriRao.regenerating(source)` stores no features and generates
+    each block when it is needed.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class KhatriRao:
         if 0 in left.shape or 0 in right.shape:
             raise ShapeError(
                 "KhatriRao needs at least one output, one input and one feature; "
-                f"got left {tuple(left.shape)} and right {tuple(right.shape)}. Leave empty layers out of the system."
+                f"got left {tuple(left.shape)} and right {tuple(right.shape)}. Remove empty layers from the system."
             )
         if left.dtype != right.dtype or left.device != right.device or not left.dtype.is_floating_point:
             raise ShapeError(
@@ -123,7 +123,7 @@ class KhatriRao:
         self.out, self.n_features = left.shape
         self.inp = right.shape[1]
         self.dtype, self.device = left.dtype, left.device
-        # Both are seen feature by feature; in memory the thinner one is transposed.
+        # Both are indexed by feature first; in memory the thinner one is transposed.
         if self.out <= self.inp:
             left, right = aligned(left.contiguous()).mT, aligned(right.contiguous())
         else:
@@ -140,7 +140,7 @@ class KhatriRao:
         cls, source: FeatureSource, *, dtype: torch.dtype | None = None, block: int | None = None
     ) -> KhatriRao:
         """The operator of features that are generated block by block each time they are needed."""
-        need_instance("KhatriRao", source, FeatureSource, cure="Pass what draw returns.")
+        need_instance("KhatriRao", source, FeatureSource, cure="Pass the result of draw.")
         self = cls.__new__(cls)
         left, right = source.left(0, 1), source.right(0, 1)
         self.out, self.inp, self.n_features = left.shape[0], right.shape[1], source.n_features
@@ -152,13 +152,13 @@ class KhatriRao:
 
     def _block_size(self, block: int | None) -> int:
         if block is not None:
-            return min(need_integer("block", block, low=1, cure="Leave it out for the default."), self.n_features)
+            return min(need_integer("block", block, low=1, cure="Omit it for the default."), self.n_features)
         per_feature = (self.out + self.inp) * self.dtype.itemsize
         return cached_features(self.n_features, per_feature, is_stored=self._source is None)
 
     @property
     def equations(self) -> int:
-        """The number of rows of M: one per weight of the target."""
+        """Number of rows of M, one per weight of the target."""
         return self.out * self.inp
 
     @property
@@ -168,16 +168,16 @@ class KhatriRao:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the features lie in memory; otherwise each sweep generates them."""
+        """Whether the features are stored; otherwise each sweep generates them."""
         return self._source is None
 
     @property
     def stored_bytes(self) -> int:
-        """Memory of the stored features."""
+        """Size in bytes of the stored features."""
         return 0 if self._source else self.n_features * (self.out + self.inp) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Blocks of features: (which, left as (n, out), right as (n, inp))."""
+        """Blocks of features: (slice, left as (n, out), right as (n, inp))."""
         for start in range(0, self.n_features, self.block):
             stop = min(start + self.block, self.n_features)
             where = slice(start, stop)
@@ -193,7 +193,7 @@ class KhatriRao:
                 assert self._left is not None
                 assert self._right is not None
                 left, right = self._left[where], self._right[where]
-                if self._buffers is not None:  # one memory for all blocks: fresh one would pile up between the others
+                if self._buffers is not None:  # reused for all blocks, to avoid memory fragmentation
                     left, right = (
                         buffer[: len(side)].copy_(side)
                         for buffer, side in zip(self._buffers, (left, right), strict=True)
@@ -201,7 +201,7 @@ class KhatriRao:
                 yield where, left, right
 
     def _thin_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Blocks as (which, thinner factor (thin, n), wider factor (n, wide))."""
+        """Blocks as (slice, thinner factor (thin, n), wider factor (n, wide))."""
         for where, left, right in self.blocks():
             yield (where, left.mT, right) if self.out <= self.inp else (where, right.mT, left)
 
@@ -222,7 +222,7 @@ class KhatriRao:
         return self._to_thin(total)
 
     def transpose(self, residual: Float[Tensor, "*batch out inp"]) -> Float[Tensor, "*batch feat"]:
-        """M^T R: how strongly each feature sees the matrix R."""
+        """M^T R: the inner product of R with each feature."""
         residual = self._need_matrix("transpose", residual)
         matrix = self._to_thin(residual)
         gamma = residual.new_empty(*residual.shape[:-2], self.n_features)
@@ -233,7 +233,7 @@ class KhatriRao:
     def gram_apply(
         self, gamma: Float[Tensor, "*batch feat"], *, work: Tensor | None = None
     ) -> Float[Tensor, "*batch feat"]:
-        """M^T M gamma in two sweeps. `work` is as in `row_gram_apply`."""
+        """M^T M gamma in two sweeps. `work` as in `row_gram_apply`."""
         gamma = as_real("gamma", gamma, cure="Pass one entry per feature.").to(self.dtype)
         if work is None or gamma.ndim > 1:
             return self.transpose(self.apply(gamma))
@@ -254,8 +254,8 @@ class KhatriRao:
     ) -> Float[Tensor, "*batch out inp"]:
         """M M^T R in one sweep: each block of features is read once for both products.
 
-        An iteration passes `work = scratch()` again and again: fresh memory costs as much as the arithmetic of a small
-        block, and the allocator keeps what it frees.
+        Iterations should reuse one buffer `work = scratch()`: allocating memory takes as long as the arithmetic of a
+        small block.
         """
         residual = self._need_matrix("row_gram_apply", residual).detach()  # products into a buffer have no gradient
         if work is not None:
@@ -280,7 +280,7 @@ class KhatriRao:
         if residual.shape[-2:] != (self.out, self.inp):
             raise ShapeError(
                 f"{name} needs a matrix (..., {self.out}, {self.inp}); got {tuple(residual.shape)}. "
-                "A convolution's weight is passed as (out, inp * kernel positions)."
+                "Reshape the weight of a convolution to (out, inp * kernel positions)."
             )
         return residual
 
@@ -291,20 +291,20 @@ class KhatriRao:
             raise ShapeError(f"work needs a {self.dtype} buffer {needed}; got {shown(work)}. Pass scratch().")
 
     def column_squares(self) -> Float[Tensor, " feat"]:
-        """The squared norm of every column of M: |left[:, f]|^2 |right[f, :]|^2."""
+        """Squared norm of every column of M: |left[:, f]|^2 |right[f, :]|^2."""
         squares = torch.empty(self.n_features, dtype=self.dtype, device=self.device)
         for where, left, right in self.blocks():
             squares[where] = left.square().sum(-1) * right.square().sum(-1)
         return squares
 
     def one_norm(self) -> float:
-        """The largest column sum of |M|, which factors: |left[:, f]|_1 |right[f, :]|_1."""
+        """Maximum column sum of |M|: max over f of |left[:, f]|_1 |right[f, :]|_1."""
         return max(float((left.abs().sum(-1) * right.abs().sum(-1)).max()) for _, left, right in self.blocks())
 
     def gram(self, *, is_whole: bool = True) -> Float[Tensor, "feat feat"]:
-        """M^T M, elementwise from two small symmetric products; n_features squared entries.
+        """M^T M of shape (feat, feat), the elementwise product of two symmetric products.
 
-        `is_whole=False` may leave out what lies below the diagonal: a Cholesky factorization does not need it.
+        With `is_whole=False` entries below the diagonal may be undefined: a Cholesky factorization does not read them.
         """
         need_flag("is_whole", is_whole)
         left, right = self.dense()
@@ -313,7 +313,7 @@ class KhatriRao:
         return _self_product(left.mT, right, is_whole=is_whole)
 
     def row_gram(self) -> Float[Tensor, "eq eq"]:
-        """M M^T; equations squared entries, M is not built."""
+        """M M^T of shape (equations, equations), computed without M."""
         thin, wide = sorted((self.out, self.inp))
         whole = self._row_gram_by_pairs() if thin < THIN else self._row_gram_distinct()
         if self.out > self.inp:
@@ -352,17 +352,17 @@ class KhatriRao:
             for start in range(0, len(broad), step):
                 piece = slice(start, start + step)
                 total.addmm_(_pairs(narrow[:, piece].mT).mT, _pairs(broad[piece]))
-        blocks = total.index_select(1, _pair_numbers(wide, self.device)).view(-1, wide, wide)
-        whole = blocks.index_select(0, _pair_numbers(thin, self.device))
+        blocks = total.index_select(1, _pair_indices(wide, self.device)).view(-1, wide, wide)
+        whole = blocks.index_select(0, _pair_indices(thin, self.device))
         return whole.view(thin, thin, wide, wide).transpose(1, 2)
 
     def materialise(self, *, dtype: torch.dtype | None = None) -> Float[Tensor, "eq feat"]:
-        """M as a dense matrix in column-major order, to check against and to factorize."""
+        """M as a dense matrix in column-major order."""
         dtype = self.dtype if dtype is None else need_float_dtype("dtype", dtype)
         need_free_memory(
             f"materialise of {self.equations} x {self.n_features}",
             self.equations * self.n_features * dtype.itemsize,
-            cure="Use apply and transpose, which never build the matrix.",
+            cure="Use apply and transpose, which do not build the matrix.",
         )
         by_feature = torch.empty(self.n_features, self.out, self.inp, dtype=dtype, device=self.device)
         for where, left, right in self.blocks():
@@ -370,14 +370,14 @@ class KhatriRao:
         return by_feature.flatten(1).mT
 
     def dense(self) -> tuple[Float[Tensor, "out feat"], Float[Tensor, "feat inp"]]:
-        """Both factors as whole tensors."""
+        """Both factors as dense tensors."""
         if self._left is not None and self._right is not None:
             return self._left.to(self.dtype).mT, self._right.to(self.dtype)
         pairs = [(left, right) for _, left, right in self.blocks()]
         return torch.cat([left for left, _ in pairs]).mT, torch.cat([right for _, right in pairs])
 
     def to(self, dtype: torch.dtype) -> KhatriRao:
-        """The same operator stored in another precision (stored even if this one regenerates)."""
+        """The operator in another dtype, with stored features."""
         if need_float_dtype("dtype", dtype) == self.dtype and self.is_stored:
             return self
         left, right = self.empty_factors(dtype)
@@ -386,7 +386,7 @@ class KhatriRao:
         return KhatriRao(left.mT, right)
 
     def empty_factors(self, dtype: torch.dtype) -> tuple[Float[Tensor, "feat out"], Float[Tensor, "feat inp"]]:
-        """Factors to fill, in the layout in which they are stored: the operator then takes them without a copy."""
+        """Uninitialized factors in the internal layout, which the constructor accepts without a copy."""
         return _empty_factors(self.out, self.inp, self.n_features, need_float_dtype("dtype", dtype), self.device)
 
     def restrict(
@@ -395,7 +395,7 @@ class KhatriRao:
         inputs: Bool[Tensor, " inp"],
         features: Bool[Tensor, " feat"] | None = None,
     ) -> KhatriRao:
-        """The operator on some outputs and inputs only, and with some of the features if given, stored."""
+        """The operator restricted to a subset of outputs, inputs and, if given, features, stored."""
         left, right = self.dense()
         left, right = left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
         if features is not None:
@@ -404,7 +404,7 @@ class KhatriRao:
         return KhatriRao(left, right)
 
     def scaled(self, left_power: int, right_power: int) -> KhatriRao:
-        """The operator of left * 2^left_power and right * 2^right_power, exactly, stored."""
+        """The stored operator of left * 2^left_power and right * 2^right_power, exact."""
         powers = [
             need_integer(f"{side}_power", power, low=-_MOST_POWER, high=_MOST_POWER, cure="Pass a power of two.")
             for side, power in (("left", left_power), ("right", right_power))
@@ -413,10 +413,10 @@ class KhatriRao:
         return KhatriRao(times_power(left, powers[0]), times_power(right, powers[1]))
 
     def unit(self) -> tuple[KhatriRao, Float[Tensor, " feat"]]:
-        """The operator with columns of length one, and the lengths they had: gamma of this one is theirs / lengths.
+        """The operator with columns of unit length, and the lengths: gamma of this operator = gamma of that / lengths.
 
-        Columns that are zero keep length one. Only the thinner factor is copied, unless the lengths of the wider one
-        are far apart; regenerated features are divided block by block.
+        Zero columns get length one. Only the thinner factor is copied, unless the lengths of the wider one differ
+        strongly; regenerated features are divided block by block.
         """
         sides = torch.empty(2, self.n_features, dtype=self.dtype, device=self.device)
         for where, left, right in self.blocks():
@@ -441,7 +441,7 @@ class KhatriRao:
         return other, lengths
 
     def cast(self, dtype: torch.dtype) -> KhatriRao:
-        """The same operator in another precision, without storing what is regenerated."""
+        """The operator in another dtype; regenerated features are not stored."""
         if self._source is None or not isinstance(dtype, torch.dtype):
             return self.to(dtype)
         other = KhatriRao.regenerating(self._source, dtype=dtype, block=self.block)
@@ -449,7 +449,7 @@ class KhatriRao:
         return other
 
     def borrow(self, dtype: torch.dtype) -> KhatriRao:
-        """The same operator in another precision without a copy: each sweep converts the features block by block."""
+        """The operator in another dtype without a copy: each sweep converts the features block by block."""
         if self._source is not None or need_float_dtype("dtype", dtype) == self.dtype:
             return self.cast(dtype)
         other = KhatriRao.__new__(KhatriRao)
@@ -460,11 +460,11 @@ class KhatriRao:
         return other
 
     def sample(self, step: int) -> tuple[Float[Tensor, "some out"], Float[Tensor, "some inp"]]:
-        """Every step-th feature of both factors, to look at their statistics; of stored ones, without a copy."""
-        step = min(need_integer("step", step, low=1, cure="1 takes every feature."), self.n_features)
+        """Every step-th feature of both factors, for statistics; views of stored features."""
+        step = min(need_integer("step", step, low=1, cure="1 returns every feature."), self.n_features)
         if self._left is not None and self._right is not None:
             return self._left[::step], self._right[::step]
-        # A regenerated source is random and exchangeable: its first features serve as well and cost one block.
+        # Regenerated features are random and exchangeable: the first ones are as good and cost one block.
         count = -(-self.n_features // step)
         assert self._source is not None
         left = self._source.left(0, count).mT
@@ -481,7 +481,7 @@ class KhatriRao:
 
 
 def cached_features(n_features: int, per_feature: int, *, is_stored: bool = True) -> int:
-    """The features of a block that stays in the cache, or all of them where they are stored and few more."""
+    """Number of features of a block that fits into the cache, or all if they are stored and hardly exceed it."""
     if is_stored and 2 * per_feature * n_features <= 3 * CACHE_BYTES:
         return n_features
     return max(1, min(n_features, CACHE_BYTES // per_feature))
@@ -490,7 +490,7 @@ def cached_features(n_features: int, per_feature: int, *, is_stored: bool = True
 def _empty_factors(
     out: int, inp: int, n_features: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Float[Tensor, "feat out"], Float[Tensor, "feat inp"]]:
-    """Factors seen feature by feature, the thinner one transposed in memory."""
+    """Uninitialized factors indexed by feature first, the thinner one transposed in memory."""
     left, right = (
         torch.empty(size, n_features, dtype=dtype, device=device).mT
         if is_thin
@@ -501,15 +501,15 @@ def _empty_factors(
 
 
 def _need_mask(name: str, mask: Tensor, n: int) -> Tensor:
-    """A mask of n booleans, or an error."""
+    """The mask as a tensor; raises unless it has n booleans."""
     mask = as_tensor(name, mask, cure=f"Pass {n} booleans.")
     if mask.dtype != torch.bool or tuple(mask.shape) != (n,):
-        raise ShapeError(f"{name} needs {n} booleans; got {shown(mask)}. Pass one for each.")
+        raise ShapeError(f"{name} needs {n} booleans; got {shown(mask)}. Pass a mask of that length.")
     return mask
 
 
 def _part(work: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a buffer, in the shape of another tensor."""
+    """The start of a buffer, viewed in the shape of another tensor."""
     return work.view(-1)[: like.numel()].view(like.shape)
 
 
@@ -526,8 +526,8 @@ def _self_product(
 ) -> Float[Tensor, "n n"]:
     """rows @ rows^T, times other @ other^T elementwise if given: the upper triangle in block rows, then mirrored.
 
-    Only a block row of the second product exists at a time: fresh memory would cost as much as the arithmetic. One
-    product alone, without its mirror image, is what BLAS computes fastest.
+    The second product is computed one block row at a time: allocating more takes as long as the arithmetic. A single
+    product without the mirrored triangle uses BLAS syrk.
     """
     n = len(rows)
     if other is None and not is_whole and rows.device.type == "cpu":
@@ -564,25 +564,25 @@ def _pairs(rows: Float[Tensor, "feat n"]) -> Float[Tensor, "feat pairs"]:
     return products
 
 
-def _pair_numbers(n: int, device: torch.device) -> Tensor:
-    """The place in `_pairs` of each of the n * n pairs."""
+def _pair_indices(n: int, device: torch.device) -> Tensor:
+    """Index in `_pairs` of each of the n * n pairs."""
     index = torch.arange(n, device=device)
     high, low = torch.maximum(index[:, None], index), torch.minimum(index[:, None], index)
     return (high * (high + 1) // 2 + low).flatten()
 
 
 def times_power(values: Tensor, power: int | Tensor) -> Tensor:
-    """values * 2^power in steps that neither overflow nor underflow on the way; whole powers that broadcast will do."""
+    """values * 2^power without intermediate overflow or underflow; `power` is an int or a tensor that broadcasts."""
     if isinstance(power, int) and abs(power) <= 1000:
         return values * 2.0**power if power else values
     powers = torch.as_tensor(power)
     while bool(powers.any()):
         step = powers.clamp(-1000, 1000)
-        factor = torch.as_tensor(np.ldexp(1.0, step.cpu().numpy()))  # exact, as exp2 need not be
+        factor = torch.as_tensor(np.ldexp(1.0, step.cpu().numpy()))  # exact; exp2 may round
         values = values * factor.to(values)
         powers = powers - step
     return values
 
 
-Progress = Callable[[int, float], None]
-"""Called with (iterations so far, relative residual)."""
+OnStep = Callable[[int, float], None]
+"""Callback with (iterations, relative residual)."""

@@ -1,8 +1,8 @@
-"""What `solve` needs of its input, and what it does with input that is legal but extreme.
+"""Input validation and scaling for `solve`.
 
-Every refusal names what was needed, what came and the cure, before anything is computed. Numbers near the ends of the
-floating range are scaled to its middle by powers of two, which is exact. Outputs and inputs that no feature
-reaches leave the system, and so do features that are zero where there are many.
+Invalid input raises before anything is computed. Very large or small values are scaled by powers of two, which is
+exact. Outputs and inputs without a nonzero feature are removed from the system, and so are zero features if there are
+many.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from onlynorm.validate import as_real, is_real_number
 
 DEFAULT_TOLERANCE = 1e-10
 EXTREME = 20
-"""Features whose largest entry lies within 2^+-20 are left as they are: products of four still fit into float32."""
+"""Features whose largest entry lies within 2^+-20 are not scaled: products of four entries fit into float32."""
 FIRST = 16
-"""Features of a block that are looked at before all others."""
+"""Features of a block that are checked before the others."""
 SAMPLED, DENSE = 200, 0.95
-"""Features that are looked at for zeros, and the fraction of nonzero entries above which they count as dense."""
+"""Number of features sampled for zeros, and the fraction of nonzero entries above which features are dense."""
 
 FEW_LEFT = 0.9
-"""The fraction of features below which those that are not zero are solved for without the others."""
+"""Zero features are removed if the fraction of nonzero features is below this."""
 
 
 def need_tolerance(tolerance: float | None) -> float:
-    """The tolerance to aim at, or an error for one that is none."""
+    """The tolerance as a float, 1e-10 for None; raises unless it is in (0, 1)."""
     if tolerance is None:
         return DEFAULT_TOLERANCE
     if not is_real_number(tolerance) or not 0.0 < tolerance < 1.0:
@@ -39,7 +39,7 @@ def need_tolerance(tolerance: float | None) -> float:
 
 
 def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None) -> Tensor:
-    """The target in the operator's precision, or an error where its shape or numbers do not fit."""
+    """The target in the dtype of the operator; raises unless its shape fits and its entries are finite."""
     target = as_real("target", target, cure="Pass the weight of a layer.")
     if target.ndim < 2 or target.shape[-2:] != (operator.out, operator.inp) or target.numel() == 0:
         raise ShapeError(
@@ -54,56 +54,56 @@ def need_target(operator: KhatriRao, target: Tensor, near: Tensor | float | None
 
 
 def need_near(near: Tensor | float, shape: tuple[int, ...]) -> Tensor:
-    """`near` as a tensor that broadcasts to the shape of the gammas, or an error."""
-    given = as_real("near", near, cure="It is a gamma to stay close to.")
+    """`near` as a tensor; raises unless it broadcasts to the shape of the gammas."""
+    given = as_real("near", near, cure="Pass one gamma per feature.")
     lead = given.shape[:-1]
     fits = given.ndim == 0 or (given.shape[-1] == shape[-1] and len(lead) < len(shape))
     if not fits or any(n not in (1, m) for n, m in zip(reversed(lead), reversed(shape[:-1]), strict=False)):
         raise ShapeError(
-            f"near needs one number or {shape[-1]} of them; got {tuple(given.shape)}. It is a gamma to stay close to."
+            f"near needs a scalar or {shape[-1]} entries; got {tuple(given.shape)}. Pass one gamma per feature."
         )
     need_finite("near", given)
     return given
 
 
 def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
-    """Raises where the minimum-width system, whose matrix holds the target itself, was asked for more than one."""
+    """Raises for several targets at minimum width, where the matrix of the system contains the target."""
     if target.ndim != 2 or near is not None:
         got = f"a target of shape {tuple(target.shape)}" if target.ndim != 2 else "near"
         raise ShapeError(
             f"minimum_width needs one target (out, inp) and no near; got {got}. "
-            "Solve for one target at a time, or draw out * inp features and leave minimum_width out."
+            "Solve for one target at a time, or draw out * inp features and omit minimum_width."
         )
 
 
 def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
-    """Raises where exactness was asked for with fewer features than equations."""
+    """Raises if a tolerance is given with fewer features than equations."""
     if tolerance is None or minimum_width or operator.n_features >= operator.equations:
         return
     missing = operator.equations - operator.n_features
     raise InsufficientFeaturesError(
         f"an exact solution needs {operator.equations} features for {operator.out} x {operator.inp} weights; got "
-        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features, or leave the "
-        "tolerance out for the least-squares solution."
+        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features, or omit the "
+        "tolerance for the least-squares solution."
     )
 
 
 def need_finite(name: str, values: Tensor) -> None:
     """Raises at the first NaN or infinity."""
-    # A finite sum has finite terms, and costs a fraction of looking at each; only overflow needs the second look.
+    # The sum is faster than isfinite; a finite sum has finite terms, others need the second test for overflow.
     if not math.isfinite(float(values.detach().sum())) and not bool(torch.isfinite(values).all()):
         bad = int((~torch.isfinite(values)).sum())
         where = tuple(int(i) for i in (~torch.isfinite(values)).nonzero()[0])
         raise ValueRangeError(
-            f"{name} needs finite numbers; got {bad} NaN or infinite, the first at {where}. "
-            "Look for a diverged training run or a corrupted file."
+            f"{name} needs finite entries; got {bad} NaN or infinite, the first at {where}. "
+            "Check for a diverged training run or a corrupted file."
         )
 
 
 def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int | Tensor]:
-    """Operator and target scaled to the middle of the floating range, and the power of two gamma then lacks.
+    """Operator and target scaled by powers of two to moderate size, and the power by which gamma must be multiplied.
 
-    Of a batch, every target is scaled by itself, and the powers have the shape (*batch, 1).
+    Each target of a batch is scaled separately; the powers then have the shape (*batch, 1).
     """
     target_power: int | Tensor
     if target.ndim == 2:
@@ -129,11 +129,14 @@ def to_middle(target: Tensor) -> tuple[Tensor, int]:
 
 
 def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]]:
-    """Which outputs and which inputs at least one feature reaches."""
+    """Masks of the outputs and the inputs that have at least one nonzero feature."""
+    left, right = operator.sample(operator.n_features)
+    if bool(left.all()) and bool(right.all()):  # the first feature is dense
+        return torch.ones_like(left[0], dtype=torch.bool), torch.ones_like(right[0], dtype=torch.bool)
     outputs = torch.zeros(operator.out, dtype=torch.bool, device=operator.device)
     inputs = torch.zeros(operator.inp, dtype=torch.bool, device=operator.device)
     for _, left, right in operator.blocks():
-        for some in (slice(0, FIRST), slice(FIRST, None)):  # the first few of dense features reach everything
+        for some in (slice(0, FIRST), slice(FIRST, None)):  # usually the first few suffice
             outputs |= (left[some] != 0).any(0)
             inputs |= (right[some] != 0).any(0)
             if bool(outputs.all()) and bool(inputs.all()):
@@ -142,10 +145,10 @@ def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"
 
 
 def live_features(operator: KhatriRao) -> Bool[Tensor, " feat"] | None:
-    """Which features are not zero; None where those that are may stay.
+    """Mask of nonzero features, or None if zero features need not be removed.
 
-    A copy without them pays where they are many, or where the others are fewer than the equations: no method for
-    solvable systems then works.
+    They are removed if there are many, or if fewer nonzero features than equations remain: methods for solvable systems
+    then fail.
     """
     if not operator.is_stored:
         return None
@@ -157,14 +160,14 @@ def live_features(operator: KhatriRao) -> Bool[Tensor, " feat"] | None:
 
 
 def nonzero_fraction(operator: KhatriRao) -> float | None:
-    """The fraction of the entries of sparse features that are not zero; None where no more than a few are."""
+    """The fraction of nonzero entries of sparse features; None for dense features."""
     left, right = operator.sample(max(1, operator.n_features // SAMPLED))
     fractions = [float(torch.count_nonzero(factor)) / factor.numel() for factor in (left, right)]
     return None if min(fractions) > DENSE else math.sqrt(fractions[0] * fractions[1])
 
 
 def need_reached(operator: KhatriRao, target: Tensor, outputs: Tensor, inputs: Tensor) -> None:
-    """Raises where the target has weights that no feature can make."""
+    """Raises if the target has nonzero weights without a feature."""
     wanted = (target != 0).reshape(-1, operator.out, operator.inp).any(0)
     lost = wanted & ~(outputs[:, None] & inputs[None, :])
     if bool(lost.any()):
@@ -172,7 +175,7 @@ def need_reached(operator: KhatriRao, target: Tensor, outputs: Tensor, inputs: T
         raise InsufficientFeaturesError(
             f"an exact solution needs features at every nonzero weight; got none at {int(lost.sum())} of them, "
             f"first in outputs {', '.join(map(str, rows))} (zero rows of left or zero columns of right). "
-            "Draw denser features, or leave the tolerance out for the closest solution."
+            "Draw denser features, or omit the tolerance for the least-squares solution."
         )
 
 

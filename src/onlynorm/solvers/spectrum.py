@@ -1,4 +1,4 @@
-"""The law of the singular values of random features, and what it predicts before anything is computed.
+"""The Marchenko-Pastur law of the singular values of random features, its predictions, and measured spectra.
 
 For a random Khatri-Rao matrix M with N equations, c features and entries of variance 1/N, put l = c / N. The
 squared singular values follow the Marchenko-Pastur law with edges (1 - sqrt(l))^2 and (1 + sqrt(l))^2, so
@@ -6,27 +6,18 @@ squared singular values follow the Marchenko-Pastur law with edges (1 - sqrt(l))
     density of a nonzero singular value:  p(x) = sqrt((x^2 - a^2)(b^2 - x^2)) / (pi * min(l, 1) * x),  a <= x <= b
     a = |1 - sqrt(l)|,   b = 1 + sqrt(l),   kappa = b / a
 
-This is the limit of large N. `condition_number` is the median at finite N: both edges are moved by the median of the
-Tracy-Widom law. kappa is the same for l and 1 / l, and of the order of N at l = 1, where the lower edge is zero.
+This is the limit of large N. `condition_number` is the median at finite N: both edges are shifted by the median of the
+Tracy-Widom law. kappa is the same for l and 1 / l, and of order N at l = 1, where the lower edge is zero: as a function
+of the excess l it is a double descent.
 
-Predictions are about features of unit length: columns of M divided by their norm |left[:, f]| |right[f, :]|, as every
-method of the solver uses them. Features as drawn have random lengths, and their condition number is larger, most of
-all for layers with few outputs or inputs.
-
-Theory: random_features:thm-2.2
-
-Measured singular values beside their law: one spectrum, and the double descent of the condition number.
-
-The law (see `spectrum`) is about features of unit length, which is what the solver works with and what is measured here
-unless asked otherwise. Features as drawn have random lengths; how much these vary is reported beside the spectrum.
+Predictions and measurements are for features of unit length: columns of M divided by their norm
+|left[:, f]| |right[f, :]|, as in the solver. Features as drawn have random lengths, and their condition number is
+larger, most of all for layers with few outputs or inputs.
 
 `Spectrum.follows_law` is a test at the 1 % level. The null hypothesis: features are unit-length products of two
 independent Gaussian vectors. The statistic: the Kolmogorov distance between the singular values and the law. Singular
-values repel each other, so that the distance of n values is of order log(n) / n, not 1 / sqrt(n), and ordinary
-Kolmogorov-Smirnov tables do not apply.
-
-Over the excess l the condition number (1 + sqrt l) / |1 - sqrt l| rises to a peak of the order of N at l = 1, where the
-system just becomes solvable, and falls again beyond: a double descent.
+values repel each other, so that the distance of n values is of order log(n) / n, not 1 / sqrt(n), and tables of the
+Kolmogorov-Smirnov test do not apply.
 
 Theory: random_features:thm-2.2
 """
@@ -35,7 +26,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,47 +36,50 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
+from onlynorm.display.result import Tone
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError, shown
 from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream, as_integer, check_density
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.solvers.operator import KhatriRao, Operator
 from onlynorm.validate import (
+    Progress,
     as_real,
     is_real_number,
-    need_callable,
     need_flag,
     need_instance,
     need_integer,
     need_items,
     need_number,
+    need_progress,
 )
 
 TRACY_WIDOM = -1.2680
 """Median of the Tracy-Widom law for real matrices. Its 95 % quantile is 0.9793."""
 HARD_EDGE = 0.5
-"""Added to the larger of both counts. It moves the soft-edge formula on to the square case, where the smallest singular
-value of an n x n matrix has the median 0.545 / n (Edelman) and the formula says 0.512 / n; with k = 1, 2, 3, 5 and 8
-more columns than rows simulations have 1.19, 1.79, 2.34, 3.45 and 5.07, the formula 1.19, 1.81, 2.40, 3.53 and 5.18."""
+"""Added to the larger of both counts. It extends the soft-edge formula to the square case, where the smallest singular
+value of an n x n matrix has the median 0.545 / n (Edelman) and the formula gives 0.512 / n; with k = 1, 2, 3, 5 and 8
+more columns than rows simulations give 1.19, 1.79, 2.34, 3.45 and 5.07, the formula 1.19, 1.81, 2.40, 3.53 and 5.18."""
 SQUARE_SPREADS = (11.0, 3.7, 2.6)
-"""The 95 % quantile of the condition number over its median for 0, 1 and 2 more columns than rows, simulated."""
+"""95 % quantile of the condition number over its median for 0, 1 and 2 more columns than rows, simulated."""
 MIN_COVERAGE, MIN_ENTRIES, MIN_SIDE, MIN_EQUATIONS, MIN_MARGIN = 20.0, 8.0, 4, 128, 3.0
-"""Sparse features follow the law of their nonzero ones where an equation has at least 20 of them, a feature at least 8
-nonzero entries, the layer at least 4 outputs and inputs and 128 equations, and the number of nonzero features is 3
-standard deviations away from the number of equations. Of 384 such systems, signs and normal, with densities 0.2 to 0.8
-and excess 0.5 to 4, all but one had a condition number within a factor of 1.5 of the law's, and all the number of
-iterations."""
+"""Sparse features follow the law of their nonzero ones if an equation has at least 20 of them, a feature at least 8
+nonzero entries, the layer at least 4 outputs and inputs and 128 equations, and the number of nonzero features differs
+from the number of equations by 3 standard deviations. Of 384 such systems, signs and normal, with densities 0.2 to 0.8
+and excess 0.5 to 4, all but one had a condition number, and all a number of iterations, within a factor of 1.5 of the
+prediction."""
 MAX_RESOLVED, MIN_SIGNIFICANCE = 20.0, 6.0
-"""The largest condition number that a Lanczos estimate claims to know, and the least distance of its lower edge from
-zero in standard errors. Measured with 12 products at 1170 systems (shapes 1 x 300 to 24 x 24, excess 0.5 to 4): of 555
-dense ones and ones of density 0.2 to 0.8 that it knows, all are within a factor of 1.5; of 197 of density 0.05 and 0.1,
+"""A Lanczos estimate is accepted up to this condition number, and if its lower edge is at least this many standard
+errors above zero. Measured with 12 products on 1170 systems (shapes 1 x 300 to 24 x 24, excess 0.5 to 4): of 555
+accepted dense systems and systems of density 0.2 to 0.8 all are within a factor of 1.5; of 197 of density 0.05 and 0.1,
 97 %."""
 _MOST_POINTS = 10**7
 _DRAWN = "Pass the features that onlynorm.draw returns."
 SAMPLED = 200
-"""Features that the sizes of rows are read from."""
+"""Number of features from which the norms of rows are estimated."""
 ROUNDING = 1e3
-"""Squared singular values below this many eps of the largest are taken as zero."""
+"""Squared singular values below this many eps of the largest count as zero."""
 
 
 def edges(n_equations: int, n_features: int) -> tuple[float, float]:
@@ -100,16 +94,16 @@ def density(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArra
     low, high = edges(n_equations, n_features)
     x = _need_points(x)
     inside = np.clip((x**2 - low**2) * (high**2 - x**2), 0.0, None)
-    share = min(n_features / n_equations, 1.0)
+    fraction = min(n_features / n_equations, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = np.sqrt(inside) / (math.pi * share * x)
+        value = np.sqrt(inside) / (math.pi * fraction * x)
     # At l = 1 the formula is sqrt(4 - x^2) / pi: finite at zero, where the quotient is 0 / 0.
     value = np.where(x == 0.0, 2.0 / math.pi if low == 0.0 else 0.0, value)
     return np.where((x >= low) & (x <= high), value, 0.0)
 
 
 def cumulative(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArray[np.float64]:
-    """The share of the nonzero singular values that are at most x.
+    """The fraction of the nonzero singular values that are at most x.
 
     The substitution x = (a + b) / 2 - (b - a) / 2 cos(theta) removes the square-root ends, so that 256
     Gauss-Legendre points per half circle are exact to rounding for every shape.
@@ -131,8 +125,8 @@ def condition_number(n_equations: int, n_features: int) -> float:
 
         (sqrt c +- sqrt n)^2 +- TW (sqrt c +- sqrt n) (1 / sqrt n +- 1 / sqrt c)^(1/3),    TW = -1.268
 
-    It grows like N at l = 1 and hardly depends on N away from it. A single draw can be far off near l = 1: there the
-    95 % quantile is 11 times the median. `predict_condition` says by how much.
+    It grows like N at l = 1 and hardly depends on N elsewhere. Near l = 1 single draws vary strongly: the 95 % quantile
+    is 11 times the median (see `predict_condition`).
     """
     return _condition(*_need_counts(n_equations, n_features))
 
@@ -170,18 +164,18 @@ def iterations_for(condition: float, tolerance: float) -> int:
 
 
 def condition_for(iterations: int, tolerance: float) -> float:
-    """The largest condition number at which `iterations` steps reach the tolerance: the bound turned round."""
+    """The largest condition number at which `iterations` steps reach the tolerance, the inverse of the bound."""
     iterations = need_integer("iterations", iterations, low=1, high=2**62, cure="Try 1000.")
     _need_tolerance(tolerance)
     return 1.0 / math.tanh(math.log(2.0 / tolerance) / (2.0 * iterations))
 
 
 def features_for_condition(n_equations: int, condition: float) -> int:
-    """The number of features, at least n_equations, from which on the law's edges promise this condition number."""
+    """The smallest number of features, at least n_equations, with this condition number according to the law."""
     if not is_real_number(condition) or not 1.0 < condition < math.inf:
         raise ValueRangeError(
             f"features_for_condition needs a condition number above 1; got {shown(condition)}. "
-            "Only id_cond and ortho_cond features reach 1."
+            "Only id_cond, ortho_cond and fast_ortho_cond features reach 1."
         )
     n_equations, _ = _need_counts(n_equations, 1)
     if condition_number(n_equations, n_equations) <= condition:
@@ -191,12 +185,12 @@ def features_for_condition(n_equations: int, condition: float) -> int:
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The condition number of features of unit length, and where the number comes from.
+class Prediction(Result):
+    """A predicted condition number of features of unit length, and its source.
 
-    `is_known` says that the median over draws is within a factor of 1.5 of `condition`; otherwise `condition` is a
-    lower bound. `source` is "law", "lanczos" or "unknown". 95 % of draws are below `spread` times `condition`, if
-    given. `n_values` is the number of singular values, which limits the number of iterations.
+    If `is_known`, the median over draws is within a factor of 1.5 of `condition`; otherwise `condition` is a lower
+    bound. `source` is "law", "lanczos" or "unknown". 95 % of draws are below `spread` times `condition`, if given.
+    `n_values` is the number of singular values, which limits the number of iterations.
     """
 
     condition: float
@@ -220,16 +214,16 @@ def predict_condition(
     density: float | None = None,
     is_orthogonal: bool = False,
 ) -> Prediction:
-    """The condition number of unit-length features from their shape alone.
+    """The predicted condition number of unit-length features from their shape alone.
 
-    `density` is that of sparse features. They follow the law of their nonzero features, of which there are
-    c (1 - (1 - density)^out)(1 - (1 - density)^inp), unless they are so sparse that equations differ in how many
-    features they have: those are unknown, with the bound 1. `is_orthogonal` is for features in groups of max(out, inp)
-    from one orthogonal matrix each, which are better conditioned: with a = 1 / min(out, inp) the edges of l = c / N are
-    1 + l - 2 a +- 2 sqrt((l - a)(1 - a)), the law of a sum of free projections. Known from 4 outputs and inputs on.
+    Sparse features of the given `density` follow the law of their nonzero features,
+    c (1 - (1 - density)^out)(1 - (1 - density)^inp) of them. For very sparse features, whose number per equation
+    varies, the prediction is unknown, with the bound 1. `is_orthogonal` is for features in groups of max(out, inp) from
+    one orthogonal matrix each, which are better conditioned: with a = 1 / min(out, inp) the edges of l = c / N are 1 +
+    l - 2 a +- 2 sqrt((l - a)(1 - a)), the law of a sum of free projections. Known for at least 4 outputs and inputs.
     """
     out, inp = (
-        need_integer(name, size, low=1, high=2**62, cure="Count those of the layer.")
+        need_integer(name, size, low=1, high=2**62, cure="Pass the sizes of the layer.")
         for name, size in (("n_outputs", n_outputs), ("n_inputs", n_inputs))
     )
     n, c = _need_counts(out * inp, n_features)
@@ -264,11 +258,11 @@ def _predict_sparse(out: int, inp: int, n_features: int, density: float) -> Pred
 
 
 def predict_iterations(prediction: Prediction | float, tolerance: float) -> int:
-    """How many steps of conjugate gradients in float64 take a random target to a residual of `tolerance`.
+    """Predicted steps of conjugate gradients in float64 to a residual of `tolerance` for a random target.
 
     For random features the residual falls by (kappa - 1) / (kappa + 1) per step, without the factor 2 of the bound in
     `iterations_for`. n singular values take at most about 2 n / (1 + 3 / sqrt n) steps: n in exact arithmetic, more in
-    float64. Both are joined as 1 / k^2 = 1 / a^2 + 1 / b^2. For a plain number the limit by n is left out.
+    float64. Both are combined as 1 / k^2 = 1 / a^2 + 1 / b^2. For a float argument n is unknown and ignored.
     """
     _need_tolerance(tolerance)
     kappa, n = (prediction.condition, prediction.n_values) if isinstance(prediction, Prediction) else (prediction, None)
@@ -284,17 +278,17 @@ def predict_iterations(prediction: Prediction | float, tolerance: float) -> int:
 def estimate_condition(operator: Operator, *, n_products: int = 12) -> Prediction:
     """The condition number of unit-length features from `n_products` products with M M^T or M^T M.
 
-    A Golub-Kahan bidiagonalisation from a fixed start, without zero features and equations that have no feature. Its
-    entries alpha_k and beta_k settle where the singular values fill one interval, which then is
-    [|alpha - beta|, alpha + beta]. The estimate takes the root mean squares from the third step on. It is known where
-    the interval's lower end is six standard errors above zero and kappa is at most 20, or where the run ends because
-    all singular values are found. Otherwise the ratio of the extreme Ritz values is returned, a lower bound unless
-    features are linearly dependent. Costs one more product to find what is zero.
+    A Golub-Kahan bidiagonalization from a fixed start vector, without zero features and equations without features. Its
+    entries alpha_k and beta_k converge if the singular values fill one interval, which then is
+    [|alpha - beta|, alpha + beta]. The estimate uses root mean squares from the third step. It is known if the lower
+    end of the interval is six standard errors above zero and kappa is at most 20, or if all singular values were found.
+    Otherwise the ratio of the extreme Ritz values is returned, a lower bound unless features are linearly dependent.
+    One more product finds zero features and equations.
     """
     import scipy.linalg
 
     need_instance("estimate_condition", operator, Operator, cure="Pass KhatriRao(left, right).")
-    n_products = need_integer("n_products", n_products, low=4, high=1000, cure="Leave it out for 12.")
+    n_products = need_integer("n_products", n_products, low=4, high=1000, cure="Omit it for 12.")
     diagonal, off, n, is_complete = _lanczos(operator, n_products)
     values = scipy.linalg.eigvalsh_tridiagonal(diagonal, off)
     values = values[values > ROUNDING * torch.finfo(operator.dtype).eps * values[-1]]
@@ -312,11 +306,11 @@ def estimate_condition(operator: Operator, *, n_products: int = 12) -> Predictio
 
 
 def condition_of_rows(operator: KhatriRao) -> float:
-    """What rows of unequal size alone make of the condition number of too few features; 1 where features are enough.
+    """A lower bound of the condition number from rows of unequal norm, with fewer features than equations; else 1.
 
-    Some combination of c unit-length features cancels in the c - 1 heaviest equations. What is left of it is the share
-    of the others, while the heaviest equations see combinations that add up. Both are read from a few features, for
-    outputs and for inputs. Rows of equal size give less than the law.
+    Some combination of c unit-length features vanishes in the c - 1 largest equations, so that its norm is that of the
+    other equations; other combinations add up in the largest ones. Both norms are estimated from a sample of features,
+    for outputs and for inputs. Rows of equal norm give less than the law.
     """
     need_instance("condition_of_rows", operator, KhatriRao, cure="Pass KhatriRao(left, right).")
     if operator.n_features >= operator.equations:
@@ -326,9 +320,9 @@ def condition_of_rows(operator: KhatriRao) -> float:
     square = 1.0
     for rows, other, width in ((left, right, operator.inp), (right, left, operator.out)):
         masses = (rows.mT @ other.sum(1)).sort(descending=True).values
-        shares = masses / masses.sum().clamp_min(torch.finfo(masses.dtype).tiny)
-        tail = float(shares[(operator.n_features - 1) // width :].sum())
-        top = max(1.0, operator.n_features * float(shares[0]) / width)
+        fractions = masses / masses.sum().clamp_min(torch.finfo(masses.dtype).tiny)
+        tail = float(fractions[(operator.n_features - 1) // width :].sum())
+        top = max(1.0, operator.n_features * float(fractions[0]) / width)
         square = max(square, top / max(tail, torch.finfo(masses.dtype).eps))
     return math.sqrt(square)
 
@@ -338,17 +332,17 @@ def _lanczos(operator: Operator, n_products: int) -> tuple[NDArray[np.float64], 
 
     Returns its diagonal, its off-diagonal, the size of the operator, and whether the run found all singular values.
     """
-    numbers = Stream(0, "estimate_condition", "start").normals(0, operator.equations + operator.n_features)
-    random = torch.from_numpy(numbers).to(operator.device, operator.dtype)
+    normals = Stream(0, "estimate_condition", "start").normals(0, operator.equations + operator.n_features)
+    random = torch.from_numpy(normals).to(operator.device, operator.dtype)
     rows, columns = random[: operator.equations].view(operator.out, operator.inp), random[operator.equations :]
-    # Features that are zero and equations without a feature only add zero singular values: the start leaves them out.
+    # Zero features and equations without features only add zero singular values: they are zero in the start vector.
     rows, columns = rows * (operator.apply(columns) != 0.0), columns * (operator.transpose(rows) != 0.0)
     is_wide = int(columns.count_nonzero()) >= int(rows.count_nonzero())
     start = rows if is_wide else columns
     n = int(start.count_nonzero())
     if n == 0:
         raise InsufficientFeaturesError(
-            f"a condition number needs at least one feature that is not zero; got none of {operator.n_features}. Raise "
+            f"a condition number needs at least one nonzero feature; got none of {operator.n_features}. Raise "
             "the density or change the seed."
         )
     tiny = ROUNDING * torch.finfo(operator.dtype).eps
@@ -359,7 +353,7 @@ def _lanczos(operator: Operator, n_products: int) -> tuple[NDArray[np.float64], 
         v = basis[-1].view(start.shape)
         w = (operator.row_gram_apply(v) if is_wide else operator.gram_apply(v)).flatten()
         diagonal.append(float(basis[-1] @ w))
-        for _ in range(2):  # against all earlier vectors: a dozen of them cost less than one product
+        for _ in range(2):  # full reorthogonalization: cheaper than one product for a dozen vectors
             for u in basis:
                 w = w - (u @ w) * u
         size = float(w.norm())
@@ -386,8 +380,8 @@ def empirical_spectrum(
 ) -> Float[Tensor, " values"]:
     """The min(equations, features) largest singular values of M, descending, scaled to entry variance 1 / equations.
 
-    `unit_length=True` first divides every feature by its length; features that are zero stay zero. From the smaller
-    Gram matrix in float64: values below about 1e-8 of the largest are rounding.
+    `unit_length=True` first divides every nonzero feature by its length. Computed from the smaller Gram matrix in
+    float64: values below about 1e-8 of the largest are rounding error.
     """
     left = as_real("left", left, is_finite=True).detach().double()
     right = as_real("right", right, is_finite=True).detach().double()
@@ -395,7 +389,7 @@ def empirical_spectrum(
     operator = KhatriRao(left, right)
     if not bool(left.any(0).logical_and(right.any(1)).any()):
         raise InsufficientFeaturesError(
-            f"a spectrum needs at least one feature that is not zero; got none of {operator.n_features}. Raise the "
+            f"a spectrum needs at least one nonzero feature; got none of {operator.n_features}. Raise the "
             "density or change the seed."
         )
     if unit_length:
@@ -405,19 +399,19 @@ def empirical_spectrum(
     scale = torch.ones(()) if unit_length else operator.column_squares().sum() / operator.n_features
     if not bool(torch.isfinite(gram).all() and torch.isfinite(scale) and scale > 0):
         raise ValueRangeError(
-            "a spectrum needs features whose products float64 can hold; got a largest entry of "
+            "a spectrum needs features whose products fit into float64; got a largest entry of "
             f"{float(left.abs().max()):.1e} in left and {float(right.abs().max()):.1e} in right. Divide them by it."
         )
     return torch.linalg.eigvalsh(gram).clamp_min(0.0).div(scale).sqrt().flip(0)
 
 
 def _need_counts(n_equations: int, n_features: int) -> tuple[int, int]:
-    """Both counts as ints, or an error unless there is at least one of each."""
+    """Both counts as ints; raises unless both are at least 1."""
     counts = [as_integer(n) for n in (n_equations, n_features)]
     if any(n is None or not 1 <= n <= 2**124 for n in counts):
         raise ValueRangeError(
             "the law needs at least one equation and one feature; "
-            f"got {shown(n_equations)} equations and {shown(n_features)} features. Leave empty layers out."
+            f"got {shown(n_equations)} equations and {shown(n_features)} features. Remove empty layers."
         )
     return int(n_equations), int(n_features)
 
@@ -432,30 +426,31 @@ def _need_tolerance(tolerance: float) -> None:
 
 
 LEVEL = 0.01
-"""How often `follows_law` rejects features that do follow, at most."""
+"""Significance level of `follows_law`."""
 LIMIT, LIMIT_SLOPE = 1.2, 0.55
-"""The distance of n singular values is below (1.2 + 0.55 log n) / n for 99 % of draws. Fitted to simulated quantiles of
-shapes 2 x 2 to 24 x 24, 2 x 32 and 4 x 64 with normal and uniform entries and excess 0.5 to 2, 120 to 3,000 draws each:
-99 % of the distances times n were below 2.6 at n = 16, 3.4 at 64, 3.8 at 144, 4.2 at 256 and 4.4 at 576."""
+"""The distance of n singular values is below (1.2 + 0.55 log n) / n for 99 % of draws. Fitted to simulated quantiles
+for shapes 2 x 2 to 24 x 24, 2 x 32 and 4 x 64 with normal and uniform entries and excess 0.5 to 2, 120 to 3,000 draws
+each: the 99 % quantile of distance times n was 2.6 at n = 16, 3.4 at 64, 3.8 at 144, 4.2 at 256 and 4.4 at 576."""
 DENSE = ("he_normal", "he_uniform", "uniform", "orthogonal")
-"""Dense distributions that were compared with the law; of your own, heavy-tailed ones need not follow it."""
+"""Dense distributions that were compared with the law; heavy-tailed custom distributions need not follow it."""
 EQUAL_LENGTHS = 0.01
-"""Features as drawn have the spectrum of unit length where their lengths vary by at most this."""
+"""Maximum relative variation of lengths at which features as drawn have the spectrum of unit-length features."""
 MIN_VALUES = 4
-"""With fewer singular values a distance says nothing."""
+"""Minimum number of singular values for the test."""
 RESOLVED = 1e-7
-"""Singular values below this share of the largest are rounding: they come from a Gram matrix in float64."""
+"""Singular values below this fraction of the largest are rounding error of the float64 Gram matrix."""
+N_BINS = 48
+"""Bins of the histogram in plots."""
 EXCESSES = (0.25, 0.5, 0.75, 0.9, 0.96, 1.0, 1.04, 1.1, 1.25, 1.5, 2.0, 4.0)
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)
-class Spectrum:
-    """The singular values of a feature matrix, ascending, at entries of variance 1 / equations; the law beside them.
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum(ShownResult):
+    """The singular values of a feature matrix, ascending, scaled to entry variance 1 / equations, and the law.
 
-    `is_random` says whether the law is about these features: structured ones have singular values by design.
-    `is_unit_length` says whether every feature was divided by its length; `length_spread` is the standard deviation of
-    these lengths over their mean.
+    `is_random` is False for structured features, which have singular values by design. `is_unit_length` is whether
+    every feature was divided by its length; `length_spread` is the standard deviation of the lengths over their mean.
     """
 
     features: Features
@@ -465,27 +460,27 @@ class Spectrum:
 
     @property
     def is_random(self) -> bool:
-        """Whether the law is about these features."""
+        """Whether the law applies to these features."""
         return not self.features.is_structured
 
     @property
     def n_unresolved(self) -> int:
-        """How many singular values are zero, or too small to be told from it."""
+        """Number of singular values that are zero up to rounding error."""
         return int((self.values <= RESOLVED * self.values[-1]).sum())
 
     @property
     def condition(self) -> float:
-        """The largest over the smallest singular value that is resolved."""
+        """The largest over the smallest resolved singular value."""
         return float(self.values[-1] / self.values[self.n_unresolved])
 
     @property
     def law_condition(self) -> float:
-        """The predicted condition number, or a bound where it is unknown; the measured one for structured features."""
+        """The predicted condition number, or a bound if it is unknown; the measured one for structured features."""
         return self.prediction.condition
 
     @property
     def prediction(self) -> Prediction:
-        """What the law predicts of the condition number; nothing for features as drawn whose lengths vary."""
+        """The predicted condition number; unknown for features as drawn whose lengths vary."""
         if not self.is_random:
             return Prediction(self.condition, True, "measured")
         if not self.is_unit_length and self.length_spread > EQUAL_LENGTHS:
@@ -494,14 +489,14 @@ class Spectrum:
 
     @property
     def distance(self) -> float:
-        """The largest gap between the share of singular values up to x and the law's, over all x."""
+        """Kolmogorov distance between the singular values and the law."""
         law = cumulative(self.values, self.features.equations, self.features.n_features)
         steps = np.arange(len(self.values) + 1) / len(self.values)
         return float(max(np.max(law - steps[:-1]), np.max(steps[1:] - law)))
 
     @property
     def limit(self) -> float:
-        """The distance that 99 of 100 draws of Gaussian features of this size stay below."""
+        """The 99 % quantile of the distance for Gaussian features of this size."""
         n = len(self.values)
         return (LIMIT + LIMIT_SLOPE * math.log(n)) / n
 
@@ -509,14 +504,14 @@ class Spectrum:
     def follows_law(self) -> bool | None:
         """Whether the distance is within the limit: a test at the 1 % level.
 
-        None where there is nothing to test: structured features, and fewer than four singular values.
+        None for structured features and for fewer than four singular values.
         """
         if not self.is_random or len(self.values) < MIN_VALUES:
             return None
         return self.distance <= self.limit
 
     def histogram(self, n_bins: int) -> tuple[Array, Array, Array]:
-        """Bin edges, the share of singular values per bin, and the law's share."""
+        """Bin edges, the fraction of singular values per bin, and the law's fraction."""
         n_bins = need_integer("n_bins", n_bins, low=1, high=_MOST_POINTS, cure="Try 24.")
         n, c = self.features.equations, self.features.n_features
         top = max(float(self.values[-1]), edges(n, c)[1] if self.is_random else 0.0) * (1.0 + 1e-9)
@@ -525,7 +520,7 @@ class Spectrum:
         return bins, counts / len(self.values), law
 
     def law_curve(self, n_points: int) -> tuple[Array, Array]:
-        """Places and heights of the law's density, dense at its edges, where it rises like a square root."""
+        """Points (x, density) of the law, denser near its edges, where it behaves like a square root."""
         n_points = need_integer("n_points", n_points, low=2, high=_MOST_POINTS, cure="Try 200.")
         n, c = self.features.equations, self.features.n_features
         low, high = edges(n, c)
@@ -533,31 +528,62 @@ class Spectrum:
         return x, density(x, n, c)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """The result as a dictionary of plain values."""
         low, high = edges(self.features.equations, self.features.n_features)
         bins, shares, law = self.histogram(24)
         facts: dict[str, Any] = {
             "features": self.features.name,
             "shape": list(self.features.shape),
             "equations": self.features.equations,
-            "number of features": self.features.n_features,
+            "n_features": self.features.n_features,
             "excess": self.features.excess,
             "smallest": float(self.values[0]),
             "largest": float(self.values[-1]),
             "unresolved": self.n_unresolved,
-            "condition number": self.condition,
-            "unit length": self.is_unit_length,
-            "spread of lengths": self.length_spread,
+            "condition_number": self.condition,
+            "is_unit_length": self.is_unit_length,
+            "length_spread": self.length_spread,
             "histogram": {"edges": bins.tolist(), "share": shares.tolist()},
         }
         if self.is_random:
             facts["histogram"]["law"] = law.tolist()
             facts["law"] = {
-                "smallest": low, "largest": high, "condition number": self.law_condition,
-                "known": self.prediction.is_known, "distance": self.distance, "limit": self.limit, "level": LEVEL,
+                "smallest": low, "largest": high, "condition_number": self.law_condition,
+                "is_known": self.prediction.is_known, "distance": self.distance, "limit": self.limit, "level": LEVEL,
                 "follows": self.follows_law,
             }  # fmt: skip
         return facts
+
+    def plot(self) -> Figure:
+        """A histogram of the singular values, and the density of the law."""
+        features = self.features
+        bins, shares, _ = self.histogram(N_BINS)
+        heights = shares / (bins[1] - bins[0])
+        curves = [Curve(f"{features.name} features", bins.tolist(), heights.tolist(), "histogram", "spectrum")]
+        if self.is_random:
+            x, y = self.law_curve(300)
+            curves.append(Curve("law", x.tolist(), y.tolist(), panel="spectrum", style="law"))
+        title = f"{features.equations:,} equations, {features.n_features:,} features"
+        return Figure(curves, [Panel("spectrum", title, "singular value", "density")])
+
+    def view(self) -> View:
+        """The condition number, and whether the singular values follow the law."""
+        verdicts: dict[bool | None, tuple[str, Tone]] = {
+            True: ("follows the law", "good"), False: ("does not follow the law", "warn"), None: ("", ""),
+        }  # fmt: skip
+        facts = {
+            "shape of the target": "x".join(map(str, self.features.shape)), "excess": self.features.excess,
+            "singular values": f"{self.values[0]:.4g} to {self.values[-1]:.4g}",
+            "zero or unresolved": self.n_unresolved, "condition number": self.condition,
+        }  # fmt: skip
+        if self.is_random:
+            low, high = edges(self.features.equations, self.features.n_features)
+            facts |= {
+                "singular values of the law": f"{low:.4g} to {high:.4g}",
+                "prediction": str(self.prediction),
+                "distance to the law": f"{self.distance:.4f}, limit {self.limit:.4f} at the {LEVEL:.0%} level",
+            }
+        return View(f"Spectrum of {self.features.name} features", *verdicts[self.follows_law], facts=facts)
 
     def __str__(self) -> str:
         zeros = f", {self.n_unresolved} of them zero or unresolved" if self.n_unresolved else ""
@@ -574,13 +600,13 @@ class Spectrum:
         else:
             verdict = f"{'within' if self.follows_law else 'above'} the limit {self.limit:.4f} at the {LEVEL:.0%} level"
         return (
-            f"{of}: {head}; the law says [{low:.4g}, {high:.4g}], {self.prediction}. Distance to the law "
+            f"{of}: {head}; law [{low:.4g}, {high:.4g}], {self.prediction}. Distance to the law "
             f"{self.distance:.4f}, {verdict}. Lengths vary by {self.length_spread:.1%}"
         )
 
 
-@dataclass(frozen=True)
-class Descent:
+@dataclass(frozen=True, repr=False)
+class ExcessSweep(ShownResult):
     """Condition numbers over the excess: measured for several seeds, and the law's."""
 
     equations: int
@@ -603,6 +629,39 @@ class Descent:
         """The excess at which the median condition number is largest."""
         return self.excesses[self.medians.index(max(self.medians))]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Lists with one entry per excess; the law is None where it does not apply."""
+        return {
+            "excess": list(self.excesses), "n_features": list(self.n_features),
+            "condition_number": [list(row) for row in self.measured], "median": list(self.medians),
+            "law": [None if math.isnan(one) else one for one in self.law], "peak": self.peak,
+        }  # fmt: skip
+
+    def plot(self) -> Figure:
+        """The median condition number over the excess, and the law."""
+        curves = [Curve("median", self.excesses, self.medians, "line+points", "descent")]
+        known = [(x, y) for x, y in zip(self.excesses, self.law, strict=True) if not math.isnan(y)]
+        if known:
+            xs, ys = zip(*known, strict=True)
+            curves.append(Curve("law", xs, ys, panel="descent", style="law"))
+        panel = Panel("descent", "Condition number over the excess", "features per equation", "condition number",
+                      x_log=True, y_log=True)  # fmt: skip
+        return Figure(curves, [panel])
+
+    def view(self) -> View:
+        """A table with one row per excess."""
+        heads = ("excess", "features", "condition number (median)", "lowest", "highest", "law")
+        rows = [
+            (f"{excess:.4g}", f"{n:,}", f"{median:.4g}", f"{min(found):.4g}", f"{max(found):.4g}",
+             "unknown" if math.isnan(law) else f"{law:.4g}")
+            for excess, n, median, found, law in zip(
+                self.excesses, self.n_features, self.medians, self.measured, self.law, strict=True
+            )
+        ]  # fmt: skip
+        lines = [f"The condition number peaks at {self.peak:.4g} features per equation."]
+        return View("Double descent of the condition number", lines=lines,
+                    tables={"Condition numbers": Table(heads, rows)})  # fmt: skip
+
     def __str__(self) -> str:
         lines = [
             f"  {excess:6.3g}  {median:10.4g}  {law:10.4g}"
@@ -612,7 +671,7 @@ class Descent:
 
 
 def predict_features(features: Features) -> Prediction:
-    """What the law predicts of the condition number at unit length; unknown for distributions of your own."""
+    """The predicted condition number of these features at unit length; unknown for custom distributions."""
     need_instance("features", features, Features, cure=_DRAWN)
     if features.density is None and features.name not in DENSE:
         return Prediction(1.0, False, "unknown")
@@ -626,20 +685,20 @@ def predict_features(features: Features) -> Prediction:
 
 
 def measure_spectrum(features: Features, *, unit_length: bool = True) -> Spectrum:
-    """The singular values of these features. One matrix of features or equations squared is held, the fewer of both.
+    """The singular values of these features, from the smaller Gram matrix.
 
-    Features are scaled to unit length first, as the solver does. `unit_length=False` measures them as drawn.
+    Features are scaled to unit length first, as in the solver; `unit_length=False` measures them as drawn.
     """
     need_instance("features", features, Features, cure=_DRAWN)
     need_flag("unit_length", unit_length)
     n = min(features.equations, features.n_features)
-    if features.name in ("id_cond", "ortho_cond"):  # orthonormal columns: nothing to compute
+    if features.name in ("id_cond", "ortho_cond", "fast_ortho_cond"):  # orthonormal columns
         return Spectrum(features, np.ones(n))
     need_memory(
         f"the spectrum of {features.equations} x {features.n_features}",
         3 * 8 * n**2,
         memory_limit(),
-        "Take a smaller layer: the law depends on the excess, not on the size.",
+        "Use a smaller layer: the law depends on the excess, not on the size.",
     )
     left, right = features.left(), features.right()
     values = empirical_spectrum(left, right, unit_length=unit_length and not features.is_structured)
@@ -655,28 +714,27 @@ def sweep_excess(
     seeds: Sequence[int] = (0, 1, 2),
     density: float | None = None,
     unit_length: bool = True,
-    progress: Callable[[str], None] | None = None,
-) -> Descent:
+    progress: Progress | None = None,
+) -> ExcessSweep:
     """Condition numbers of random features over the excess. Theory: random_features:thm-2.2
 
-    `law` of the result is NaN where the law does not apply.
+    `law` of the result is NaN if the law does not apply.
     """
     excesses = need_items("excesses", excesses, cure="List features per equation, as (0.5, 1.25, 2.0).")
     seeds = need_items("seeds", seeds, cure="List seeds, as (0, 1, 2).")
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with a text for every excess.")
+    need_progress(progress)
     if not seeds or not excesses:
-        raise ValueRangeError("a sweep needs at least one excess and one seed; got none. Leave them out for the usual.")
+        raise ValueRangeError("a sweep needs at least one excess and one seed; got none. Omit them for the defaults.")
     rows: list[tuple[float, ...]] = []
     counts: list[int] = []
     predictions: list[Prediction] = []
-    for excess in excesses:
+    for done, excess in enumerate(excesses):
         drawn = [draw(name, shape, excess=excess, seed=seed, density=density) for seed in seeds]
         if progress is not None:
-            progress(f"excess {excess:g}")
+            progress(done, len(excesses), f"excess {excess:g}")
         counts.append(drawn[0].n_features)
         spectra = [measure_spectrum(features, unit_length=unit_length) for features in drawn]
         rows.append(tuple(one.condition for one in spectra))
         predictions.append(spectra[0].prediction)
     law = tuple(one.condition if one.is_known else math.nan for one in predictions)
-    return Descent(drawn[0].equations, tuple(counts), tuple(rows), law)
+    return ExcessSweep(drawn[0].equations, tuple(counts), tuple(rows), law)

@@ -1,24 +1,25 @@
-"""Train only the norms of any model, and keep what was learned as a tiny exact adapter.
+"""Train only the norms of a model, and save them as a small adapter file.
 
-The files read in the order of the work: only_norms, fingerprint, adapter, adapters, peft, batches, training_state,
+Reading order: only_norms, fingerprint, adapter, adapters, peft, batches, training_state,
 train.
 """
 
+from onlynorm.tuning import batches, fingerprint
 from onlynorm.tuning.adapter import (
     Adapter,
     apply_adapter,
     load_adapter,
-    read_adapter,
     save_adapter,
     take_adapter,
-    write_adapter,
 )
 from onlynorm.tuning.adapters import Adapters
-from onlynorm.tuning.only_norms import NormHandle, init_gamma, only_norms
+from onlynorm.tuning.only_norms import STATISTICS, NormHandle, init_gamma, only_norms
 from onlynorm.tuning.peft import read_peft, write_peft
-from onlynorm.tuning.train import Fit, Schedule, accuracy, fit
+from onlynorm.tuning.train import OPTIMIZERS, Fit, Schedule, accuracy, fit, make_fabric
 
 __all__ = [
+    "OPTIMIZERS",
+    "STATISTICS",
     "Adapter",
     "Adapters",
     "Fit",
@@ -26,14 +27,15 @@ __all__ = [
     "Schedule",
     "accuracy",
     "apply_adapter",
+    "batches",
+    "fingerprint",
     "fit",
     "init_gamma",
     "load_adapter",
+    "make_fabric",
     "only_norms",
-    "read_adapter",
     "read_peft",
     "save_adapter",
     "take_adapter",
-    "write_adapter",
     "write_peft",
 ]

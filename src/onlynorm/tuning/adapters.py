@@ -1,13 +1,13 @@
 """Several adapters for one base model: add, switch, average, disable, merge and unmerge, all exact.
 
-    adapters = Adapters(model)                       # remembers the base model's values
+    adapters = Adapters(model)                       # copies the base model's values
     ...train...; adapters.capture("new")
     adapters.add("a", "task_a.safetensors"); adapters.add("b", "task_b.safetensors")
     adapters.switch("a"); adapters.disable(); adapters.average({"a": 0.7, "b": 0.3})
 
-The values that the base model has under any adapter are copied, so that every way back is exact to the last bit; of
-everything else there is a digest, so that a change outside the adapters is an error and not a new base model. Adapters
-may cover different layers: what the active one does not hold has the base model's values.
+Base model values of all tensors in adapters are copied, so they are restored bit for bit. Other tensors are hashed, and
+a change of one of them raises. Adapters may cover different layers: tensors that the active adapter does not hold have
+the base model's values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError, shown
-from onlynorm.modules.norms import add_affine, can_get_affine, need_module, number_like, plain_name, remove_affine
+from onlynorm.modules.norms import add_affine, can_get_affine, need_module, plain_name, reference_tensor, remove_affine
 from onlynorm.tuning.adapter import (
     Adapter,
     free_tensors,
@@ -40,7 +40,7 @@ from onlynorm.validate import need_choice, need_text
 
 
 class Adapters:
-    """The adapters of one model by name; `active` is the one whose values the model has now, None for the base."""
+    """The adapters of one model by name; `active` is the name of the loaded adapter, None for the base model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = need_module("Adapters", model)
@@ -52,8 +52,12 @@ class Adapters:
         prepared = preparation_of(self.model)
         keys = norm_tensors(self.model) | buffers | set(() if prepared is None else prepared.trained)
         self._base = {key: state[key].detach().clone() for key in state if key in keys and is_plain(state[key])}
-        self._bare: set[str] = set()  # scales and shifts that the base model's norms do not have
+        self._bare: set[str] = set()  # scales and shifts that do not exist in the base model
         self._merged: list[dict[str, Tensor]] = []
+
+    def __repr__(self) -> str:
+        names = ", ".join(f"{name} (active)" if name == self.active else name for name in self._adapters)
+        return f"Adapters of {type(self.model).__name__}: {names or 'none'}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._adapters)
@@ -62,62 +66,62 @@ class Adapters:
         return len(self._adapters)
 
     def add(self, name: str, adapter: Adapter | Path | str) -> Adapter:
-        """Adds an adapter, or the one in a file, under a name; the model stays as it is until `switch`."""
+        """Adds an adapter, or loads one from a file, under a name; does not change the model until `switch`."""
         made = adapter if isinstance(adapter, Adapter) else read_adapter(adapter)
         need_text("the name of an adapter", name, cure="Pass a string.")
         if name in self._adapters:
-            raise ConversionError(f"an adapter needs a name of its own; {shown(name)} is taken. Remove that one first.")
+            raise ConversionError(f"an adapter needs a new name; {shown(name)} is taken. Remove that adapter first.")
         self._remember(made)
-        present = self._present()
-        self._set_base()  # the adapter is compared with the base model itself, before any merge
+        current = self._current()
+        self._set_base()  # adapters are compared with the base model before merges
         try:
             self._need_same_elsewhere(made)
             need_fit(self.model, made)
         finally:
-            self._write(present)
+            self._write(current)
         self._adapters[name] = made
         return made
 
     def capture(self, name: str, *, statistics: bool | None = None) -> Adapter:
-        """Adds the model's present values, just trained, under a name and makes that adapter the active one."""
+        """Adds the current, trained values of the model under a name and makes that adapter active."""
         made = self.add(name, take_adapter(self.model, statistics=statistics))
         self.switch(name)
         return made
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter; the base model's values come back if it was active."""
+        """Removes an adapter; restores the base model if it was active."""
         self._need(name)
         if self.active == name:
             self.disable()
         del self._adapters[name]
 
     def switch(self, name: str) -> None:
-        """Gives the model the values of this adapter, and the base model's wherever it holds none."""
+        """Loads the values of this adapter, and base model values for all other tensors."""
         adapter = self._need(name)
         self._remember()
         self._write({**self._visible_base(), **adapter.values})
         self.active = name
 
     def disable(self) -> None:
-        """Gives the model the base model's values."""
+        """Restores the base model."""
         self._remember()
         self._write(self._visible_base())
         self.active = None
 
     def average(self, weights: Mapping[str, float], *, name: str = "average") -> Adapter:
-        """Adds, and switches to, the weighted mean of adapters; what one of them does not hold counts as the base."""
+        """Adds and loads the weighted mean of adapters; a tensor missing in an adapter has its base value."""
         given: Any = weights
         is_map = isinstance(given, Mapping)
         is_real = is_map and all(isinstance(w, numbers.Real) and math.isfinite(w) for w in given.values())
         if not is_real or not abs(total := sum(weights.values())) > 1e-12:
             raise ValueRangeError(
-                f"an average needs finite weights with a sum other than zero; got {shown(given)}. Try equal ones."
+                f"an average needs finite weights with a nonzero sum; got {shown(given)}. Try equal weights."
             )
         parts = [(self._need(key), weight / total) for key, weight in weights.items()]
         if len({adapter.heads for adapter, _ in parts}) > 1:
             raise ConversionError(
                 "an average needs adapters with the same heads; got different ones. Average adapters without heads, or "
-                "of one task."
+                "of the same task."
             )
         keys = dict.fromkeys(key for adapter, _ in parts for key in adapter.values)
         values = {key: self._mean(key, parts) for key in keys}
@@ -133,18 +137,18 @@ class Adapters:
             tied=tied,
             free=tuple(sorted(free)),
         )
-        present = self._present()
+        current = self._current()
         self._set_base()
         try:
             base = fingerprint(self.model, values.keys() | free)
         finally:
-            self._write(present)
+            self._write(current)
         self.add(name, made := replace(made, base=base))
         self.switch(name)
         return made
 
     def merge(self) -> None:
-        """Makes the active adapter's values those of the base model; `unmerge` takes it back exactly."""
+        """Merges the active adapter into the base model; `unmerge` reverts it exactly."""
         if self.active is None:
             raise ConversionError("merge needs an active adapter; got none. Call switch(name) first.")
         self._merged.append(self._visible_base())
@@ -154,42 +158,42 @@ class Adapters:
         self.active = None
 
     def unmerge(self) -> None:
-        """Takes the last merge back: the base model has its former values, to the last bit."""
+        """Reverts the last merge and restores the base model bit for bit."""
         if not self._merged:
             raise ConversionError("unmerge needs a merged adapter; got none. Call merge() first.")
         former = self._merged.pop()
-        # Adapters that were added since know base values which that merge did not touch.
+        # Adapters added since then have base values that the merge did not change.
         self._bare |= {key for key in self._base if key not in former and key not in self._digests}
         self._base = self._base | former
         self.disable()
 
     def _remember(self, adapter: Adapter | None = None) -> None:
-        """Copies what the base model has under an adapter, and under what `only_norms` chose since the last time."""
+        """Copies base values of the tensors in the adapter, and of those newly selected by `only_norms`."""
         prepared = preparation_of(self.model)
         trained = {} if prepared is None else prepared.initial
         state, places = self._state(), modules_of(self.model)
-        wanted = dict.fromkeys([*trained, *(() if adapter is None else adapter.values)])
-        for key in [key for key in wanted if key not in self._base]:
+        needed = dict.fromkeys([*trained, *(() if adapter is None else adapter.values)])
+        for key in [key for key in needed if key not in self._base]:
             place = key.rpartition(".")[0]
             values = [value for value in (state.get(key), trained.get(key)) if value is not None and is_plain(value)]
             is_known = key in self._digests
             found = [v for v in values if not is_known or digests({key: v})[key] == self._digests[key]]
-            if found:  # what `only_norms` remembers comes last, and first if the base model did not have it at all
+            if found:  # the value stored by `only_norms` is last, and is used for tensors new since then
                 self._base[key] = found[0 if is_known else -1].detach().clone()
             elif values:
                 raise ConversionError(
-                    f"Adapters needs the base model's value of {key!r}; it changed since Adapters(model) was made. "
-                    f"Call only_norms first, or make Adapters of the base model again.{self._first()}"
+                    f"Adapters needs the base model's value of {key!r}; it changed since Adapters(model) was called. "
+                    f"Call only_norms first, or create Adapters from the base model again.{self._unmerge_cure()}"
                 )
             elif place in places and can_get_affine(places[place]):
                 self._add_bare(place, places[place])
 
-    def _first(self) -> str:
+    def _unmerge_cure(self) -> str:
         return " Call unmerge() before training." if self._merged else ""
 
     def _add_bare(self, place: str, norm: nn.Module) -> None:
-        """Lets the base model's norm have a scale of one and a shift of zero wherever a value is asked for."""
-        remove = add_affine(norm, number_like(self.model))
+        """Adds base values for a norm without affine tensors: a scale of one and a shift of zero."""
+        remove = add_affine(norm, reference_tensor(self.model))
         for own, value in norm.named_parameters(recurse=False):
             key = f"{place}.{own}".lstrip(".")
             self._base[key] = value.detach().clone()
@@ -197,29 +201,29 @@ class Adapters:
         remove()
 
     def _need_same_elsewhere(self, adapter: Adapter) -> None:
-        """Raises if a tensor that neither the adapter nor the base values hold changed since `Adapters(model)`."""
+        """Raises if a tensor without a stored base value changed since `Adapters(model)`."""
         outside = {key: value for key, value in state_of(self.model).items() if key not in self._base}
         changed = [key for key, found in digests(outside).items() if self._digests.get(key, found) != found]
         if changed:
             raise ConversionError(
-                f"Adapters needs a base model that stays as it was; {few(changed)} changed since Adapters(model) was "
-                "made. Name what is trained in also= of only_norms, or make Adapters of the new base model."
-                f"{self._first()}"
+                f"Adapters needs an unchanged base model; {few(changed)} changed since Adapters(model) was called. "
+                "Name trained tensors in also= of only_norms, or create Adapters from the new base model."
+                f"{self._unmerge_cure()}"
             )
 
     def _visible_base(self) -> dict[str, Tensor]:
-        """The base model's values, without scales and shifts that its norms do not have."""
+        """The base values, without scales and shifts that do not exist in the base model."""
         return {key: value for key, value in self._base.items() if key not in self._bare}
 
     def _set_base(self) -> None:
-        """Gives the model the values that the base model had before anything was merged."""
+        """Restores the base model as it was before any merge."""
         self._write({**self._visible_base(), **(self._merged[0] if self._merged else {})})
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
-        """Gives the model these values; norms that have no scale in the base model lose it unless there is one here."""
+        """Writes these values; removes affine tensors that neither they nor the base model have."""
         hidden = hidden_buffers(self.model)
         names = self._digests.keys() - state_of(self.model).keys()
-        # A buffer outside the state dict that came, went or changed its shape is a cache, which forward makes again.
+        # Non-persistent buffers that were added, removed or changed their shape are caches, computed again by forward.
         caches = {k for k in names & values.keys() if k not in hidden or hidden[k].shape != values[k].shape}
         write_values(self.model, {key: value for key, value in values.items() if key not in caches})
         places = modules_of(self.model)
@@ -228,10 +232,10 @@ class Adapters:
                 remove_affine(places[place])
 
     def _state(self) -> dict[str, Any]:
-        """The tensors of the model by name, with the buffers that are not in its state dict."""
+        """The tensors of the model by name, including non-persistent buffers."""
         return state_of(self.model) | hidden_buffers(self.model)
 
-    def _present(self) -> dict[str, Tensor]:
+    def _current(self) -> dict[str, Tensor]:
         state = self._state()
         return {key: state[key].detach().clone() for key in self._base if key in state}
 
@@ -243,7 +247,7 @@ class Adapters:
         if len({value.shape for value, _ in values}) > 1:
             raise ShapeError(
                 f"an average needs tensors of one shape; got {', '.join(str(tuple(v.shape)) for v, _ in values)} for "
-                f"{key}. Heads of different tasks have no mean: average adapters without them."
+                f"{key}. Heads of different tasks cannot be averaged: use adapters without heads."
             )
         first = values[0][0]
         if not first.is_floating_point():

@@ -1,7 +1,7 @@
-"""Batches whose order and augmentation are pure functions of (seed, epoch): a killed run resumes where it was.
+"""Batches whose order and augmentation depend on (seed, epoch) only, so that an interrupted run can resume.
 
-Data come as tensors (inputs, labels), or as any map-style dataset of such pairs. `ImageFolder` reads a folder with one
-subfolder per class.
+Data are tensors (inputs, labels), or a map-style dataset of such pairs. `ImageFolder` reads a folder with one subfolder
+per class.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from onlynorm.seeds import seeded
 from onlynorm.storage import open_file
 from onlynorm.validate import as_tensor, need_choice, need_integer
 
-_NO_DATA_SETS = (str, bytes, dict, type, Tensor, np.ndarray, torch.jit.ScriptModule)
+_NOT_DATA_SETS = (str, bytes, dict, type, Tensor, np.ndarray, torch.jit.ScriptModule)
 AUGMENTATIONS = ("none", "flip", "crop-flip")
 MAX_PIXELS = 2**26
-"""Pixels of an image that is read: a compressed file of a few kB can hold so many that no memory would do."""
-_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "GIF", "TIFF")  # Pillow looks at the content, not at the name
+"""Maximum number of pixels of an image: a compressed file of a few kB can expand to more than the memory."""
+_FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "GIF", "TIFF")  # Pillow detects the format from the content
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
 @runtime_checkable
 class Pairs(Sized, Protocol):
-    """Anything of known length that gives (input, label) by index."""
+    """A map-style dataset of pairs (input, label)."""
 
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class TensorPairs:
-    """Inputs and labels held as two tensors; NumPy arrays are converted."""
+    """A dataset of two tensors, inputs and labels; NumPy arrays are converted."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         inputs, labels = as_tensor("inputs", inputs), as_tensor("labels", labels)
@@ -45,7 +45,7 @@ class TensorPairs:
             sizes = [len(t) if t.ndim else 0 for t in (labels, inputs)]
             raise ShapeError(
                 f"training needs as many labels as inputs, at least one; got {sizes[0]} labels for {sizes[1]} "
-                "inputs. Pass tensors of one length."
+                "inputs. Pass tensors of the same length."
             )
         self.inputs, self.labels = inputs, labels
 
@@ -57,17 +57,17 @@ class TensorPairs:
 
 
 class ImageFolder:
-    """Images below a folder, one subfolder per class in the order of their names, scaled to one size and to [0, 1].
+    """A dataset of images with one subfolder per class, sorted by name; images are resized and scaled to [0, 1].
 
-    An image that cannot be read stops the run with its name, or is left out if `skip_unreadable`; `unreadable` lists
-    those that were left out. Each file is tried once at the start, so that a run does not fail hours later.
+    An unreadable image raises `FormatError`, or is skipped with `skip_unreadable`; `unreadable` lists skipped images.
+    Every file is read once in the constructor, so that a run does not fail later.
     """
 
     def __init__(self, folder: Path | str, *, size: int = 32, skip_unreadable: bool = False) -> None:
         folder = Path(folder)
         if not folder.is_dir():
             raise MissingDataError(
-                f"an image folder needs to be a folder; got {folder}. Pass the parent of the classes."
+                f"an image folder needs to be a folder; got {folder}. Pass the parent folder of the classes."
             )
         self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         self.size = size
@@ -80,7 +80,7 @@ class ImageFolder:
         if not self._files:
             raise MissingDataError(
                 f"an image folder needs one subfolder of images per class; got no readable image below {folder}. "
-                f"Known endings: {', '.join(_SUFFIXES)}."
+                f"Supported extensions: {', '.join(_SUFFIXES)}."
             )
 
     def __len__(self) -> int:
@@ -108,23 +108,23 @@ class ImageFolder:
                 if image.width * image.height > MAX_PIXELS:
                     raise ValueError(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
                 pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32)
-        except Exception as error:  # Pillow raises a dozen kinds of errors on damaged files
+        except Exception as error:  # Pillow raises many kinds of errors for damaged files
             raise FormatError(
-                f"an image folder needs images that can be read; {path} cannot ({error}). Remove it, or pass "
+                f"an image folder needs readable images; {path} is not ({error}). Remove it, or pass "
                 "skip_unreadable=True."
             ) from error
         return torch.from_numpy(pixels / 255.0).permute(2, 0, 1)
 
 
 def as_pairs(data: Any) -> Pairs:
-    """(inputs, labels) as a data set, or the data set itself; raises unless it gives pairs."""
+    """(inputs, labels) as a dataset, or the given dataset if it holds pairs."""
     if isinstance(data, TensorPairs):
         return data
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         return TensorPairs(*data)
-    if not isinstance(data, Pairs) or isinstance(data, _NO_DATA_SETS):
+    if not isinstance(data, Pairs) or isinstance(data, _NOT_DATA_SETS):
         raise ShapeError(
-            f"training needs (inputs, labels) or a data set of such pairs; got a {type(data).__name__}. Pass a tuple "
+            f"training needs (inputs, labels) or a dataset of such pairs; got a {type(data).__name__}. Pass a tuple "
             "of two tensors."
         )
     if not len(data):
@@ -134,14 +134,14 @@ def as_pairs(data: Any) -> Pairs:
 
 
 def order_of(n_samples: int, *, seed: int, epoch: int) -> Tensor:
-    """The order in which an epoch visits the samples."""
+    """The permutation of the samples in an epoch."""
     return torch.randperm(n_samples, generator=_stream(seed, epoch, 0))
 
 
 def epoch_batches(
     data: Pairs, *, batch_size: int, seed: int, epoch: int, skip: int = 0, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(number of the batch, inputs, labels) of an epoch from batch `skip` on; each of `world` processes has a share."""
+    """(batch index, inputs, labels) of an epoch from batch `skip` on, split among `world` processes."""
     batch_size = need_integer("batch_size", batch_size, low=1, cure="Try 128.")
     order = order_of(len(data), seed=seed, epoch=epoch)
     for number in range(skip, n_batches(len(data), batch_size)):
@@ -151,12 +151,12 @@ def epoch_batches(
 
 
 def n_batches(n_samples: int, batch_size: int) -> int:
-    """Batches of an epoch, the last one perhaps smaller."""
+    """Number of batches in an epoch; the last one may be smaller."""
     return -(-n_samples // batch_size)
 
 
 def collate(data: Pairs, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The chosen samples as one batch of inputs and one of labels."""
+    """(inputs, labels) of the samples with these indices, as one batch."""
     if isinstance(data, TensorPairs):
         return data.inputs[list(chosen)], data.labels[list(chosen)]
     pairs = [data[index] for index in chosen]
@@ -164,14 +164,14 @@ def collate(data: Pairs, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
         inputs, labels = (torch.stack([torch.as_tensor(pair[place]) for pair in pairs]) for place in (0, 1))
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         raise ShapeError(
-            f"a data set needs pairs (input, label) of numbers, all of one shape; got {type(error).__name__}: {error}. "
-            "Return two tensors, or a tensor and a whole number."
+            f"a dataset needs pairs (input, label) of numeric values, all of one shape; got {type(error).__name__}: "
+            f"{error}. Return two tensors, or a tensor and an integer."
         ) from error
     return inputs, labels
 
 
 def augment(inputs: Tensor, how: str, *, seed: int, step: int) -> Tensor:
-    """Images (n, channels, height, width) flipped at random, or padded by an eighth, cropped and flipped."""
+    """Random horizontal flips of images (n, channels, height, width); "crop-flip" also pads by an eighth and crops."""
     need_choice("augmentation", how, AUGMENTATIONS)
     if how == "none":
         return inputs
@@ -186,10 +186,10 @@ def augment(inputs: Tensor, how: str, *, seed: int, step: int) -> Tensor:
     return torch.where(flipped.to(inputs.device)[:, None, None, None], inputs.flip(-1), inputs)
 
 
-def _crop(images: Tensor, room: int, generator: torch.Generator) -> Tensor:
+def _crop(images: Tensor, margin: int, generator: torch.Generator) -> Tensor:
     n, _, height, width = images.shape
-    padded = functional.pad(images, (room,) * 4)
-    down, right = (torch.randint(0, 2 * room + 1, (n, 1), generator=generator).to(images.device) for _ in range(2))
+    padded = functional.pad(images, (margin,) * 4)
+    down, right = (torch.randint(0, 2 * margin + 1, (n, 1), generator=generator).to(images.device) for _ in range(2))
     rows = down + torch.arange(height, device=images.device)
     columns = right + torch.arange(width, device=images.device)
     sample = torch.arange(n, device=images.device)[:, None, None]
@@ -197,6 +197,6 @@ def _crop(images: Tensor, room: int, generator: torch.Generator) -> Tensor:
 
 
 def _stream(seed: int, position: int, purpose: int) -> torch.Generator:
-    """A generator for one epoch's order or one step's augmentation: far apart for neighbouring seeds and steps."""
+    """A generator for the order of an epoch or the augmentation of a step, with well-mixed seeds."""
     mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + purpose * 0x94D049BB133111EB) % 2**63
     return seeded(mixed)

@@ -1,8 +1,8 @@
-"""Fingerprints: is this the base model that an adapter was trained on, and if not, what differs?
+"""Fingerprints: hashes that identify the base model of an adapter, and name the tensors that differ.
 
-One hash of sixteen bytes over the names, shapes, types and values of all tensors that adapters leave alone decides.
-Three bytes a tensor beside it, one of its layout and two of its values, name the tensors that differ without a copy of
-the model. Quantized tensors, tensor subclasses and other entries of a state dict are hashed piece by piece.
+A hash of sixteen bytes covers the names, shapes, dtypes and values of all tensors that the adapter does not set. Three
+more bytes per tensor, one for its layout and two for its values, identify the tensors that differ. Quantized tensors,
+tensor subclasses and other entries of a state dict are hashed part by part.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from onlynorm.errors import ConversionError, FormatError
 from onlynorm.modules.norms import is_statistic, plain_name
 
 _WHOLE, _LAYOUT, _VALUES = 16, 1, 2
-"""Bytes of the hash that decides, and of the two marks of each tensor."""
+"""Bytes of the hash of all tensors, and of the two short hashes (marks) of each tensor."""
 Digests: TypeAlias = dict[str, tuple[bytes, bytes]]
-"""The hashes of the layout and of the values of every tensor, by name."""
+"""Hashes of the layout and of the values of every tensor, by name."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def fingerprint(model: nn.Module, without: Iterable[str]) -> str:
-    """The hash and the marks of all tensors of the model except those named `without`, as text."""
+    """The fingerprint of all tensors of the model except those named in `without`, as text."""
     return encode(digests(base_tensors(model, without)))
 
 
 def encode(found: Digests) -> str:
-    """Digests as one line of text."""
+    """The fingerprint of these digests, base64 encoded."""
     return base64.b64encode(_marks(found)).decode()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """The state dict of the model, with names as they are without torch.compile and parameters themselves as values.
+    """The state dict of the model, without the prefix of torch.compile and with parameters as values.
 
-    Running statistics are in it even if their buffers are not persistent: training changes them.
+    It includes running statistics in non-persistent buffers, since training changes them.
     """
     state = {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     buffers = ((plain_name(name), value) for name, value in model.named_buffers(remove_duplicate=False))
@@ -48,20 +48,20 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def hidden_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are neither in the state dict nor running statistics: caches, and what training may change."""
+    """Non-persistent buffers other than running statistics, such as caches."""
     known = state_of(model)
     buffers = ((plain_name(name), value) for name, value in model.named_buffers(remove_duplicate=False))
     return {name: value for name, value in buffers if name not in known and is_plain(value)}
 
 
 def base_tensors(model: nn.Module, without: Iterable[str]) -> dict[str, Any]:
-    """The tensors of the model that adapters of this kind leave alone, in the order of their names."""
+    """The tensors of the model except those named in `without`, sorted by name."""
     taken = set(without)
     return {name: t for name, t in sorted(state_of(model).items()) if name not in taken}
 
 
 def digests(state: Mapping[str, Any]) -> Digests:
-    """The hashes of every entry of a state dict; tied tensors are read once."""
+    """The hashes of all entries of a state dict; tied tensors are hashed once."""
     read: dict[int, bytes] = {}
     found: Digests = {}
     for name, value in state.items():
@@ -75,21 +75,21 @@ def digests(state: Mapping[str, Any]) -> Digests:
     return found
 
 
-def need_same_base(found: Digests, wanted: str) -> None:
-    """Raises ConversionError, naming what differs, unless these digests have the fingerprint."""
+def need_same_base(found: Digests, expected: str) -> None:
+    """Raises ConversionError, with the names of tensors that differ, unless these digests have this fingerprint."""
     size = _LAYOUT + _VALUES
     found = dict(sorted(found.items()))
     try:
-        marks = base64.b64decode(wanted, validate=True)
+        marks = base64.b64decode(expected, validate=True)
         n_marked, rest = divmod(len(marks) - _WHOLE, size)
         if n_marked < 0 or rest:
             raise ValueError("marks are truncated")
     except ValueError as error:
-        raise FormatError("an adapter needs a readable fingerprint; this one has none. Save it again.") from error
+        raise FormatError("an adapter needs a readable fingerprint; got a damaged one. Save it again.") from error
     if n_marked != len(found):
         raise ConversionError(
-            f"the adapter needs a base model with {n_marked} tensors beside its own; this one has "
-            f"{len(found)}. Load it onto the model it was trained on."
+            f"the adapter needs a base model with {n_marked} other tensors; got {len(found)}. Load it into its base "
+            "model."
         )
     own = _marks(found)
     if own[:_WHOLE] == marks[:_WHOLE]:
@@ -98,22 +98,22 @@ def need_same_base(found: Digests, wanted: str) -> None:
              for name, i in zip(found, range(_WHOLE, len(own), size), strict=True)]  # fmt: skip
     layout = [name for name, a, b in pairs if a[:_LAYOUT] != b[:_LAYOUT]]
     values = [name for name, a, b in pairs if a[:_LAYOUT] == b[:_LAYOUT] and a != b]
-    kinds = (("of another name, shape or type", layout), ("of other values", values))
+    kinds = (("with another name, shape or dtype", layout), ("with other values", values))
     differences = "; ".join(f"{len(names)} {what} ({few(names)})" for what, names in kinds if names)
     raise ConversionError(
-        f"the adapter needs the base model it was trained on; of {len(pairs)} tensors of this one "
-        f"{differences or 'some are others'}. Load the original weights first, or disable other adapters."
+        f"the adapter needs the base model it was trained on; got {len(pairs)} tensors, "
+        f"{differences or 'some of them different'}. Load the original weights first, or disable other adapters."
     )
 
 
 def few(names: Iterable[str]) -> str:
-    """The first names of many, for a message."""
+    """The first three names, for a message."""
     listed = list(names)
     return ", ".join(listed[:3]) + (", ..." if len(listed) > 3 else "")
 
 
 def is_plain(value: Any) -> bool:
-    """Whether this is a dense tensor with values of its own: neither quantized nor a wrapper around other tensors."""
+    """Whether this is a dense tensor with storage: not quantized, sparse, on the meta device or a wrapper subclass."""
     return (
         isinstance(value, Tensor)
         and not _is_wrapper(value)
@@ -124,7 +124,7 @@ def is_plain(value: Any) -> bool:
 
 
 def ties(state: Mapping[str, Any]) -> list[list[str]]:
-    """Groups of names that stand for one and the same tensor."""
+    """Groups of names of the same tensor."""
     groups: dict[Any, list[str]] = {}
     for name, value in state.items():
         if is_plain(value) and value.numel():
@@ -134,14 +134,14 @@ def ties(state: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _marks(found: Digests) -> bytes:
-    """The hash of everything, then the marks of each tensor."""
+    """The hash of all tensors, followed by the marks of each tensor."""
     hashes = [found[name] for name in sorted(found)]
     whole = hashlib.blake2b(b"".join(layout + values for layout, values in hashes), digest_size=_WHOLE).digest()
     return whole + b"".join(layout[:_LAYOUT] + values[:_VALUES] for layout, values in hashes)
 
 
 def _describe(name: str, value: Any) -> tuple[str, Iterator[memoryview]]:
-    """(layout, the bytes piece by piece) of an entry of a state dict."""
+    """(layout, chunks of bytes) of an entry of a state dict."""
     if is_plain(value):
         return f"{tuple(value.shape)} {value.dtype}", _bytes(value)
     parts = list(_flatten(name, value))
@@ -149,7 +149,7 @@ def _describe(name: str, value: Any) -> tuple[str, Iterator[memoryview]]:
 
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Iterator[memoryview]]]:
-    """(layout, bytes) of everything inside a value that is not a dense tensor."""
+    """(layout, chunks of bytes) of all parts of a value, recursively."""
     if is_plain(value):
         yield f"{tuple(value.shape)} {value.dtype}", _bytes(value)
         return
@@ -176,7 +176,7 @@ def _inside(name: str, value: Any) -> list[Any]:
     try:
         if isinstance(value, Tensor) and _is_wrapper(value):
             if hasattr(value, "full_tensor"):
-                raise TypeError("it is sharded over processes; gather the model first")
+                raise TypeError("it is sharded across processes; gather the model first")
             names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
             return [tuple(value.shape), value.dtype, repr(context), *(getattr(value, key) for key in names)]
         if isinstance(value, Tensor) and value.is_meta:
@@ -188,15 +188,15 @@ def _inside(name: str, value: Any) -> list[Any]:
         if isinstance(value, torch.ScriptObject):
             return [value.__getstate__()]
         raise TypeError(f"it is a {type(value).__name__}")
-    except Exception as error:  # whatever a foreign class raises
+    except Exception as error:  # other classes may raise anything
         raise ConversionError(
-            f"a fingerprint needs values that can be read; {name!r} ({type(value).__name__}) cannot be: {error}. Take "
-            "an adapter of the model before it is quantized or sharded."
+            f"a fingerprint needs readable values; {name!r} ({type(value).__name__}) cannot be read: {error}. Create "
+            "the adapter before the model is quantized or sharded."
         ) from error
 
 
 def _quantized(value: Tensor) -> list[Any]:
-    """What a quantized tensor is made of."""
+    """Integer values, scales and zero points of a quantized tensor."""
     if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [value.int_repr(), value.q_scale(), value.q_zero_point()]
     return [
@@ -205,7 +205,7 @@ def _quantized(value: Tensor) -> list[Any]:
 
 
 def _is_wrapper(value: Tensor) -> bool:
-    """Whether the tensor's class computes by itself, so that it has no values in memory of its own."""
+    """Whether the class of the tensor overrides `__torch_dispatch__`, so that it may have no storage."""
     return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

@@ -1,21 +1,20 @@
-"""`only_norms`: everything but the norms of a model is frozen, and batch statistics do what was asked for.
+"""`only_norms`: freeze all parameters of a model except its norms, with a policy for running statistics.
 
     handle = only_norms(model, also=("head",), statistics="freeze")
     optimizer = torch.optim.AdamW(handle.parameters())
 
-What happens to running statistics is a policy, not an accident of `model.train()`:
+Policies for running statistics:
 
-- "track": they follow the batches while training, as torch does it.
-- "freeze": they stay as they are and are used in training too, whatever mode the model is in.
-- "recalibrate": as "freeze", and `handle.recalibrate(batches)` computes them again from data when asked.
+- "track": updated in training mode, as usual in torch.
+- "freeze": never updated, and used in training mode too.
+- "recalibrate": like "freeze", but `handle.recalibrate(batches)` computes them again from data.
 
-The policy covers every module that holds running statistics, with or without scale and shift, and every norm that has
-buffers beside its scale and shift, whatever they are called. It is a `train` method on the module's own instance, so it
-survives `model.train()`, deepcopy, pickle, wrapping and compilation. A module that takes the place of another
-(`SyncBatchNorm.convert_sync_batchnorm`) has no such method: convert first.
+The policy applies to every module with running statistics, and to every norm with buffers other than scale and shift.
+It replaces `train` on the module instance, so it survives `model.train()`, deepcopy, pickle, wrapping and compilation.
+Modules that replace others (`SyncBatchNorm.convert_sync_batchnorm`) do not inherit it: convert first.
 
-The model also remembers what it was: the values of what is trained, and a digest of everything else. An adapter is
-saved only if the base model with the adapter is the trained model to the last bit.
+The model stores the initial values of trained tensors and a digest of all other tensors. `save_adapter` uses them to
+make sure that the base model with the adapter is bit-identical to the trained model.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from onlynorm.display import Result
 from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
 from onlynorm.modules.norms import (
     NormLayer,
@@ -38,8 +38,8 @@ from onlynorm.modules.norms import (
     has_statistics,
     may_track,
     need_module,
-    number_like,
     plain_name,
+    reference_tensor,
     scale_at_zero,
 )
 from onlynorm.modules.norms import add_affine as give_affine
@@ -55,11 +55,10 @@ _NOTE = "onlynorm_tuning"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What `only_norms` did to a model, as far as adapters need it; it is copied and pickled with the model.
+    """What `only_norms` changed in a model, for adapters; it is copied and pickled with the model.
 
-    `trained` has the names of all trained tensors, `added` the norms that got a scale and a shift. `initial` holds the
-    values that trained tensors had, and `digests` those of every tensor of the model. `hidden` names the buffers that
-    are not in its state dict.
+    `trained` has the names of all trained tensors, `added` the norms that got a scale and a shift. `initial` has the
+    initial values of trained tensors, `digests` the hashes of all tensors. `hidden` names non-persistent buffers.
     """
 
     trained: tuple[str, ...]
@@ -72,13 +71,13 @@ class Preparation:
 
 
 def preparation_of(model: nn.Module) -> Preparation | None:
-    """What `only_norms` did to the model, None if it was not called."""
+    """The `Preparation` stored in the model, None if `only_norms` was not called."""
     found: Preparation | None = model.__dict__.get(_NOTE)
     return found
 
 
 def need_own_preparation(what: str, model: nn.Module) -> None:
-    """Raises if `only_norms` was called on a module inside the model, such as a custom wrapper, and not on it."""
+    """Raises if `only_norms` was called on a submodule, as inside a custom wrapper, and not on the model itself."""
     if preparation_of(model) is not None:
         return
     for name, module in model.named_modules():
@@ -89,8 +88,8 @@ def need_own_preparation(what: str, model: nn.Module) -> None:
             )
 
 
-class NormHandle:
-    """What `only_norms` returns: the parameters to train, their counts, a table, and the way back."""
+class NormHandle(Result):
+    """The result of `only_norms`: trainable parameters, their counts, a summary table, and `undo`."""
 
     def __init__(self, model: nn.Module, *, norms: tuple[NormLayer, ...], skipped: tuple[SkippedNorm, ...],
                  also: tuple[str, ...], statistics: str, undo: list[Callable[[], None]]) -> None:  # fmt: skip
@@ -99,28 +98,27 @@ class NormHandle:
         self._undo = undo
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that are trained, by name."""
+        """The trainable parameters with their names."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are trained, for an optimizer."""
+        """The trainable parameters, for an optimizer."""
         return [p for _, p in self.named_parameters()]
 
     @property
     def n_trainable(self) -> int:
-        """Numbers that are trained."""
+        """Number of trainable parameters."""
         return sum(p.numel() for p in self.parameters())
 
     @property
     def n_total(self) -> int:
-        """Numbers in all parameters of the model."""
+        """Number of all parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     def recalibrate(self, batches: Iterable[Any]) -> None:
-        """Computes the running statistics again from batches of inputs, as the average over all of them.
+        """Computes running statistics again from batches of inputs, as their average over all batches.
 
-        Batch and instance norms of torch, and classes derived from them, are recalibrated; norms of other classes keep
-        the statistics they have.
+        Applies to batch and instance norms of torch and their subclasses; other norms are not changed.
         """
         norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and has_statistics(m)]
         modes = {module: module.training for module in self.model.modules()}
@@ -128,7 +126,7 @@ class NormHandle:
         before = [{name: value.clone() for name, value in norm.named_buffers(recurse=False)} for norm in norms]
         n_batches = 0
         try:
-            self.model.eval()  # dropout and the like stay off: only the norms look at the batches
+            self.model.eval()  # no dropout: only the norms are in training mode
             for norm in norms:
                 norm.training = True
             for batch in batches:
@@ -150,7 +148,7 @@ class NormHandle:
             if isinstance(error, OnlynormError) or not isinstance(error, Exception):
                 raise
             raise ConversionError(
-                f"recalibrate needs batches of inputs that the model takes; it failed at batch {n_batches} with: "
+                f"recalibrate needs batches of valid inputs; the model failed at batch {n_batches} with: "
                 f"{error}. Pass an iterable of inputs, or of (inputs, labels)."
             ) from error
         finally:
@@ -160,20 +158,31 @@ class NormHandle:
                 module.training = mode
 
     def undo(self) -> None:
-        """The model as it was before, except for the values that were trained."""
+        """Reverts `only_norms`; trained values are not restored."""
         while self._undo:
             self._undo.pop()()
         self.model.__dict__.pop(_NOTE, None)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: what is trained, and what is skipped and why."""
+        return {
+            "norms": [norm.name for norm in self.norms], "skipped": [str(item) for item in self.skipped],
+            "also": list(self.also), "statistics": self.statistics, "n_trainable": self.n_trainable,
+            "n_total": self.n_total,
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         rows = [(name, " x ".join(map(str, p.shape)), f"{p.numel():,}") for name, p in self.named_parameters()]
-        widths = [max(len(row[i]) for row in [*rows, ("parameter", "shape", "numbers")]) for i in range(3)]
+        widths = [max(len(row[i]) for row in [*rows, ("parameter", "shape", "count")]) for i in range(3)]
         lines = [
             f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}"
-            for a, b, c in [("parameter", "shape", "numbers"), *rows]
+            for a, b, c in [("parameter", "shape", "count"), *rows]
         ]
-        share = 100.0 * self.n_trainable / max(1, self.n_total)
-        lines.append(f"{self.n_trainable:,} of {self.n_total:,} parameters are trained ({share:.3g} %)")
+        percent = 100.0 * self.n_trainable / max(1, self.n_total)
+        lines.append(f"{self.n_trainable:,} of {self.n_total:,} parameters are trained ({percent:.3g} %)")
         lines.append(
             f"{len(self.norms)} norms, statistics: {self.statistics}; also: {', '.join(self.also) or 'nothing'}"
         )
@@ -190,18 +199,18 @@ def only_norms(
     add_affine: bool = False,
     thaw: bool = False,
 ) -> NormHandle:
-    """Freezes all but the norms of the model, in place; the handle knows what is trained and how to go back.
+    """Freezes all parameters of the model except its norms, in place; returns a handle with `parameters` and `undo`.
 
-    `also` names modules or parameters that are trained beside the norms, with wildcards: "head", "blocks.11.*".
-    `which` chooses norms by a pattern on their names or by a function of the `NormLayer`. `add_affine` gives norms
-    without scale and shift both; `thaw` makes parameters of scales and shifts that are buffers (FrozenBatchNorm).
+    `also` names other modules or parameters to train, with wildcards: "head", "blocks.11.*". `which` selects norms by a
+    name pattern or a function of the `NormLayer`. `add_affine` adds scale and shift to norms without them. `thaw`
+    converts scales and shifts stored as buffers (FrozenBatchNorm) to parameters.
     """
     wrapper, model = model, need_module("only_norms", model)
     need_choice("statistics", statistics, STATISTICS)
     if preparation_of(model) is not None:
         raise ConversionError(
-            "only_norms needs a model it has not prepared yet; this one, or the model it is a copy of, is already "
-            "prepared. Call undo() on its handle; copy a model before it is prepared."
+            "only_norms needs a model that is not prepared yet; this one, or the model it is a copy of, is already "
+            "prepared. Call undo() on its handle, and copy models before only_norms."
         )
     patterns = _patterns("also", also)
     if which is not None and not isinstance(which, str) and not callable(which):
@@ -232,10 +241,10 @@ def _prepare(
     thaw: bool,
     undo: list[Callable[[], None]],
 ) -> NormHandle:
-    """Does what `only_norms` says; `undo` collects the way back as it goes, also if something raises."""
+    """The work of `only_norms`; functions that revert its steps are appended to `undo`, even if it raises."""
     added: dict[str, Callable[[], None]] = {}
     if add_affine:
-        like = number_like(model)
+        like = reference_tensor(model)
         for item in find_norms(model).skipped:
             if can_get_affine(module := model.get_submodule(item.name)):
                 added[item.name] = give_affine(module, like)
@@ -251,23 +260,23 @@ def _prepare(
             undo.append(_thaw(model.get_submodule(norm.name), norm.tensors))
         else:
             chosen.remove(norm)
-            reason = "its scale and shift are buffers; thaw=True makes them parameters"
+            reason = "its scale and shift are buffers; thaw=True converts them to parameters"
             skipped.append(SkippedNorm(norm.name, norm.class_name, reason))
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = {id(parameters[name]) for name in _named(model, also)}
-    kept |= {id(getattr(model.get_submodule(norm.name), tensor)) for norm in chosen for tensor in norm.tensors}
-    if not kept:
-        _refuse(model, found.norms, skipped, which)
+    selected = {id(parameters[name]) for name in _named(model, also)}
+    selected |= {id(getattr(model.get_submodule(norm.name), tensor)) for norm in chosen for tensor in norm.tensors}
+    if not selected:
+        _raise_no_norms(model, found.norms, skipped, which)
     for parameter in parameters.values():
-        undo.append(_Setter(parameter, parameter.requires_grad))
-        # By the parameter, not by its name: a tied one is trained if one of its names is.
+        undo.append(_RestoreGrad(parameter, parameter.requires_grad))
+        # By identity: a tied parameter is trained if one of its names is selected.
         if not (parameter.is_floating_point() or parameter.is_complex()):
             continue  # quantized weights cannot require gradients
-        parameter.requires_grad_(id(parameter) in kept)
+        parameter.requires_grad_(id(parameter) in selected)
     if statistics != "track":
-        undo += [_keep_statistics(module) for module in model.modules() if may_track(module)]
+        undo += [_freeze_statistics(module) for module in model.modules() if may_track(module)]
     state, hidden = state_of(model), hidden_buffers(model)
-    trained = {plain_name(name) for name, parameter in parameters.items() if id(parameter) in kept}
+    trained = {plain_name(name) for name, parameter in parameters.items() if id(parameter) in selected}
     trained |= {name for group in ties(state) if trained & set(group) for name in group}
     initial = {name: state[name].detach().clone() for name in sorted(trained & state.keys())}
     model.__dict__[_NOTE] = Preparation(
@@ -277,12 +286,12 @@ def _prepare(
     return NormHandle(model, norms=tuple(chosen), skipped=tuple(skipped), also=also, statistics=statistics, undo=undo)
 
 
-def _refuse(model: nn.Module, norms: tuple[NormLayer, ...], skipped: list[SkippedNorm], which: Which) -> None:
-    """Raises the error for a model of which nothing would be trained."""
+def _raise_no_norms(model: nn.Module, norms: tuple[NormLayer, ...], skipped: list[SkippedNorm], which: Which) -> None:
+    """Raises the error for a model without anything to train."""
     if norms and which is not None and not any(_is_chosen(norm, which) for norm in norms):
         names = ", ".join(repr(norm.name) for norm in norms[:5])
-        asked = repr(which) if isinstance(which, str) else "a function that takes none"
-        raise ConversionError(f"which needs to fit a norm; got {asked}, and norms are {names}. Pass another pattern.")
+        got = repr(which) if isinstance(which, str) else "a function that selects none"
+        raise ConversionError(f"which needs to match a norm; got {got}, and the norms are {names}. Change the pattern.")
     listed = "; ".join(str(item) for item in skipped[:3]) or "no module that looks like a norm"
     cures = ["insert norms", "name modules in also="]
     if any(can_get_affine(model.get_submodule(item.name)) for item in skipped):
@@ -297,30 +306,30 @@ def _refuse(model: nn.Module, norms: tuple[NormLayer, ...], skipped: list[Skippe
 
 
 def _need_no_reducer(wrapper: nn.Module, before: set[nn.Parameter]) -> None:
-    """Raises if DistributedDataParallel would wait for gradients that no longer come, or miss new ones."""
+    """Raises if DistributedDataParallel expects gradients of parameters that are now frozen, or lacks new ones."""
     after = {p for p in wrapper.parameters() if p.requires_grad}
     for reducer in wrapper.modules():
         if isinstance(reducer, nn.parallel.DistributedDataParallel) and (
             after - before or (before - after and not reducer.find_unused_parameters)
         ):
             raise ConversionError(
-                "only_norms needs to come before DistributedDataParallel, which waits for the gradients of all "
-                "parameters that required them when it was made; got a wrapped model. Call only_norms(model), then "
+                "only_norms needs to be called before DistributedDataParallel, which waits for gradients of all "
+                "parameters that required them when it was created; got a wrapped model. Call only_norms(model), then "
                 "wrap it."
             )
 
 
 def init_gamma(handle: NormHandle, *, how: str = "uniform", seed: int = 0) -> None:
-    """Draws new scales for frozen random networks and sets the shifts to zero, as Frankle et al. compared them.
+    """Initializes the scales of the norms and sets their shifts to zero, with the schemes of Frankle et al.
 
-    "uniform" on [0, 1], "ones", "fixed" at one half, "positive-negative" uniform on [-1, 1]. These are the scales that
-    are applied: norms that compute (1 + weight), as Gemma's do, get a weight smaller by one.
+    "uniform" in [0, 1], "ones", "fixed" at 0.5, "positive-negative" uniform in [-1, 1]. These are effective scales:
+    for norms that compute (1 + weight), as in Gemma, the weight is smaller by one.
     """
     need_choice("gamma", how, GAMMAS)
-    need_instance("init_gamma", handle, NormHandle, cure="Pass what only_norms returned.")
+    need_instance("init_gamma", handle, NormHandle, cure="Pass the result of only_norms.")
     generator = seeded(need_seed(seed))
     modules = [(norm, handle.model.get_submodule(norm.name)) for norm in handle.norms]
-    offsets = [scale_at_zero(module, norm) for norm, module in modules]  # all of them before anything is changed
+    offsets = [scale_at_zero(module, norm) for norm, module in modules]  # measured before anything is changed
     with torch.no_grad():
         for (norm, module), offset in zip(modules, offsets, strict=True):
             for name in norm.tensors:
@@ -342,53 +351,53 @@ def _is_chosen(norm: NormLayer, which: Which) -> bool:
         raise
     except Exception as error:
         raise ConversionError(
-            f"which needs a function of a NormLayer; it failed at {norm.name} with {type(error).__name__}: {error}. "
+            f"which needs a function of a NormLayer; it failed for {norm.name} with {type(error).__name__}: {error}. "
             "Its fields are name, kind, class_name and n_channels, among others."
         ) from error
 
 
 def _patterns(what: str, given: Iterable[str] | str) -> tuple[str, ...]:
-    """One pattern or several as a tuple of strings."""
+    """The pattern or patterns as a tuple of strings."""
     cure = f"Write {what}='head'."
     listed = [given] if isinstance(given, str) else need_items(what, given, cure=cure)
     return tuple(need_instance(what, pattern, str, cure=cure) for pattern in listed)
 
 
 def _named(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
-    """The parameters under the modules, or with the names, that the patterns match; each must match something."""
+    """Names of parameters that the patterns match by their own name or by their module's; every pattern must match."""
     names = {plain_name(name): name for name, _ in model.named_parameters(remove_duplicate=False)}
     found: set[str] = set()
     for pattern in patterns:
-        hit = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
-        if not hit:
+        matches = {n for n in names if fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"{pattern}.*")}
+        if not matches:
             raise UnknownNameError("module or parameter", pattern, sorted({n.rpartition(".")[0] for n in names} - {""}))
-        found |= {names[name] for name in hit}
+        found |= {names[name] for name in matches}
     return found
 
 
 class StayInEvaluation:
-    """Stands in for `train` on a module whose running statistics must not move; it can be copied and pickled."""
+    """Replaces `train` of a module whose running statistics are frozen; can be copied and pickled."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __call__(self, mode: bool = True) -> nn.Module:
-        """`module.train(mode)` for all children, with the module itself in evaluation mode."""
+        """Sets the mode of all children; the module itself stays in evaluation mode."""
         type(self.module).train(self.module, mode)
         self.module.training = False
         return self.module
 
 
-def _keep_statistics(module: nn.Module) -> Callable[[], None]:
+def _freeze_statistics(module: nn.Module) -> Callable[[], None]:
     before = module.training
     module.__dict__["train"] = StayInEvaluation(module)
     module.training = False
 
-    def back() -> None:
+    def restore() -> None:
         module.__dict__.pop("train", None)
         module.training = before
 
-    return back
+    return restore
 
 
 def _thaw(norm: nn.Module, tensors: tuple[str, ...]) -> Callable[[], None]:
@@ -397,18 +406,18 @@ def _thaw(norm: nn.Module, tensors: tuple[str, ...]) -> Callable[[], None]:
         assert isinstance(value, Tensor)
         norm.register_parameter(name, nn.Parameter(value.detach().clone()))
 
-    def back() -> None:
+    def restore() -> None:
         for name in tensors:
             value = norm._parameters.pop(name)
             assert value is not None
             norm.register_buffer(name, value.detach())
 
-    return back
+    return restore
 
 
 @dataclass(frozen=True)
-class _Setter:
-    """Sets `requires_grad` of a parameter back."""
+class _RestoreGrad:
+    """Restores `requires_grad` of a parameter."""
 
     parameter: nn.Parameter
     before: bool

@@ -1,8 +1,8 @@
-"""PEFT's LN-tuning folders: read one as an adapter, write an adapter as one.
+"""Read and write adapters in the LN-tuning format of PEFT.
 
-PEFT wraps each norm and names its trained copy `base_model.model.<place>.ln_tuning_layers.<tensor>`; heads are kept as
+PEFT wraps each norm and names its trained copy `base_model.model.<place>.ln_tuning_layers.<tensor>`; heads are saved as
 `base_model.model.<place>.<tensor>`. The folder holds `adapter_model.safetensors` and `adapter_config.json`. It has no
-fingerprint of its base model: an adapter that was read from one takes the fingerprint of the model it is read for.
+fingerprint of the base model, so `read_peft` computes one from the given model.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _CONFIG_BYTES = 2**20
 
 
 def read_peft(model: nn.Module, folder: Path | str) -> Adapter:
-    """The LN-tuning adapter in a PEFT folder, checked against the model it is meant for."""
+    """The LN-tuning adapter in a PEFT folder, checked against its base model."""
     model, folder = need_module("read_peft", model), need_path("folder", folder)
     config = _read_config(folder / _CONFIG)
     if config.get("peft_type") != "LN_TUNING":
         raise ConversionError(
             f"read_peft needs an LN-tuning folder (peft_type LN_TUNING); got {config.get('peft_type')!r}. Merge other "
-            "kinds of adapters with PEFT itself first."
+            "adapters with PEFT first."
         )
     tensors: dict[str, Tensor] = {}
     for key, value in _read_weights(folder / _WEIGHTS).items():
@@ -45,7 +45,7 @@ def read_peft(model: nn.Module, folder: Path | str) -> Adapter:
             )
         name = key.removeprefix(_PREFIX).replace(_MIDDLE, ".")
         if name in tensors:
-            raise FormatError(f"PEFT's tensors need a name each; two are for {name!r}. Save it with PEFT again.")
+            raise FormatError(f"PEFT's tensors need unique names; got two for {name!r}. Save it with PEFT again.")
         tensors[name] = value
     norms = norm_tensors(model)
     heads = tuple(name for name in tensors if name not in norms)
@@ -56,13 +56,13 @@ def read_peft(model: nn.Module, folder: Path | str) -> Adapter:
 
 
 def write_peft(adapter: Adapter, folder: Path | str, *, task_type: str | None = None) -> None:
-    """Writes an adapter as a folder that `peft.PeftModel.from_pretrained` loads; statistics go along if it has them."""
+    """Writes an adapter, including its statistics, as a folder for `peft.PeftModel.from_pretrained`."""
     folder = need_path("folder", folder)
     if task_type is not None:
         need_text("task_type", task_type, cure="Write 'SEQ_CLS', or leave it out.")
-    need_instance("write_peft", adapter, Adapter, cure="Pass what take_adapter returned.")
+    need_instance("write_peft", adapter, Adapter, cure="Pass the result of take_adapter.")
     if adapter.buffers or adapter.added:
-        what = f"buffers ({', '.join(adapter.buffers[:3])})" if adapter.buffers else "norms that got an affine map"
+        what = f"buffers ({', '.join(adapter.buffers[:3])})" if adapter.buffers else "norms with added scale and shift"
         raise ConversionError(f"PEFT needs an adapter of norms and heads; got {what}. Save it with save_adapter.")
     heads = set(adapter.heads)
     places = list(dict.fromkeys(name.rpartition(".")[0] for name in adapter.tensors if name not in heads))
@@ -87,7 +87,7 @@ def _peft_name(name: str, is_head: bool) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise MissingDataError(f"a PEFT folder needs {path.name}; there is none. Pass the folder itself.")
+        raise MissingDataError(f"a PEFT folder needs {path.name}; got none. Pass the folder that contains it.")
     try:
         config = parse_json(read_file(path, what="a PEFT folder", limit=_CONFIG_BYTES))
     except FormatError:
@@ -95,14 +95,14 @@ def _read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise FormatError(f"{path.name} needs to be JSON; it is not. Save the adapter with PEFT again.") from error
     if not isinstance(config, dict):
-        raise FormatError(f"{path.name} needs to hold a JSON object; got another value. Save it with PEFT again.")
+        raise FormatError(f"{path.name} needs a JSON object; got another value. Save it with PEFT again.")
     return config
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise MissingDataError(
-            f"a PEFT folder needs {path.name}; there is none. Files of the .bin kind can run code and are not read: "
-            "save with safe_serialization=True."
+            f"a PEFT folder needs {path.name}; got none. .bin files can run code and are not read: save with "
+            "safe_serialization=True."
         )
     return read_safetensors(path)

@@ -1,8 +1,8 @@
-"""`fit`: one training loop for all of onlynorm, on Lightning Fabric.
+"""`fit`: a training loop on Lightning Fabric.
 
-Whatever requires a gradient is trained: after `only_norms` the norms and the heads, else the whole model. Runs are
-functions of their seed, and a run that was killed resumes from its checkpoint with the numbers of one that was not.
-Models made by `norm_only` step on gamma, or with `follow_weights` on the weights that their gammas then follow.
+Trains all parameters that require gradients: after `only_norms` the norms and heads, else the whole model. Runs are
+determined by their seed, and an interrupted run resumes from its checkpoint bit for bit. For models made by
+`to_norm_only` the optimizer updates gamma, or with `follow_weights` the effective weights.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import (
     ConversionError,
     OnlynormError,
@@ -51,11 +52,11 @@ from onlynorm.tuning.fingerprint import base_tensors, digests, encode
 from onlynorm.tuning.training_state import (
     Progress,
     Randomness,
+    drop_remainders,
     load_state,
+    optimized_tensors,
     save_state,
-    settle,
     state_tensors,
-    stepped_on,
 )
 from onlynorm.validate import (
     need_callable,
@@ -71,15 +72,15 @@ from onlynorm.validate import (
 
 OPTIMIZERS = ("sgd", "adamw")
 _IGNORED = -100
-"""The label of positions that cross entropy leaves out."""
+"""The label that cross entropy ignores."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How a model is trained. `lr` falls from its peak to zero on a cosine, after `warmup` (a share of all steps).
+class Schedule(Result):
+    """Training options. After linear `warmup` (a fraction of all steps) the learning rate decays from `lr` on a cosine.
 
-    With `drops`, shares of all steps such as (0.5, 0.8), it stays at its peak instead and falls tenfold at each.
-    `follow_weights` steps on the weights of norm-only layers, and their gammas follow (`onlynorm.optim`).
+    With `drops`, fractions of all steps such as (0.5, 0.8), it is divided by ten at each of them instead.
+    `follow_weights` optimizes the effective weights of norm-only layers (see `onlynorm.optim`).
     """
 
     epochs: int = 10
@@ -127,30 +128,50 @@ class Schedule:
             object.__setattr__(self, name, value)
 
     def lr_at(self, step: int, n_steps: int) -> float:
-        """The learning rate of a step: a line up to the peak, then a cosine down to zero or a tenth at every drop."""
+        """The learning rate of a step: linear warmup, then cosine decay to zero, or a factor 0.1 at every drop."""
         step = need_integer("step", step, low=0, cure="Steps are counted from 0.")
-        n_steps = need_integer("n_steps", n_steps, low=0, cure="Pass the number of all steps.")
-        rising = max(1, round(self.warmup * n_steps)) if self.warmup else 0
-        if step < rising:
-            return self.lr * (step + 1) / rising
+        n_steps = need_integer("n_steps", n_steps, low=0, cure="Pass the total number of steps.")
+        n_warmup = max(1, round(self.warmup * n_steps)) if self.warmup else 0
+        if step < n_warmup:
+            return self.lr * (step + 1) / n_warmup
         if self.drops is not None:
-            return self.lr / 10.0 ** sum(step >= round(share * n_steps) for share in self.drops)
-        return self.lr * 0.5 * (1.0 + math.cos(math.pi * (step - rising) / max(1, n_steps - rising)))
+            return self.lr / 10.0 ** sum(step >= round(fraction * n_steps) for fraction in self.drops)
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * (step - n_warmup) / max(1, n_steps - n_warmup)))
 
 
-@dataclass(frozen=True)
-class Fit:
-    """What training gave: a row per epoch (loss, accuracy, seconds), and where it stopped."""
+@dataclass(frozen=True, repr=False)
+class Fit(ShownResult):
+    """The result of training: a row per epoch (loss, accuracy, seconds), and why it stopped."""
 
     history: tuple[dict[str, float], ...]
     n_steps: int
     seconds: float
     reason: str
 
+    def plot(self) -> Figure:
+        """Everything that was measured in an epoch, over the epochs."""
+        curves, panels = [], []
+        for name in dict.fromkeys(name for row in self.history for name in row if name not in ("epoch", "seconds")):
+            points = [(n, row[name]) for n, row in enumerate(self.history, 1) if math.isfinite(row.get(name, math.nan))]
+            if points:
+                xs, ys = zip(*points, strict=True)
+                label, _, kind = name.rpartition("_")
+                curves.append(Curve(label or "training", xs, ys, "line+points", kind))
+                panels.append(Panel(kind, kind, "epoch"))
+        return Figure(curves, list({panel.name: panel for panel in panels}.values()))
+
+    def view(self) -> View:
+        """Why training stopped, and a row per epoch."""
+        columns = tuple(dict.fromkeys(name for row in self.history for name in row))
+        rows = [[row.get(name, "–") for name in columns] for row in self.history]
+        heads = [name.replace("_", " ") for name in columns]
+        facts = {"epochs": len(self.history), "steps": self.n_steps, "seconds": self.seconds, "stopped": self.reason}
+        return View("Training of the norms", facts=facts, tables={"Epochs": Table(heads, rows)} if rows else {})
+
     def __str__(self) -> str:
         last = self.history[-1] if self.history else {}
-        told = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key != "epoch")
-        return f"{len(self.history)} epochs, {self.n_steps} steps in {self.seconds:.1f} s ({self.reason}): {told}"
+        metrics = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in last.items() if key != "epoch")
+        return f"{len(self.history)} epochs, {self.n_steps} steps in {self.seconds:.1f} s ({self.reason}): {metrics}"
 
 
 @claiming("checkpoint")
@@ -164,22 +185,22 @@ def fit(
     checkpoint: Path | str | None = None,
     save_every: int | None = None,
     logs: Path | str | None = None,
-    step: Callable[[int, int, float], None] | None = None,
+    on_step: Callable[[int, int, float], None] | None = None,
     accelerator: str = "auto",
     devices: int | str = 1,
     strategy: str = "auto",
     precision: str = "32-true",
 ) -> Fit:
-    """Trains, in place, what requires a gradient; returns the history. Modes (train, eval) are left as they were.
+    """Trains all parameters that require gradients, in place; returns the history. Module modes are restored.
 
-    `data` and `test` are (inputs, targets) or datasets of such pairs. Without `loss`, whole-number targets are class
-    labels and the loss is their cross entropy; floating-point targets are real values and it is the mean squared error.
-    A test set gives the accuracy of each epoch, or the test loss for real targets. `checkpoint` names the file from
-    which a killed run resumes, with the same data and the same frozen weights; it is written after every epoch, every
-    `save_every` steps too if given, and stays when the run ends. `logs` is a folder for a CSV table and, where
-    tensorboard is installed, its events. `step` is called with (step, steps in all, loss). Runs in several threads
-    take turns, step by step, and are each a function of their seed, as long as no thread draws from torch's
-    global generator meanwhile: make the models, whose layers draw their weights, before the threads start.
+    `data` and `test` are (inputs, targets) or datasets of such pairs. The default `loss` is the cross entropy for
+    integer targets (class labels) and the mean squared error for floating-point targets. With a test set, the history
+    has the test accuracy of each epoch, or the test loss for floating-point targets. `checkpoint` is the file from
+    which an interrupted run resumes, with the same data and the same frozen weights; it is written after every epoch
+    and every `save_every` steps. `logs` is a folder for a CSV table and, if tensorboard is installed, its events.
+    `on_step` is called with (step, total steps, loss). Runs in several threads alternate step by step and each depends
+    on its seed only, unless another thread draws from torch's global generator: create the models before the threads
+    start.
     """
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
@@ -191,27 +212,27 @@ def fit(
     if save_every is not None:
         save_every = need_integer("save_every", save_every, low=1, cure="Leave it out to save after every epoch.")
     _need_function("loss", loss, 2)
-    _need_function("step", step, 3)
-    pairs, judged = as_pairs(data), None if test is None else as_pairs(test)
+    _need_function("on_step", on_step, 3)
+    pairs, test_pairs = as_pairs(data), None if test is None else as_pairs(test)
     if loss is not None and schedule.label_smoothing:
         raise ValueRangeError(
-            f"label_smoothing needs the default loss; got {schedule.label_smoothing} and a loss of your own. Smooth "
-            "the labels in that loss, or leave one of the two out."
+            f"label_smoothing needs the default loss; got {schedule.label_smoothing} and a custom loss. Smooth the "
+            "labels in that loss, or leave one of the two out."
         )
     if schedule.label_smoothing and not _has_classes(pairs):
         raise ValueRangeError(
             f"label_smoothing needs class labels; got {schedule.label_smoothing} and floating-point targets. Leave it "
-            "out, or pass whole numbers as labels."
+            "out, or pass integer labels."
         )
     if any(p.is_inference() for p in model.parameters()):
         raise ConversionError(
-            f"training needs parameters that autograd can follow; got a {type(model).__name__} made inside "
-            "torch.inference_mode(). Make it outside."
+            f"training needs parameters with autograd; got a {type(model).__name__} created inside "
+            "torch.inference_mode(). Create it outside."
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConversionError(
             "training needs parameters that require gradients; got none in "
-            f"{type(model).__name__}. Call only_norms(model), or unfreeze what should learn."
+            f"{type(model).__name__}. Call only_norms(model), or unfreeze some parameters."
         )
     fabric = make_fabric(accelerator, devices, strategy, precision, loggers=_loggers(logs))
     fabric.launch()
@@ -219,20 +240,20 @@ def fit(
         atexit.register(_leave_process_group)
     if schedule.follow_weights and fabric.world_size > 1:
         raise ValueRangeError(
-            f"follow_weights needs one process, since the weights it steps on are no parameters that processes share; "
-            f"got {fabric.world_size}. Pass devices=1."
+            f"follow_weights needs one process, since its weights are not parameters of the model and are not "
+            f"synchronized; got {fabric.world_size}. Pass devices=1."
         )
     started = time.perf_counter()
     modes = {module: module.training for module in model.modules()}
-    release(model)  # weights that an optimizer of the caller holds would hide the gammas
+    release(model)  # the model may still be attached to another optimizer
     try:
         wrapped, moved = _set_up(fabric, given if _is_compiled(given) else model, model, schedule)
-        run = _Run(fabric, model, wrapped, moved, schedule, pairs, judged, loss or _default(schedule))
+        run = _Run(fabric, model, wrapped, moved, schedule, pairs, test_pairs, loss or _default(schedule))
         run.named = {"precision": precision, "loss": "default" if loss is None else _name_of(loss)}
         run.begin(None if checkpoint is None else need_path("checkpoint", checkpoint))
-        # Whatever the caller is inside of: training needs gradients, and `precision` alone decides on autocast.
+        # The caller may be inside no_grad or autocast; only `precision` selects autocast here.
         with torch.inference_mode(False), torch.enable_grad(), without_autocast(fabric.device):
-            reason = run.train(save_every, step)
+            reason = run.train(save_every, on_step)
     finally:
         release(model)
         for module, mode in modes.items():
@@ -244,7 +265,7 @@ def fit(
 
 
 def make_fabric(accelerator: str, devices: int | str, strategy: str, precision: str, *, loggers: list[Any]) -> Any:
-    """Lightning Fabric for these devices; on a CPU there are at most as many processes as cores."""
+    """Lightning Fabric for these devices; on a CPU with at most one process per core."""
     from lightning_fabric import Fabric
 
     accelerator = need_text("accelerator", accelerator, cure="Leave it out, or pass cpu or gpu.")
@@ -252,35 +273,34 @@ def make_fabric(accelerator: str, devices: int | str, strategy: str, precision: 
     is_cpu = accelerator == "cpu" or (
         accelerator == "auto" and not (torch.cuda.is_available() or torch.backends.mps.is_available())
     )
-    asked = str(devices).strip()
-    most = max(2, n_cores)  # two can always be tried, on one core as well
-    if is_cpu and asked.lstrip("-").isdecimal() and not 1 <= int(asked) <= most:
+    requested = str(devices).strip()
+    most = max(2, n_cores)  # two are allowed on one core as well
+    if is_cpu and requested.lstrip("-").isdecimal() and not 1 <= int(requested) <= most:
         raise ValueRangeError(
             f"devices needs 1 to {most} processes on a CPU with {n_cores} cores; got {devices}. Pass devices=1, and "
-            "let torch.set_num_threads use the cores."
+            "set the number of threads with torch.set_num_threads."
         )
     try:
         return Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision,  # type: ignore[arg-type]
                       loggers=loggers)  # fmt: skip
-    except Exception as error:  # it raises its own and several built-in ones
+    except Exception as error:  # Fabric raises many kinds of errors
         raise ValueRangeError(
-            "accelerator, devices, strategy and precision need what this machine has; got "
+            "accelerator, devices, strategy and precision need to be available on this machine; got "
             f"{' '.join(str(error).split()):.200}. Leave them out for one device."
         ) from error
 
 
 def _leave_process_group() -> None:
-    """Ends the communication with the other processes, if any.
+    """Destroys the process group, if any.
 
-    Fabric does this for NCCL only. The threads of gloo must not outlive the interpreter either: one that still needs
-    Python then aborts the process.
+    Fabric does this for NCCL only. Threads of gloo that outlive the interpreter can abort the process.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def make_optimizer(model: nn.Module, schedule: Schedule) -> Optimizer:
-    """The optimizer of a schedule for what the model trains, or for the weights that its gammas follow."""
+    """The optimizer of a schedule for the trainable parameters of the model, or for its effective weights."""
     kind: Callable[..., Optimizer] = torch.optim.SGD
     options = {"lr": schedule.lr, "weight_decay": schedule.weight_decay}
     if schedule.optimizer == "adamw":
@@ -288,30 +308,29 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> Optimizer:
     else:
         options["momentum"] = schedule.momentum
     if schedule.follow_weights:
-        return follow_weights(kind, model, **options)
+        return follow_weights(model, kind, **options)
     return kind([p for p in model.parameters() if p.requires_grad], **options)
 
 
 def accuracy(model: nn.Module, data: Pairs | tuple[Tensor, Tensor], *, batch_size: int = 500) -> float:
-    """The fraction of class labels at which the model's output is largest, in evaluation mode."""
+    """The fraction of samples whose largest output is at their label, in evaluation mode."""
     model, pairs = need_module("accuracy", model), as_pairs(data)
     batch_size = need_integer("batch_size", batch_size, low=1, cure="Try 500.")
     if not _has_classes(pairs):
         raise ValueRangeError(
-            "accuracy needs class labels, whole numbers; got floating-point targets. Compare outputs and targets by "
-            "their mean squared error."
+            "accuracy needs integer class labels; got floating-point targets. Use the mean squared error instead."
         )
-    n_right = n_labels = 0
+    n_correct = n_labels = 0
     for output, labels, _ in _evaluate(model, pairs, batch_size):
-        right, counted = _is_right(find_output(output), labels)
-        n_right, n_labels = n_right + int(right.sum()), n_labels + int(counted.sum())
-    return n_right / max(1, n_labels)
+        correct, counted = _is_correct(find_output(output), labels)
+        n_correct, n_labels = n_correct + int(correct.sum()), n_labels + int(counted.sum())
+    return n_correct / max(1, n_labels)
 
 
 def _evaluate(model: nn.Module, pairs: Pairs, batch_size: int) -> Iterator[tuple[Any, Tensor, int]]:
     """(output, targets, number of samples) of each batch, in evaluation mode and without gradients."""
-    numbers = (*model.parameters(), *model.buffers())
-    device = next((t.device for t in numbers), torch.device("cpu"))
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((t.device for t in tensors), torch.device("cpu"))
     modes = {m: m.training for m in model.modules()}
     model.eval()
     try:
@@ -326,7 +345,7 @@ def _evaluate(model: nn.Module, pairs: Pairs, batch_size: int) -> Iterator[tuple
 
 
 def _call(model: nn.Module, inputs: Tensor) -> Any:
-    """What the model returns; its own errors name the shape it was given."""
+    """The output of the model; errors are raised again with the shape of the inputs."""
     try:
         return model(inputs)
     except (OnlynormError, MemoryError, Warning, torch.cuda.OutOfMemoryError):
@@ -334,28 +353,28 @@ def _call(model: nn.Module, inputs: Tensor) -> Any:
     except Exception as error:
         if "more than 1 value per channel" in str(error):
             raise ValueRangeError(
-                f"batch norms need two samples or more in every batch; got one of shape {tuple(inputs.shape)}. Choose "
-                "another batch_size, or freeze the statistics."
+                f"batch norms need at least two samples in every batch; got one of shape {tuple(inputs.shape)}. Change "
+                "batch_size, or freeze the statistics."
             ) from error
         raise ShapeError(
-            f"training needs inputs that the model takes; got {tuple(inputs.shape)} of {inputs.dtype}, and the model "
-            f"failed with {type(error).__name__}: {error}. Pass inputs of the shape and type that forward expects."
+            f"training needs inputs that the model accepts; got {tuple(inputs.shape)} of {inputs.dtype}, and the model "
+            f"failed with {type(error).__name__}: {error}. Pass inputs of the shape and dtype that forward expects."
         ) from error
 
 
-def _is_right(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(which labels are met, which count), for classes on axis 1 or on the last axis."""
+def _is_correct(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(correct, counted) per label, for classes on axis 1 or on the last axis."""
     if output.ndim == labels.ndim + 1 and output.ndim > 1:
         axes = (1, -1) if (output.shape[0], *output.shape[2:]) == tuple(labels.shape) else (-1,)
         for axis in axes:
             best = output.argmax(axis)
             if best.shape == labels.shape:
-                labels = labels.long()  # torch does not compare wide unsigned integers
+                labels = labels.long()  # torch does not compare unsigned integers of several bytes
                 counted = labels != _IGNORED
                 return (best == labels) & counted, counted
     raise ShapeError(
         f"accuracy needs one class for each sample of an output (samples, classes, ...); got output "
-        f"{tuple(output.shape)} and labels {tuple(labels.shape)}. Pick the logits by a model that returns them."
+        f"{tuple(output.shape)} and labels {tuple(labels.shape)}. Pass a model that returns the logits."
     )
 
 
@@ -365,7 +384,7 @@ def _has_classes(pairs: Pairs) -> bool:
 
 
 class _Run:
-    """One run of the loop: the parts it needs and where it stands."""
+    """One training run: its components and its progress."""
 
     def __init__(self, fabric: Any, model: nn.Module, wrapped: nn.Module, optimizer: Any, schedule: Schedule,
                  pairs: Pairs, test: Pairs | None, loss: Loss) -> None:  # fmt: skip
@@ -375,9 +394,9 @@ class _Run:
         self.randomness = Randomness(schedule.seed, fabric.device)
         self.has_classes = test is None or _has_classes(test)
         self.checkpoint: Path | None = None
-        self.named: dict[str, str] = {}  # further settings that a resumed run must share
-        self.odd: set[str] = set()  # running statistics that were NaN or infinite before
-        self.odd = {name for name, value in self._watched().items() if not bool(torch.isfinite(value).all())}
+        self.named: dict[str, str] = {}  # other settings that must match when the run resumes
+        self.nonfinite: set[str] = set()  # running statistics that are NaN or infinite before the run
+        self.nonfinite = {name for name, value in self._watched().items() if not bool(torch.isfinite(value).all())}
         self.per_epoch = n_batches(len(pairs), schedule.batch_size)
         self.n_steps = schedule.epochs * self.per_epoch
 
@@ -388,16 +407,16 @@ class _Run:
                 checkpoint, self.model, self._inner, settings=self._settings, randomness=self.randomness
             )
 
-    def train(self, save_every: int | None, step: Callable[[int, int, float], None] | None) -> str:
+    def train(self, save_every: int | None, on_step: Callable[[int, int, float], None] | None) -> str:
         while self.progress.epoch < self.schedule.epochs:
             if self.schedule.patience is not None and self.progress.stale >= self.schedule.patience:
-                return f"no better score for {self.progress.stale} epochs"
+                return f"no improvement for {self.progress.stale} epochs"
             started = time.perf_counter()
-            self._epoch(save_every, step)
+            self._epoch(save_every, on_step)
             self._close_epoch(time.perf_counter() - started)
         return "all epochs done"
 
-    def _epoch(self, save_every: int | None, step: Callable[[int, int, float], None] | None) -> None:
+    def _epoch(self, save_every: int | None, on_step: Callable[[int, int, float], None] | None) -> None:
         now, schedule = self.progress, self.schedule
         self.wrapped.train()
         batches = epoch_batches(
@@ -405,21 +424,21 @@ class _Run:
             rank=self.fabric.global_rank, world=self.fabric.world_size,
         )  # fmt: skip
         while True:
-            with self.randomness.own():
+            with self.randomness.active():
                 batch = next(batches, None)
                 if batch is None:
                     break
-                number, inputs, targets = batch
+                index, inputs, targets = batch
                 loss = self._step(inputs, targets)
-            now.step, now.batch = now.step + 1, number + 1
+            now.step, now.batch = now.step + 1, index + 1
             now.total, now.n_losses = now.total + loss, now.n_losses + 1
-            if step is not None:
-                step(now.step, self.n_steps, loss)
+            if on_step is not None:
+                on_step(now.step, self.n_steps, loss)
             if save_every is not None and now.step % save_every == 0:
                 self._save()
 
     def _step(self, inputs: Tensor, targets: Tensor) -> float:
-        """One step of the optimizer; returns the loss before it."""
+        """One optimizer step; returns the loss before it."""
         now, schedule = self.progress, self.schedule
         for group in self.optimizer.param_groups:
             group["lr"] = schedule.lr_at(now.step, self.n_steps)
@@ -429,19 +448,19 @@ class _Run:
         value = self.loss(_call(self.wrapped, inputs), targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ShapeError(f"training needs a loss that is one number; got {what}. Return its mean from loss=.")
+            raise ShapeError(f"training needs a scalar loss; got {what}. Return its mean from loss=.")
         self._need_finite("loss", float(value.detach()))
         if not value.requires_grad:
             raise ConversionError(
-                "training needs a loss that depends on what is trained; got one without a gradient. Use the trained "
-                "layers in forward, and detach nothing on the way to the loss."
+                "training needs a loss that depends on trainable parameters; got one without a gradient. Use the "
+                "trained layers in forward, and do not detach their outputs."
             )
         self.fabric.backward(value)
         if schedule.clip is not None:
             norm = self.fabric.clip_gradients(
                 self.wrapped, self.optimizer, max_norm=schedule.clip, error_if_nonfinite=False
             )
-            if getattr(self.fabric._precision, "scaler", None) is None:  # which skips such a step, and goes on
+            if getattr(self.fabric._precision, "scaler", None) is None:  # a scaler skips such steps
                 self._need_finite("norm of the gradient", float(norm))
         self.optimizer.step()
         return float(value.detach())
@@ -451,7 +470,7 @@ class _Run:
         mean = now.total / max(1, now.n_losses)
         row = {"epoch": float(now.epoch), "loss": mean, "seconds": seconds}
         if self.test is not None:
-            with self.randomness.own():
+            with self.randomness.active():
                 row |= {"test_accuracy": accuracy(self.model, self.test)} if self.has_classes else self._test_loss()
         score = row.get("test_accuracy", -row.get("test_loss", mean))
         now.stale = 0 if score > now.best else now.stale + 1
@@ -475,27 +494,27 @@ class _Run:
         if not math.isfinite(value):
             saved = "there is no checkpoint"
             if self.checkpoint is not None and self.checkpoint.exists():
-                saved = f"the last good state is in {self.checkpoint.name}"
+                saved = f"the last finite state is in {self.checkpoint.name}"
             raise TrainingError(
                 f"training needs a finite {what}; got {value} at step {self.progress.step} ({saved}). Lower lr, clip "
-                "gradients, or look for bad inputs."
+                "gradients, or check the inputs."
             )
 
     def _need_finite_state(self) -> None:
-        """Raises if a step with a finite loss left a NaN or infinity in what is trained or in running statistics."""
+        """Raises if trained parameters or running statistics are NaN or infinite."""
         for name, value in self._watched().items():
             if not bool(torch.isfinite(value).all()):
                 self._need_finite(f"value of {name}", float(value[~torch.isfinite(value)][0]))
 
     def _watched(self) -> dict[str, Tensor]:
-        """The trained tensors, and the running statistics that were finite before the run."""
+        """Trained tensors, and running statistics that were finite before the run."""
         state = state_tensors(self.model, set())
-        moved = {name: value for name, value in state.items() if is_statistic(name) and name not in self.odd}
-        return moved | {name: value.detach() for name, value in stepped_on(self.model).items()}
+        running = {name: value for name, value in state.items() if is_statistic(name) and name not in self.nonfinite}
+        return running | {name: value.detach() for name, value in optimized_tensors(self.model).items()}
 
     def _save(self) -> None:
         self._need_finite_state()
-        settle(self.model)  # whether or not a file is written: the numbers do not depend on it
+        drop_remainders(self.model)  # with and without a checkpoint, so that results do not depend on it
         if self.checkpoint is not None and self.fabric.is_global_zero:
             save_state(
                 self.checkpoint, self.model, self._inner, self.progress, settings=self._settings,
@@ -509,7 +528,7 @@ class _Run:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        drops = self.schedule.drops  # a list, as it comes back from JSON
+        drops = self.schedule.drops  # a list, as JSON has no tuples
         return {
             **asdict(self.schedule), "drops": None if drops is None else list(drops), "n_samples": len(self.pairs),
             **self.named, **self._identity,
@@ -517,12 +536,12 @@ class _Run:
 
     @functools.cached_property
     def _identity(self) -> dict[str, str]:
-        """Digests of what a run does not change and a resumed one must share: the data, and all that is frozen.
+        """Digests of the data and of all frozen tensors, which must match when a run resumes.
 
-        Only data in tensors have one: the samples of other data sets may differ from one look to the next.
+        Only tensor data are hashed: other datasets may return different samples each time.
         """
-        saved = state_tensors(self.model, set(stepped_on(self.model)))
-        trained = {id(p) for p in self.model.parameters() if p.requires_grad}  # a tied one is saved under one name
+        saved = state_tensors(self.model, set(optimized_tensors(self.model)))
+        trained = {id(p) for p in self.model.parameters() if p.requires_grad}  # tied ones are saved under one name
         frozen = {name: t for name, t in base_tensors(self.model, saved).items() if id(t) not in trained}
         found = {"frozen_digest": encode(digests(frozen))}
         if isinstance(self.pairs, TensorPairs):
@@ -531,8 +550,8 @@ class _Run:
 
 
 def _set_up(fabric: Any, given: nn.Module, model: nn.Module, schedule: Schedule) -> tuple[nn.Module, Any]:
-    """The model, compiled if it was given so, and its optimizer as Fabric wraps them."""
-    if schedule.follow_weights:  # the model first: the weights to step on are made where and as precise as it then is
+    """The model, compiled if it was passed compiled, and its optimizer, wrapped by Fabric."""
+    if schedule.follow_weights:  # the model first: the weights get its device and dtype
         wrapped = fabric.setup_module(given)
         return wrapped, fabric.setup_optimizers(make_optimizer(model, schedule))
     both: tuple[nn.Module, Any] = fabric.setup(given, make_optimizer(model, schedule))
@@ -545,28 +564,28 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether this is what torch.compile returned for a model, and not for another wrapper."""
+    """Whether the model was compiled by torch.compile without another wrapper inside."""
     inner = getattr(model, "_orig_mod", None)
     return isinstance(inner, nn.Module) and need_module("fit", model) is inner
 
 
 def _need_own_processes(model: nn.Module) -> None:
-    """Raises for a model that other processes share already: each would train its own copy."""
+    """Raises if the model is already distributed over processes."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel) and module.process_group.size() > 1:
             raise ConversionError(
-                f"fit needs the model itself to share it among processes; got DistributedDataParallel over "
-                f"{module.process_group.size()}. Pass model.module with devices= and strategy='ddp'."
+                f"fit needs an unwrapped model; got DistributedDataParallel over {module.process_group.size()} "
+                "processes. Pass model.module with devices= and strategy='ddp'."
             )
 
 
 def _need_function(name: str, function: Callable[..., Any] | None, n_arguments: int) -> None:
-    """Raises unless this is None, or a function that can be called with so many arguments."""
+    """Raises unless this is None, or a function that accepts `n_arguments` arguments."""
     if function is None:
         return
     need_callable(name, function, cure="Leave it out.")
     if isinstance(function, type):
-        raise ConversionError(f"{name} needs a function; got {shown(function)}. Make an instance of it: {name}=...().")
+        raise ConversionError(f"{name} needs a function; got {shown(function)}. Pass an instance: {name}=...().")
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         inspect.signature(called).bind(*[None] * n_arguments)
@@ -575,7 +594,7 @@ def _need_function(name: str, function: Callable[..., Any] | None, n_arguments: 
             f"{name} needs a function of {n_arguments} arguments; got {shown(function)} ({error}). Leave it out."
         ) from error
     except ValueError:
-        pass  # functions written in C do not say what they take
+        pass  # functions written in C have no signature
 
 
 def _default(schedule: Schedule) -> Loss:
@@ -585,7 +604,7 @@ def _default(schedule: Schedule) -> Loss:
 
 @contextlib.contextmanager
 def _writing_logs() -> Iterator[None]:
-    """Lightning's loggers write files themselves: what their disk refuses is our error too."""
+    """Converts OSError of Lightning's loggers to StorageError."""
     try:
         yield
     except StorageError:
@@ -593,7 +612,7 @@ def _writing_logs() -> Iterator[None]:
     except OSError as error:
         raise StorageError(
             f"logs need a writable folder with space; got {error.strerror or error}. Free space there, or choose "
-            "another folder; the checkpoint is as it was."
+            "another folder. The checkpoint is unchanged."
         ) from error
 
 

@@ -1,11 +1,12 @@
-"""The state of a training run as a sealed file: everything that a resumed run needs to give the same numbers.
+"""Checkpoints of a training run, from which it resumes bit for bit.
 
-Trained tensors and all buffers of the model, the optimizer's moments, the random generators, and where the run stands.
-No pickle: tensors in safetensors, numbers in JSON. A file is checked as a whole before anything of it is used.
+A checkpoint holds the trained tensors and all buffers of the model, the state of the optimizer and of the random
+generators, and the progress. Tensors are stored as safetensors, scalars as JSON, without pickle. A file is validated
+completely before it is used.
 
-Where an optimizer steps on weights that gammas follow (`onlynorm.optim`), its moments are kept under the gamma's name,
-and the weights are made from the gammas again. What rounding left of them is not kept: a run drops it whenever its
-state is due to be saved (`settle`), killed or not, so that both go on with the same numbers.
+With `follow_weights` (`onlynorm.optim`) the state of the optimizer is saved under the name of gamma, and the weights
+are computed from gammas on loading. Their rounding remainder is not saved: every run drops it whenever a checkpoint is
+due (`drop_remainders`), so that a resumed run is bit-identical.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from onlynorm.tuning.adapter import write_values
 from onlynorm.tuning.batches import n_batches
 from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
 
-FORMAT = 1
+KIND, FORMAT = "training run", 1
 _SLOTS = {"SGD": {"momentum_buffer"}, "AdamW": {"step", "exp_avg", "exp_avg_sq"}}
-"""What the optimizers of `fit` remember of each parameter."""
+"""State entries per parameter of the optimizers of `fit`."""
 _DIGESTS = {"data_digest": "other inputs or labels", "frozen_digest": "other values of what is not trained"}
-"""Settings that are digests, and what it means that they differ."""
+"""Settings that are digests, with the message if they differ."""
 
 
 @dataclass
 class Progress:
-    """Where a run stands: epoch, batch in it, steps so far, the best score and the epochs without a better one.
+    """Progress of a run: epoch, batch in the epoch, steps, best score, and epochs without improvement.
 
-    `total` is the sum of the `n_losses` losses of the epoch so far.
+    `total` is the sum of the `n_losses` losses of the current epoch.
     """
 
     epoch: int = 0
@@ -55,12 +56,12 @@ class Progress:
 
 
 class Randomness:
-    """The random state of one run: that of the CPU, and that of the device it trains on.
+    """The state of the random generators of one run, on the CPU and on its device.
 
-    Dropout draws from torch's global generators. `own()` lends them the run's state for as long as it takes and gives
-    them back as they were, so that a run is a function of its seed whatever other code and callbacks draw. One run at a
-    time can have them: `fit`, the models and `diagnose` of onlynorm in other threads wait for their turn. Nothing can
-    stop other threads that draw from the global generators by themselves, as `nn.Linear(...)` does.
+    Dropout draws from torch's global generators. `active()` sets them to the state of the run and restores them
+    afterwards, so that a run depends on its seed only. A lock ensures that one run at a time uses them: `fit`, the
+    models and `diagnose` in other threads wait. It cannot prevent other threads from using the global generators
+    directly, as `nn.Linear(...)` does.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -70,24 +71,24 @@ class Randomness:
             self.states["device_generator"] = torch.Generator(device).manual_seed(seed).get_state()
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """Inside, the global generators go on from the run's state."""
+    def active(self) -> Iterator[None]:
+        """Context in which the global generators have the state of the run."""
         with GLOBAL_GENERATORS:
-            before = self._present()
+            before = self._current()
             self._set(self.states)
             try:
                 yield
             finally:
-                self.states = self._present()
+                self.states = self._current()
                 self._set(before)
 
     def restore(self, states: dict[str, Tensor]) -> None:
-        """Goes on from saved states; raises RuntimeError, and changes nothing, if they are not those of generators."""
+        """Sets the saved states; raises RuntimeError, without changes, if they are invalid."""
         for name, state in states.items():
             torch.Generator(self.device if name == "device_generator" else "cpu").set_state(state)
         self.states = {name: states.get(name, own) for name, own in self.states.items()}
 
-    def _present(self) -> dict[str, Tensor]:
+    def _current(self) -> dict[str, Tensor]:
         found = {"generator": torch.get_rng_state()}
         if self.device.type != "cpu":
             module = getattr(torch, self.device.type)
@@ -104,26 +105,26 @@ class Randomness:
 
 
 def state_tensors(model: nn.Module, trained: set[str]) -> dict[str, Tensor]:
-    """The tensors of the model that training changes: trained parameters and all buffers."""
+    """The tensors that training changes: trained parameters and all buffers."""
     taken = trained | {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     state = state_of(model) | hidden_buffers(model)
     return {name: t.detach() for name, t in state.items() if name in taken and is_plain(t)}
 
 
-def stepped_on(model: nn.Module) -> dict[str, Tensor]:
-    """What an optimizer steps on, by the names of trained parameters: a weight in the place of the gamma it leads."""
+def optimized_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that the optimizer updates, by parameter name: effective weights replace their gammas."""
     weights = {id(layer.gamma): weight for layer, weight in _followed(model)}
     return {plain_name(name): weights.get(id(p), p) for name, p in model.named_parameters() if p.requires_grad}
 
 
-def settle(model: nn.Module) -> None:
-    """Drops the rounding remainder of gammas that follow weights, so that a resumed run is bit-identical."""
+def drop_remainders(model: nn.Module) -> None:
+    """Drops the rounding remainders of `follow_weights`, so that a resumed run is bit-identical."""
     for layer, _ in _followed(model):
         increment_version(layer.gamma)
 
 
 def _followed(model: nn.Module) -> Iterator[tuple[NormOnlyLayer, Tensor]]:
-    """Layers whose gammas follow a weight, and that weight."""
+    """Layers with an effective weight held by an optimizer, and that weight."""
     for layer in model.modules():
         if isinstance(layer, NormOnlyLayer) and layer.held is not None:
             yield layer, layer.held
@@ -138,8 +139,8 @@ def save_state(
     settings: dict[str, Any],
     randomness: Randomness,
 ) -> None:
-    """Writes the state of the run, whole or not at all."""
-    named = stepped_on(model)
+    """Writes a checkpoint atomically."""
+    named = optimized_tensors(model)
     tensors = {f"model/{name}": t.cpu() for name, t in state_tensors(model, set(named)).items()}
     numbers: dict[str, float] = {}
     for name, parameter in named.items():
@@ -151,15 +152,15 @@ def save_state(
     tensors |= {name: state.clone() for name, state in randomness.states.items()}
     document = {"progress": progress.__dict__, "settings": settings, "numbers": numbers}
     tensors = {name: t.contiguous() for name, t in tensors.items()}
-    write_tensors(path, tensors, kind="training run", format=FORMAT, document=document)
+    write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
 
 def load_state(
     path: Path, model: nn.Module, optimizer: Optimizer, *, settings: dict[str, Any], randomness: Randomness
 ) -> Progress:
-    """Puts a run back where it stood; a run with other settings or another model is refused, and changes nothing."""
-    cure = "Delete it to begin again."
-    document, tensors = read_tensors(path, kind="training run", format=FORMAT, cure=cure)
+    """Loads a checkpoint; raises, without changes, if the settings or the model differ."""
+    cure = "Delete it to start again."
+    document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
     saved = document.get("settings")
     if not isinstance(saved, dict):
         raise FormatError(f"a training run needs its settings; {path.name} has none. {cure}")
@@ -171,17 +172,19 @@ def load_state(
         )
     if changed:
         listed = ", ".join(
-            f"{key}: {saved.get(key)!r} there, {settings.get(key)!r} now"
+            f"{key}: {saved.get(key)!r} saved, {settings.get(key)!r} now"
             for key in [key for key in changed if key not in _DIGESTS][:4]
         )
-        raise ConversionError(f"resuming needs the settings of the run in {path.name}; got others ({listed}). {cure}")
-    named = stepped_on(model)
+        raise ConversionError(
+            f"resuming needs the settings of the run in {path.name}; got different ones ({listed}). {cure}"
+        )
+    named = optimized_tensors(model)
     values: dict[str, Tensor] = {}
     hidden = hidden_buffers(model)
     for name, held in state_tensors(model, set(named)).items():
         value = tensors.get(f"model/{name}")
         if name in hidden and (value is None or value.shape != held.shape):
-            continue  # a cache, which forward makes again
+            continue  # a cache, computed again by forward
         if value is None or value.shape != held.shape or value.dtype != held.dtype:
             raise ConversionError(f"resuming needs the model of the run in {path.name}; {name!r} does not fit. {cure}")
         values[name] = value
@@ -193,8 +196,8 @@ def load_state(
         randomness.restore(states)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise FormatError(
-            f"a training run needs the state of its optimizer, its generators and its progress; {path.name} has "
-            f"others ({error!s:.200}). {cure}"
+            f"a training run needs the state of its optimizer, generators and progress; got an invalid one in "
+            f"{path.name} ({error!s:.200}). {cure}"
         ) from error
     write_values(model, values)
     with torch.no_grad():
@@ -208,7 +211,7 @@ def load_state(
 def _optimizer_slots(
     named: dict[str, Tensor], tensors: dict[str, Tensor], numbers: dict[str, Any]
 ) -> list[tuple[Tensor, str, Any]]:
-    """(parameter, name, value) of everything that the optimizer remembers."""
+    """(parameter, name, value) of all entries of the optimizer state."""
     found: list[tuple[Tensor, str, Any]] = []
     for key, value in tensors.items():
         if key.startswith("optimizer/"):
@@ -217,7 +220,7 @@ def _optimizer_slots(
             layout = (torch.Size(), torch.float32) if slot == "step" else (parameter.shape, parameter.dtype)
             if (value.shape, value.dtype) != layout:
                 raise ValueError(f"{key} has the shape {tuple(value.shape)} and the type {value.dtype}")
-            # Adam keeps its step on the CPU whatever the device; moments live beside their parameter.
+            # Adam stores its step on the CPU; moments are on the device of their parameter.
             found.append((parameter, slot, value.to(parameter.device if value.ndim else torch.device("cpu"))))
     for key, number in numbers.items():
         name, _, slot = key.rpartition("/")
@@ -228,7 +231,7 @@ def _optimizer_slots(
 
 
 def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]) -> None:
-    """Raises ValueError unless each parameter has all that the optimizer remembers of it, or nothing."""
+    """Raises ValueError unless each parameter has all entries of the optimizer state, or none."""
     known = _SLOTS.get(type(optimizer).__name__.removeprefix("Fabric"))
     found: dict[int, set[str]] = {}
     for parameter, slot, value in slots:
@@ -237,11 +240,11 @@ def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]
             raise ValueError(f"a step counter is {float(value)}")
     for names in found.values():
         if known is not None and names != known:
-            raise ValueError(f"the optimizer remembers {', '.join(sorted(names))} of a parameter")
+            raise ValueError(f"the optimizer state of a parameter has {', '.join(sorted(names))}")
 
 
 def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> Progress:
-    """Where a run stands, with fields of the right types and counts that a run of these settings can have."""
+    """The saved progress, validated against the settings."""
     progress = make_checked(Progress, saved)
     per_epoch = n_batches(settings["n_samples"], settings["batch_size"])
     is_possible = (
@@ -252,5 +255,5 @@ def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> Progress:
         and 0 <= progress.stale <= progress.epoch == len(progress.history)
     )
     if not is_possible:
-        raise ValueError(f"no run of these settings stands at epoch {progress.epoch}, step {progress.step!s:.20}")
+        raise ValueError(f"epoch {progress.epoch} and step {progress.step!s:.20} do not match the settings")
     return progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +31,8 @@ from onlynorm.evidence.bench.competitors import (
     System,
 )
 from onlynorm.evidence.bench.races import solve as bench_module
-from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, Bench, Duel, Row, SolveSizes, bench_solve
-from onlynorm.evidence.harness import Goal, is_met
+from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, RateRow, Row, SolveSizes, duels, from_dict, race
+from onlynorm.evidence.harness import Goal, RaceResult, is_met
 
 EPS = torch.finfo(torch.float64).eps
 SMALL = (
@@ -56,11 +56,15 @@ def row(system: str, excess: float, method: str, **rest: Any) -> Row:
     return Row(system, excess=excess, method=method, **({"error": 1e-12} | usual | rest))
 
 
+def bench_of(rows: Sequence[Row], rates: dict[str, float] | None = None) -> RaceResult[SolveSizes]:
+    return race.result([*(("rows", r) for r in rows), *(("rates", RateRow(*one)) for one in (rates or {}).items())])
+
+
 def duel(ours: dict[str, float], *others: dict[str, float]) -> Goal:
     """The goal of a family of one system, ours beside rivals a, b, ..."""
     rows = [row("s", 1.25, OURS, family="flat", **ours)]
     rows += [row("s", 1.25, name, family="flat", **other) for name, other in zip("abc", others, strict=False)]
-    (goal,) = bench_module._duel_goals("flat", Bench(rows).duels("flat"))
+    (goal,) = bench_module.duel_goal("flat", duels(rows))
     return goal
 
 
@@ -69,7 +73,7 @@ def duel(ours: dict[str, float], *others: dict[str, float]) -> Goal:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_quick_run_has_systems_of_every_family(family: str) -> None:
-    chosen = [one for one in GRID if one.family == family and bench_module._is_quick(one)]
+    chosen = [one for one in GRID if one.family == family and bench_module.is_quick(one)]
     assert chosen
     assert all(one.equations <= 9216 for one in chosen)
 
@@ -77,7 +81,7 @@ def test_a_quick_run_has_systems_of_every_family(family: str) -> None:
 @pytest.mark.usefixtures("small")
 def test_every_solver_has_a_row_for_every_system_it_is_meant_for() -> None:
     said: list[str] = []
-    bench = bench_solve(repeats=2, say=said.append)
+    bench: Any = race.run(SolveSizes(repeats=2), progress=said.append)
     expected = []
     for one in SMALL:
         methods = [
@@ -88,10 +92,10 @@ def test_every_solver_has_a_row_for_every_system_it_is_meant_for() -> None:
             and (m != PAPERS or one.family in bench_module.GROWING)
         ]
         expected += [(one.family, one.name, one.excess, one.equations, method) for method in methods]
-    assert [(r.family, r.system, r.excess, r.equations, r.method) for r in bench.rows] == expected
+    assert [(r.family, r.system, r.excess, r.equations, r.method) for r in bench.parts["rows"]] == expected
     assert said == [f"{one.name}, excess {one.excess:g}" for one in SMALL]
-    for r in bench.rows:
-        ours = bench.find(r.system, r.excess, OURS)
+    for r in bench.parts["rows"]:
+        ours = bench.find(system=r.system, excess=r.excess, method=OURS)
         assert ours is not None
         assert r.ratio == r.seconds / ours.seconds
         assert r.seconds > 0.0
@@ -108,17 +112,17 @@ def test_all_libraries_have_one_thread_while_times_are_taken(monkeypatch: pytest
         return Found(left.new_zeros(1))
 
     monkeypatch.setitem(SOLVERS, CHOLESKY, count)
-    bench_solve(families=["flat"], repeats=1)
+    race.run(SolveSizes(families=("flat",), repeats=1))
     assert set(seen) == {1}
 
 
 @pytest.mark.usefixtures("small")
 def test_only_the_families_that_were_asked_for_are_measured() -> None:
-    told: list[Duel] = []
-    bench = bench_solve(families=["square", "sparse"], repeats=1, on_duel=told.append)
-    duels = [duel for family in ("square", "sparse") for duel in bench.duels(family) + bench.any_duels(family)]
-    assert sorted(map(str, told)) == sorted(map(str, duels))
-    assert {r.family for r in bench.rows} == {"square", "sparse"}
+    told: list[str] = []
+    bench: Any = race.run(SolveSizes(families=("square", "sparse"), repeats=1), on_row=told.append)
+    rows = bench.parts["rows"]
+    assert sorted(told) == sorted(map(str, duels(rows) + duels(rows, ANY)))
+    assert {r.family for r in rows} == {"square", "sparse"}
     assert {goal.aim.split(",")[0] for goal in bench.goals} == {"square", "sparse", "an iteration"}
 
 
@@ -128,7 +132,7 @@ def test_errors_are_of_the_gamma_in_float64(excess: float, monkeypatch: pytest.M
     left, right, target = one.make()
     gamma = torch.linspace(-1.0, 1.0, 5, dtype=torch.float32)
     monkeypatch.setitem(SOLVERS, GELSD, lambda *_: Found(gamma, 7, "a note"))
-    (made,) = (r for r in bench_module._measure(one, 1, False) if r.method == GELSD)
+    (made,) = (r for r in bench_module.measure_system(one, repeats=1, quick=False) if r.method == GELSD)
     wanted = residual(left, right, target, gamma)
     assert made.residual == pytest.approx(wanted, rel=100 * EPS)
     assert (made.iterations, made.note) == (7, "a note")
@@ -143,7 +147,7 @@ def test_features_of_deficient_rank_are_judged_by_the_least_squares_fit() -> Non
     one = System("sparse", "3 x 20", (3, 20), 1.25, "sparse_he_normal", 0.2)
     left, right, _ = one.make()
     assert torch.linalg.matrix_rank(materialise(left, right)) < one.equations
-    rows = {r.method: r for r in bench_module._measure(one, 1, False)}
+    rows = {r.method: r for r in bench_module.measure_system(one, repeats=1, quick=False)}
     assert rows[OURS].tolerance == bench_module.FIT_TOLERANCE
     assert rows[OURS].residual > 0.01
     assert rows[GELSY].is_exact
@@ -158,18 +162,18 @@ def test_a_rival_that_would_take_too_long_is_a_row_that_says_so(quick: bool, mon
     seconds = {GELSD: 31.0, QR: 5.0, LU: 59.0, LSMR: 61.0}
     monkeypatch.setattr(bench_module, "predicted_seconds", lambda method, *_: seconds.get(method, 0.0))
     one = System("flat", "3 x 4", (3, 4), 1.25)
-    rows = {r.method: r for r in bench_module._measure(one, 1, quick)}
+    rows = {r.method: r for r in bench_module.measure_system(one, repeats=1, quick=quick)}
     left_out = {method: r.note for method, r in rows.items() if math.isnan(r.seconds)}
     assert left_out == {GELSD: "31 s", LSMR: "61 s"} | ({QR: "5 s"} if quick else {})
     assert math.isfinite(rows[LU].seconds)
-    (table,) = Bench(list(rows.values())).tables()[1:]
+    (table,) = bench_of(list(rows.values())).tables()[1:]
     assert [cells[:2] for cells in table.rows] == [("3 x 4", "1.25")]
     assert all(f"{method} ({note})" in table.rows[0][2] for method, note in left_out.items())
 
 
 @pytest.mark.parametrize("repeats", [0, -1, "3", 1.5])
 def test_turns_are_a_positive_count(repeats: Any) -> None:
-    with pytest.raises(ValueRangeError, match="repeats needs to be a whole number from 1"):
+    with pytest.raises(ValueRangeError, match=r"repeats .* from 1"):
         SolveSizes(repeats=repeats)
 
 
@@ -212,14 +216,14 @@ def test_the_rival_is_the_fastest_of_those_within_the_tolerance() -> None:
 def test_lu_of_the_first_features_does_not_count_among_rivals_of_least_norm() -> None:
     times = {OURS: 1.0, ANY: 0.2, LU: 0.1, CHOLESKY: 0.9}
     for excess, expected in ((1.25, CHOLESKY), (1.0, LU)):
-        bench = Bench([row("s", excess, method, family="flat", seconds=time) for method, time in times.items()])
-        assert [(duel.ours.method, duel.rival.method) for duel in bench.duels("flat")] == [(OURS, expected)]
-        assert [(duel.ours.method, duel.rival.method) for duel in bench.any_duels("flat")] == [(ANY, LU)]
+        rows = [row("s", excess, method, family="flat", seconds=time) for method, time in times.items()]
+        assert [(duel.ours.method, duel.rival.method) for duel in duels(rows) if duel.rival] == [(OURS, expected)]
+        assert [(duel.ours.method, duel.rival.method) for duel in duels(rows, ANY) if duel.rival] == [(ANY, LU)]
 
 
 def test_a_family_in_which_no_rival_meets_the_tolerance_has_no_goal() -> None:
     rows = [row("s", 1.25, OURS, family="flat"), row("s", 1.25, "a", family="flat", error=1.0)]
-    assert list(bench_module._duel_goals("flat", Bench(rows).duels("flat"))) == []
+    assert list(bench_module.duel_goal("flat", duels(rows))) == []
 
 
 def test_the_worst_system_is_one_that_misses_the_tolerance_before_one_that_is_slow() -> None:
@@ -233,8 +237,7 @@ def test_the_worst_system_is_one_that_misses_the_tolerance_before_one_that_is_sl
         rows += [row(name, 1.25, OURS, family="flat", **ours), row(name, 1.25, "a", family="flat")]
 
     def worst(kept: Callable[[Row], bool]) -> str:
-        bench = Bench([r for r in rows if kept(r)])
-        (goal,) = bench_module._duel_goals("flat", bench.duels("flat"))
+        (goal,) = bench_module.duel_goal("flat", duels([r for r in rows if kept(r)]))
         return goal.measured
 
     assert worst(lambda r: True) == "3 of 4 missed; worst nan at 1.25: error nan, a 1.0e-12"
@@ -266,8 +269,8 @@ def test_the_goals_name_systems_of_the_grid() -> None:
     ],
 )
 def test_the_goal_against_lu(excess: float, ours: dict[str, float], is_met: bool) -> None:
-    bench = Bench([row(CONV32, excess, OURS, **ours), row(CONV32, excess, LU, **DENSE_ROW)])
-    (goal,) = bench_module._large_goals(bench)
+    bench = bench_of([row(CONV32, excess, OURS, **ours), row(CONV32, excess, LU, **DENSE_ROW)])
+    (goal,) = bench_module.large_goals(bench)
     assert goal.is_met is is_met
     assert "5 times faster than LU" in goal.aim
 
@@ -285,7 +288,7 @@ def test_the_goal_against_lu(excess: float, ours: dict[str, float], is_met: bool
     ],
 )
 def test_the_goals_of_memory(name: str, excess: float, memory: int, left_over: float, is_met: bool) -> None:
-    (goal,) = bench_module._large_goals(Bench([row(name, excess, OURS, memory=memory, residual=left_over)]))
+    (goal,) = bench_module.large_goals(bench_of([row(name, excess, OURS, memory=memory, residual=left_over)]))
     assert goal.is_met is is_met
 
 
@@ -300,24 +303,24 @@ def test_the_goals_of_memory(name: str, excess: float, memory: int, left_over: f
     ],
 )
 def test_the_goals_of_square_systems(name: str, ours: dict[str, float], is_met: bool) -> None:
-    (goal,) = bench_module._large_goals(Bench([row(name, 1.0, OURS, **ours), row(name, 1.0, LU, **DENSE_ROW)]))
+    (goal,) = bench_module.large_goals(bench_of([row(name, 1.0, OURS, **ours), row(name, 1.0, LU, **DENSE_ROW)]))
     assert goal.is_met is is_met
 
 
 @pytest.mark.parametrize("excess", [1.0, 1.25])
 def test_a_dense_run_without_measurable_memory_divides_nothing_by_zero(excess: float) -> None:
-    bench = Bench([row(CONV32, excess, OURS), row(CONV32, excess, LU, memory=0)])
-    assert [goal.is_met for goal in bench_module._large_goals(bench)] == [False]
+    bench = bench_of([row(CONV32, excess, OURS), row(CONV32, excess, LU, memory=0)])
+    assert [goal.is_met for goal in bench_module.large_goals(bench)] == [False]
 
 
 def test_what_was_not_measured_has_no_goal() -> None:
-    assert list(bench_module._large_goals(Bench([row(CONV32, 1.25, OURS), row(LINEAR, 1.25, OURS)]))) == []
-    assert list(bench_module._rate_goals({})) == []
+    assert list(bench_module.large_goals(bench_of([row(CONV32, 1.25, OURS), row(LINEAR, 1.25, OURS)]))) == []
+    assert bench_of([]).goals == []
 
 
 @pytest.mark.parametrize(("rates", "is_met"), [((0.9, 0.81), True), ((0.9, 0.79), False)])
 def test_the_slowest_iteration_is_judged(rates: tuple[float, ...], is_met: bool) -> None:
-    (goal,) = bench_module._rate_goals(dict(zip("ab", rates, strict=True)))
+    (goal,) = bench_of([], dict(zip("ab", rates, strict=True))).goals
     assert goal.is_met is is_met
     assert goal.measured == f"worst {rates[1]} (b)"
 
@@ -326,11 +329,11 @@ def test_the_slowest_iteration_is_judged(rates: tuple[float, ...], is_met: bool)
 def test_the_exponent_of_exact_powers_is_found_and_judged(power: float, is_met: bool) -> None:
     sizes = (256, 1024, 4096, 9216)
     rows = [row(f"n={n}", 1.25, OURS, equations=n, seconds=1e-9 * n**power, family="square") for n in sizes]
-    exponent = bench_module._exponent(Bench(rows), OURS)
+    exponent = bench_module.growth(rows, OURS)
     assert exponent is not None
     # A straight line through four exact points: rounding of logarithms of size 20, over a spread of 3.6.
     assert abs(exponent - power) <= 100 * EPS * 20
-    (goal,) = bench_module._growth_goals(Bench(rows))
+    (goal,) = bench_of(rows).goals
     assert goal.is_met is is_met
     assert goal.measured == f"N^{power:.2f}"
 
@@ -339,7 +342,7 @@ def test_the_exponent_of_exact_powers_is_found_and_judged(power: float, is_met: 
 def test_lu_is_expected_to_grow_like_a_cube(power: float, is_met: bool) -> None:
     sizes = (256, 1024, 4096)
     rows = [row(f"n={n}", 1.25, LU, equations=n, seconds=1e-9 * n**power, family="convolution") for n in sizes]
-    assert [goal.is_met for goal in bench_module._growth_goals(Bench(rows))] == [is_met]
+    assert [goal.is_met for goal in bench_of(rows).goals] == [is_met]
 
 
 def test_the_exponent_needs_three_finite_points_of_growing_families_at_excess_1_25() -> None:
@@ -350,23 +353,22 @@ def test_the_exponent_needs_three_finite_points_of_growing_families_at_excess_1_
         row("d", 1.25, OURS, family="flat"),
     ]
     others += [row("c", 1.25, OURS, seconds=math.nan, family="square")]
-    assert bench_module._exponent(Bench(rows + others), OURS) is None
+    assert bench_module.growth(rows + others, OURS) is None
 
 
 # ---------------------------------------------------------------------------------------------- results
 
 
 def test_a_bench_is_met_when_every_goal_is() -> None:
-    met, missed = Goal("a", "b", True), Goal("a", "b", False)
-    assert is_met(Bench())
-    assert is_met(Bench(goals=[met, met]))
-    assert not is_met(Bench(goals=[met, missed]))
+    assert is_met(bench_of([]))
+    assert is_met(bench_of([], {"a": 0.9}))
+    assert not is_met(bench_of([], {"a": 0.7}))
 
 
 def test_find_returns_the_row_or_none() -> None:
-    bench = Bench([row("a", 1.0, OURS), row("a", 1.25, OURS, seconds=2.0)])
-    assert bench.find("a", 1.25, OURS) is bench.rows[1]
-    assert bench.find("a", 1.5, OURS) is None
+    bench = bench_of([row("a", 1.0, OURS), row("a", 1.25, OURS, seconds=2.0)])
+    assert bench.find(system="a", excess=1.25, method=OURS) is bench.rows[1]
+    assert bench.find(system="a", excess=1.5, method=OURS) is None
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ def test_a_family_is_a_table_with_a_row_per_system() -> None:
         row("4 x 4", 2.0, OURS, family="tiny", note="lu", memory=2_000_000),
         row("4 x 4", 2.0, "b", family="tiny", seconds=2.0),
     ]
-    flat, tiny = Bench(rows).tables()
+    flat, tiny = bench_of(rows).tables()
     assert flat.columns == ("flat", "excess", "ours by", "time", "error", "rival", "time", "error", "ratio")
     assert list(flat.rows) == [
         ("1 x 6", "0.5", "cholesky", "10 ms", "2e-07", "a", "5 ms", "1e-09", "2.00 !"),
@@ -402,13 +404,13 @@ def test_the_tables_of_the_grid_fit_into_100_columns() -> None:
         ours = {"note": "least squares", "seconds": 0.00234, "memory": memory}
         rows.append(row(one.name, one.excess, OURS, family=one.family, **ours))
         rows.append(row(one.name, one.excess, LU, family=one.family, seconds=0.000123))
-    for table in Bench(rows).tables():
+    for table in bench_of(rows).tables():
         widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
         assert sum(widths) + 2 * (len(widths) - 1) <= bench_module.WIDTH == 100
 
 
 def test_a_bench_as_plain_data_holds_every_field() -> None:
-    bench = Bench([row("a", 1.0, OURS, norm=1.0)], [Goal("aim", "measured", True)])
+    bench = bench_of([row("a", 1.0, OURS, norm=1.0)], {"a": 0.9})
     plain = json.loads(json.dumps(bench.as_dict()))
     assert Row(**plain["rows"][0]) == bench.rows[0]
     assert Goal(**plain["goals"][0]) == bench.goals[0]
@@ -416,8 +418,8 @@ def test_a_bench_as_plain_data_holds_every_field() -> None:
 
 def test_what_json_printed_makes_the_same_tables_again(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("a", 1.0, OURS, family="flat"), row("a", 1.0, LU, family="flat", seconds=math.nan, note="40 s")]
-    bench = Bench(rows, [Goal("aim", "measured", True)])
+    bench = bench_of(rows, {"a": 0.9})
     print_json(bench.as_dict())
-    again = Bench.from_dict(json.loads(capsys.readouterr().out))
+    again = from_dict(json.loads(capsys.readouterr().out))
     assert again.tables() == bench.tables()
     assert again.goals == bench.goals

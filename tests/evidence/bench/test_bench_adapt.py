@@ -33,7 +33,8 @@ from onlynorm.evidence.bench.sweeps.adapt import (
     save_adapted,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Results, Run, Trial, is_met
+from onlynorm.evidence.harness import Measured, Results, TrainingRun, Trial, is_met
+from onlynorm.evidence.validation import validation_subset
 from onlynorm.models import cifar_resnet
 from onlynorm.tuning import Schedule
 
@@ -115,8 +116,11 @@ def test_validation_images_are_never_trained_on_and_seeds_draw_others(monkeypatc
     sizes = dataclasses.replace(TINY["adapt"](monkeypatch), severity=0.0)
     monkeypatch.setattr(module, "adapt", lambda base, method, *, data, schedule: drawn.append(data[0]) or base)
     for seed in (0, 1):
-        module.adapted(Case("blur", FULL), Run(seed, 0.1), sizes)
-    aside = {tuple(i.flatten().tolist()) for i in normalised().train_inputs[module._order()[: sizes.n_validation]]}
+        module.adapted(Case("blur", FULL), TrainingRun(seed, 0.1), sizes)
+    aside = {
+        tuple(i.flatten().tolist())
+        for i in validation_subset(normalised(), sizes.n_validation, split_seed=module.VALIDATION_SEED)[0]
+    }
     first, second = ({tuple(image.flatten().tolist()) for image in images} for images in drawn)
     assert (len(aside), len(first), len(second)) == (10, 24, 24)
     assert not aside & (first | second)
@@ -125,7 +129,7 @@ def test_validation_images_are_never_trained_on_and_seeds_draw_others(monkeypatc
 
 def test_a_learning_rate_at_which_training_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["adapt"](monkeypatch)
-    assert module.validation_accuracy(Case("noise", FULL), Run(0, 1e30), sizes) == 0.0
+    assert module.validation_accuracy(Case("noise", FULL), TrainingRun(0, 1e30), sizes) == 0.0
 
 
 def test_unknown_corruptions_are_refused() -> None:
@@ -139,14 +143,14 @@ def test_unknown_corruptions_are_refused() -> None:
 def made_up(n_seeds: int = 3, *, clean: float = 0.9, is_exact: bool = True, **accuracies: float) -> Any:
     """Seeds of every method on one corruption that costs 0.4; seeds differ by one percent."""
     level = {STATISTICS: 0.7, HEAD: 0.6, NORMS: 0.8, BOTH: 0.8, FULL: 0.85, **accuracies}
-    runs = [Measured(Case(CLEAN, NOTHING), Run(0, math.nan), Adapted(clean, 0, True, 0.0))]
-    runs += [Measured(Case("blur", NOTHING), Run(0, math.nan), Adapted(0.5, 0, True, 0.0))]
+    runs = [Measured(Case(CLEAN, NOTHING), TrainingRun(0, math.nan), Adapted(clean, 0, True, 0.0))]
+    runs += [Measured(Case("blur", NOTHING), TrainingRun(0, math.nan), Adapted(0.5, 0, True, 0.0))]
     runs += [
-        Measured(Case("blur", method), Run(seed, math.nan if method == STATISTICS else 0.1),
+        Measured(Case("blur", method), TrainingRun(seed, math.nan if method == STATISTICS else 0.1),
                  Adapted(at + 0.01 * (seed - 1), 10, is_exact or method != FULL or seed > 0, 1.0))
         for method, at in level.items() for seed in range(n_seeds)
     ]  # fmt: skip
-    trials = [Trial(Case("blur", method), Run(0, lr), lr) for method in TRAINED for lr in (0.1, 0.01)]
+    trials = [Trial(Case("blur", method), TrainingRun(0, lr), lr) for method in TRAINED for lr in (0.1, 0.01)]
     return sweep.results(runs, trials)
 
 
@@ -164,7 +168,7 @@ def test_the_recovered_fraction_is_of_the_accuracy_that_was_lost() -> None:
 def test_the_learning_rate_of_a_method_is_the_best_on_average_over_the_corruptions() -> None:
     found: Results[AdaptSizes, Case] = made_up()
     assert found.lr(Case("blur", FULL)) == 0.1
-    more = [Trial(Case("noise", FULL), Run(0, 0.1), 0.0), Trial(Case("noise", FULL), Run(0, 0.01), 0.2)]
+    more = [Trial(Case("noise", FULL), TrainingRun(0, 0.1), 0.0), Trial(Case("noise", FULL), TrainingRun(0, 0.01), 0.2)]
     assert sweep.results([], [*found.tried, *more]).lr(Case("blur", FULL)) == 0.01
     assert math.isnan(found.lr(Case("blur", STATISTICS)))
     assert found.tables()[1].rows[0] == (HEAD, "1.0", "10.0")
@@ -184,5 +188,5 @@ def test_goals_are_met_and_each_can_be_missed() -> None:
     assert missed(made_up(2)) == ["every method is measured on every corruption with 3 seeds or more"]
     drifting = made_up(is_exact=False)
     assert len(missed(drifting)) == 1
-    assert made_up().goals[1].measured == "17 of 17"
-    assert drifting.goals[1].measured == "16 of 17"
+    assert made_up().goals[1].measured == "17 of 17 runs"
+    assert drifting.goals[1].measured == "16 of 17 runs"

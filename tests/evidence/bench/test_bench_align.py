@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from onlynorm.evidence.bench.papers_method import greedy_as_described
 from onlynorm.evidence.bench.races.align import (
     DESCRIBED,
     INSIDE,
@@ -17,7 +18,6 @@ from onlynorm.evidence.bench.races.align import (
     UNALIGNED,
     AlignRow,
     AlignSizes,
-    greedy_as_described,
     make_case,
     race,
 )

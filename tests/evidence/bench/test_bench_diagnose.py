@@ -66,7 +66,7 @@ def test_the_competitor_runs_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> 
             self.calls += 1
 
     monkeypatch.setitem(sys.modules, "delve", types.SimpleNamespace(SaturationTracker=Tracker))
-    rows = bench.measure_network(TINY, repeats=1, say=lambda _: None)
+    rows = bench.measure_network(TINY, repeats=1, status=lambda _: None)
     assert [(row.method, row.note) for row in rows] == [(PASS, ""), (OURS, ""), (DELVE, "")]
     assert rows[2].n_signals == 1
     assert rows[2].passes > 0

@@ -26,7 +26,7 @@ from onlynorm.evidence.bench.sweeps.frozen import (
     fraction_below,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Run, is_met
+from onlynorm.evidence.harness import Measured, TrainingRun, is_met
 from onlynorm.models import cifar_resnet
 
 SMALL = ((8, 2), (8, 4), (14, 2))
@@ -59,7 +59,9 @@ def test_one_run_counts_what_it_trained_and_leaves_the_rest_alone(monkeypatch: p
     sizes = TINY["frozen"](monkeypatch)
 
     def train(method: str, seed: int = 0) -> Trained:
-        return dataclasses.replace(bench_module.train(Case(8, 2, method), Run(seed, math.nan), sizes), seconds=0.0)
+        return dataclasses.replace(
+            bench_module.train(Case(8, 2, method), TrainingRun(seed, math.nan), sizes), seconds=0.0
+        )
 
     made = {method: train(method) for method in METHODS}
     n_norms, n_head = 2 * (2 + 2 * (2 + 4 + 8)), 10 * 8 + 10
@@ -77,7 +79,7 @@ def test_norms_alone_take_the_higher_learning_rate(monkeypatch: pytest.MonkeyPat
     sizes, lrs = TINY["frozen"](monkeypatch), list[float]()
     monkeypatch.setattr(bench_module, "fit", lambda *_, schedule, **__: lrs.append(schedule.lr))
     for method in METHODS:
-        bench_module.train(Case(8, 2, method), Run(0, math.nan), sizes)
+        bench_module.train(Case(8, 2, method), TrainingRun(0, math.nan), sizes)
     assert lrs == [sizes.norm_lr, sizes.norm_lr, sizes.lr, sizes.lr]
 
 
@@ -93,7 +95,7 @@ def made_up(n_seeds: int = 3, *, is_frozen: bool = True, gammas: tuple[float, ..
             **accuracies: float) -> Any:  # fmt: skip
     level = {"8,2": 0.3, "8,4": 0.4, "14,2": 0.35, **accuracies}
     return sweep.results([
-        Measured(Case(*net, method), Run(seed, math.nan),
+        Measured(Case(*net, method), TrainingRun(seed, math.nan),
                  Trained(level[f"{net[0]},{net[1]}"], 8, 80, gammas, is_frozen or seed > 0, 1.0))
         for seed in range(n_seeds) for net in SMALL for method in (NORMS, HEAD, FULL)
     ])  # fmt: skip

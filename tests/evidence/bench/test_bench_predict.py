@@ -21,8 +21,8 @@ from onlynorm.evidence.bench.sweeps.predict import (
     LEARNED,
     MIN_NETWORKS,
     Case,
+    NetworkSpec,
     PredictSizes,
-    Subject,
     Trained,
     areas_of,
     cases,
@@ -33,7 +33,7 @@ from onlynorm.evidence.bench.sweeps.predict import (
     sweep,
     train_network,
 )
-from onlynorm.evidence.harness import Measured, Run
+from onlynorm.evidence.harness import Measured, TrainingRun
 from onlynorm.rank import Thresholds, diagnose
 
 STRICT = Thresholds(alive=1e9)
@@ -43,13 +43,15 @@ TINY = PredictSizes(n_diagnosed=32, steps=20, batch_size=16, lrs=(0.001, 0.1))
 @pytest.fixture(autouse=True)
 def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
     predict._split.cache_clear()
-    predict.images_digest.cache_clear()
     monkeypatch.setitem(predict._DATA, FASHION, stripes)
 
 
 def _results(scores: list[float], learned: list[bool]) -> Any:
     losses = [1.0 if one else math.log(10.0) for one in learned]
-    runs = [Measured(Case(f"{i}", FASHION, i), Run(0, math.nan), Trained(loss, 0.1)) for i, loss in enumerate(losses)]
+    runs = [
+        Measured(Case(f"{i}", FASHION, i), TrainingRun(0, math.nan), Trained(loss, 0.1))
+        for i, loss in enumerate(losses)
+    ]
     found = sweep.results(runs)
     found.runs = found.runs.join(pd.DataFrame({"score": scores, "verdict": "", "part": "rank"}))
     found.facts = areas_of(found)
@@ -104,12 +106,12 @@ def test_an_unknown_set_is_refused() -> None:
         subjects("all")
 
 
-def _convolutional(name: str, every: int) -> list[Subject]:
+def _convolutional(name: str, every: int) -> list[NetworkSpec]:
     return [one for one in subjects(name) if one.kind != "MLP"][::every]
 
 
 @pytest.mark.parametrize("subject", [*_convolutional("calibration", 5), *_convolutional("test", 7)], ids=str)
-def test_convolutional_networks_have_the_stated_depth(subject: Subject) -> None:
+def test_convolutional_networks_have_the_stated_depth(subject: NetworkSpec) -> None:
     images = torch.zeros(2, 3, 32, 32) if subject.data == "CIFAR-10" else torch.zeros(2, 1, 28, 28)
     network = subject.build(images, seed=0)
     shortcuts = {id(m) for n, m in network.named_modules() if "downsample" in n}
@@ -121,9 +123,9 @@ def test_convolutional_networks_have_the_stated_depth(subject: Subject) -> None:
 def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    able, hopeless = (Subject("MLP", depth, 16, "none", "standard") for depth in (1, 32))
+    able, hopeless = (NetworkSpec("MLP", depth, 16, "none", "standard") for depth in (1, 32))
     monkeypatch.setattr(predict, "subjects", lambda _: [able, hopeless])
-    one, other = (train_network(case, Run(0, math.nan), TINY) for case in cases(TINY))
+    one, other = (train_network(case, TrainingRun(0, math.nan), TINY) for case in cases(TINY))
     assert one.loss < LEARNED * math.log(10.0) < other.loss
     assert one.best_lr == 0.1
     scores = [diagnose_network(one, n_images=64, seed=7).score for one in (able, hopeless)]
@@ -132,7 +134,7 @@ def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norm
 
 def test_a_training_that_breaks_off_has_no_loss() -> None:
     split = stripes()
-    network = Subject("MLP", 2, 8, "none", "standard").build(split.train_inputs, seed=0)
+    network = NetworkSpec("MLP", 2, 8, "none", "standard").build(split.train_inputs, seed=0)
     found = last_loss(network, split.train_inputs, split.train_labels, batch_size=16, lr=1e30, seed=0)
     assert found == math.inf
 

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+import onlynorm as on
 from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError
 from onlynorm.evidence import cache
 from onlynorm.evidence.bench.competitors import OURS, PAPERS
 from onlynorm.evidence.bench.races import reconstruct as bench_module
-from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, Sizes, showcase
-from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, race
+from onlynorm.evidence.bench.races.reconstruct import ReconstructSizes as Sizes
+from onlynorm.evidence.harness import RaceResult, is_met
 from onlynorm.models import CifarResNet
-from onlynorm.reconstruction import load, verify
+from onlynorm.reconstruction import verify
 from onlynorm.seeds import own_randomness
 
 SIZES = Sizes(calibration=6, exact=2, images=3, collapsed=5)
@@ -44,14 +46,14 @@ def network(width: int = 2) -> nn.Module:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "cifar10", data)
     monkeypatch.setattr(bench_module, "make_target", lambda *, quick: network())
-    monkeypatch.setattr(bench_module, "papers_rows", lambda target, say: [])
+    monkeypatch.setattr(bench_module, "papers_rows", lambda target, status: [])
     monkeypatch.setattr(bench_module, "SCALING_WIDTHS", ())
     monkeypatch.setattr(bench_module, "QUICK_WIDTHS", ())
 
 
-def run(out: Path, *features: str, **options: Any) -> bench_module.ReconstructBench:
+def run(out: Path, *features: str, **options: Any) -> RaceResult[Sizes]:
     sizes = dataclasses.replace(SIZES, features=features or ("id_cond",))
-    return showcase.run(sizes, out=out, **options)  # type: ignore[return-value]
+    return race.run(sizes, out=out, **options)  # type: ignore[return-value]
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -88,7 +90,7 @@ def test_the_file_of_a_row_is_the_network_it_measured(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("reconstruct/*.safetensors")
     assert path.stat().st_size == row.file_size
     with own_randomness(1):
-        made = load(path, into=CifarResNet(8, width=2))
+        made = on.load(path, like=CifarResNet(8, width=2))
     check = verify(network().double(), made, data().test_inputs[:2])
     assert check.relative_error == pytest.approx(row.error, rel=1e-6)
     assert not list(tmp_path.rglob("*.partial"))
@@ -103,6 +105,7 @@ def test_structured_features_fix_their_own_number_and_sparse_ones_are_half_empty
         "sparse_he_normal": 1.25,
         "id_cond": None,
         "ortho_cond": None,
+        "fast_ortho_cond": None,
     }
     assert RECIPES["sparse_he_normal"]["density"] == 0.5
 
@@ -134,7 +137,7 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
 ) -> None:
     (first,) = run(tmp_path).rows
     with monkeypatch.context() as patch:
-        patch.setattr(bench_module, "measure_row", lambda *_: pytest.fail("measured again"))
+        patch.setattr(bench_module, "rebuild", lambda *_: pytest.fail("measured again"))
         (again,) = run(tmp_path).rows
         assert again == dataclasses.replace(first, note="cached")
         patch.setattr(cache, "library_digest", lambda *_: "another")
@@ -150,7 +153,7 @@ def test_finished_rows_are_read_again_and_force_makes_them_anew(
 @pytest.mark.usefixtures("small")
 def test_other_sizes_or_weights_are_other_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path)
-    showcase.run(dataclasses.replace(SIZES, features=("id_cond",), images=2), out=tmp_path)
+    race.run(dataclasses.replace(SIZES, features=("id_cond",), images=2), out=tmp_path)
     monkeypatch.setattr(bench_module, "make_target", lambda *, quick: CifarResNet(8, width=2).eval())
     run(tmp_path)
     assert len(list(tmp_path.rglob("*.json"))) == 3
@@ -202,7 +205,7 @@ def test_a_killed_row_keeps_its_finished_layers(tmp_path: Path, monkeypatch: pyt
 def test_a_row_is_judged_by_what_was_promised(changes: dict[str, float], promised: bool) -> None:
     row = dataclasses.replace(GOOD, **changes)
     assert row.goal.is_met is promised
-    assert is_met(bench_module.ReconstructBench([GOOD, row])) is promised
+    assert is_met(race.result([("rows", GOOD), ("rows", row)])) is promised
     assert "500 images and, collapsed, of 5000" in row.goal.aim
 
 
@@ -236,7 +239,7 @@ def test_a_bottleneck_network_goes_through_everything(tmp_path: Path) -> None:
     assert 2.0 <= row.stored <= 4.0  # narrow layers have almost as many norms and names as weights
     assert told == ["id_cond at width 2: plan, reconstruct, save, load, verify"]
     assert not list(tmp_path.iterdir())
-    (table,) = bench_module.ReconstructBench(scaling=[row]).tables()[2:]
+    (table,) = race.result([("scaling", row)]).tables()
     assert table.rows[0][0] == "2"
 
 
@@ -252,6 +255,6 @@ def test_resnet_50_has_25_million_weights() -> None:
 def test_cost_has_to_grow_with_the_weights_and_no_faster(change: dict[str, float], kept: bool) -> None:
     small = bench_module.ScalingRow(8, 100, 0.1, 1.0, 0.1, 0.1, 0.1, 100, 2.1, 1e-6)
     large = dataclasses.replace(small, width=16, n_weights=400, seconds=4.0, memory=400, stored=2.04)
-    bench = bench_module.ReconstructBench(scaling=[small, dataclasses.replace(large, **change)])
+    bench = race.result([("scaling", one) for one in (small, dataclasses.replace(large, **change))])
     assert is_met(bench) is kept
-    assert not bench_module.ReconstructBench(scaling=[small]).goals
+    assert not race.result([("scaling", small)]).goals

@@ -12,14 +12,15 @@ from tiny_benchmarks import TINY
 from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.bench.sweeps import repair as module
 from onlynorm.evidence.bench.sweeps.repair import BRIEF, MAIN, METHODS, NORMS, OURS, Case, Repaired, RepairSizes, sweep
-from onlynorm.evidence.harness import Measured, Results, Run, is_met
+from onlynorm.evidence.harness import Measured, Results, TrainingRun, is_met
+from onlynorm.evidence.validation import validation_subset
 
 SMALL = (3, "relu")
 
 
 def made(method: str, accuracy: float, seed: int = 0, network: tuple[int, str] = MAIN) -> Measured:
     row = Repaired(accuracy, accuracy, 1.0, (5.0, 5.0, 5.0), 1.0, "mirrored", 0.1)
-    return Measured(Case(*network, method), Run(seed, math.nan), row)
+    return Measured(Case(*network, method), TrainingRun(seed, math.nan), row)
 
 
 def results(*runs: Measured) -> Results[RepairSizes, Case]:
@@ -47,14 +48,14 @@ def test_a_quick_run_takes_two_of_the_six_networks() -> None:
 
 def test_a_training_that_diverges_answers_the_same_to_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["repair"](monkeypatch)
-    found = module.repair_and_train(Case(*SMALL, OURS), Run(0, 1e30), sizes)
+    found = module.repair_and_train(Case(*SMALL, OURS), TrainingRun(0, 1e30), sizes)
     assert found.loss == math.inf
     assert found.accuracy == pytest.approx(0.1)  # every class is a tenth of the images
 
 
 def test_validation_images_are_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["repair"](monkeypatch)
-    aside = {tuple(image.tolist()) for image in module._pick(module._order()[: sizes.n_validation])[0]}
+    aside = {tuple(image.tolist()) for image in validation_subset(module.split(), sizes.n_validation)[0].flatten(1)}
     one, other = ({tuple(i.tolist()) for i in module.training_images(seed, 32, sizes)[0]} for seed in (0, 1))
     assert (len(aside), len(one), len(other)) == (10, 32, 32)
     assert not aside & (one | other)
@@ -63,9 +64,9 @@ def test_validation_images_are_never_trained_on(monkeypatch: pytest.MonkeyPatch)
 
 def test_more_steps_than_images_and_seeds_of_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["repair"](monkeypatch)
-    with pytest.raises(ValueRangeError, match="7 steps of 8 need as many images that differ; got 50"):
-        module.train(module.repaired(Case(*SMALL, OURS), 0, sizes)[0], Run(0, 0.1), sizes, n_steps=7)
-    with pytest.raises(ValueRangeError, match="seeds needs to be a whole number from 1 to 100; got 101"):
+    with pytest.raises(ValueRangeError, match="at most the 50 images outside the validation subset; got 56"):
+        module.train(module.repaired(Case(*SMALL, OURS), 0, sizes)[0], TrainingRun(0, 0.1), sizes, n_steps=7)
+    with pytest.raises(ValueRangeError, match=r"seeds .* from 1 to 100; got 101"):
         RepairSizes(seeds=101)
 
 

@@ -12,17 +12,22 @@ from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.evidence.bench.sweeps.scaled import (
     CONDITIONS,
     N_SEEDS,
-    ORDINARY,
-    Case,
     LawFacts,
-    ScaledSizes,
-    Trained,
     cases,
-    ordinary,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Results, Run, Trial, is_met
-from onlynorm.evidence.papers.random_features.scaled_training import GEOMETRIC, LAWS, SEMICIRCLE, SUBJECTS
+from onlynorm.evidence.harness import Measured, Results, TrainingRun, Trial, is_met
+from onlynorm.evidence.papers.random_features.scaled import (
+    GEOMETRIC,
+    LAWS,
+    ORDINARY,
+    SEMICIRCLE,
+    TASKS,
+    Case,
+    ScaledSizes,
+    Trained,
+    ordinary,
+)
 
 PLAIN, ONE, LAST = Case("toy", ORDINARY, 1.0), Case("toy", SEMICIRCLE, 1.0), Case("toy", SEMICIRCLE, 1e6)
 
@@ -37,8 +42,12 @@ def measured(
 ) -> Results[ScaledSizes, Case]:  # fmt: skip
     """An ordinary network at about 50 %, condition 1 and the largest one."""
     given = ((PLAIN, (0.5, 0.51, 0.49)), (ONE, first), (LAST, last))
-    trials = [Trial(case, Run(100, lr), lr) for case, _ in given for lr in (0.03, 0.1)]
-    runs = [Measured(c, Run(seed, 0.1), Trained(x, x, 1.0)) for c, values in given for seed, x in enumerate(values[:n])]
+    trials = [Trial(case, TrainingRun(100, lr), lr) for case, _ in given for lr in (0.03, 0.1)]
+    runs = [
+        Measured(c, TrainingRun(seed, 0.1), Trained(x, x, 1.0))
+        for c, values in given
+        for seed, x in enumerate(values[:n])
+    ]
     return sweep.results(runs, trials, sizes=ScaledSizes(quick=quick), laws=[law(ONE), law(LAST, gap)])
 
 
@@ -69,7 +78,7 @@ def test_unknown_data_and_laws_and_seeds_of_trials_are_refused() -> None:
 
 
 def test_every_data_set_has_its_seeds_and_every_law_its_conditions() -> None:
-    assert set(N_SEEDS) == set(SUBJECTS)
+    assert set(N_SEEDS) == set(TASKS)
     assert set(CONDITIONS) == set(LAWS)
     assert all(sorted(conditions) == list(conditions) for conditions in CONDITIONS.values())
     assert len(cases(ScaledSizes())) == 2 * (1 + 7 + 3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +23,20 @@ from onlynorm.evidence.bench.sweeps.scratch import (
     QUICK,
     SPARSE,
     TRAININGS,
-    Case,
     ScratchSizes,
-    Trained,
     cases,
     followed,
     plain,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Run, Trial
-from onlynorm.evidence.papers.random_features import scratch_training
-from onlynorm.evidence.papers.random_features.scratch_training import (
+from onlynorm.evidence.harness import Measured, TrainingRun, Trial
+from onlynorm.evidence.papers.random_features import scratch as scratch_training
+from onlynorm.evidence.papers.random_features.scratch import (
+    Case,
     Method,
+    Trained,
     build,
-    choose_lr,
+    make_sweep,
     test_images,
     train,
     training_images,
@@ -52,7 +54,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(method: str, accuracy: float, seed: int = 0, losses: tuple[float, ...] = (1.0, 0.5)) -> Measured:
-    return Measured(Case("toy", method), Run(seed, math.nan), Trained(accuracy, losses, True, 100, 0.1))
+    return Measured(Case("toy", method), TrainingRun(seed, math.nan), Trained(accuracy, losses, True, 100, 0.1))
 
 
 def goals(*runs: Measured) -> dict[str, tuple[str, bool]]:
@@ -92,23 +94,20 @@ def test_all_methods_of_a_seed_start_with_the_same_weights_as_far_as_features_re
 
 @pytest.mark.usefixtures("small")
 def test_id_cond_and_followed_gammas_train_as_the_ordinary_network_does() -> None:
-    found = {
-        name: train(method=dataclasses.asdict(method), training=dataclasses.asdict(TRAINING), lr=0.1, seed=0)
-        for name, method in SOME.items()
-    }
+    found = {name: train(method, TRAINING, lr=0.1, seed=0) for name, method in SOME.items()}
     ordinary = found[ORDINARY]
-    assert (found[ID_COND]["accuracy"], found[ID_COND]["losses"]) == (ordinary["accuracy"], ordinary["losses"])
+    assert (found[ID_COND].accuracy, found[ID_COND].losses) == (ordinary.accuracy, ordinary.losses)
     # Float32 rounds gammas of condition number some hundreds; six steps amplify it little.
-    assert found[followed(BOUND)]["losses"] == pytest.approx(ordinary["losses"], rel=1e-2)
-    assert len(ordinary["losses"]) == 2
-    assert ordinary["losses"][1] < ordinary["losses"][0]
-    assert ordinary["n_trained"] == found[ID_COND]["n_trained"]
+    assert found[followed(BOUND)].losses == pytest.approx(ordinary.losses, rel=1e-2)
+    assert len(ordinary.losses) == 2
+    assert ordinary.losses[1] < ordinary.losses[0]
+    assert ordinary.n_trained == found[ID_COND].n_trained
 
 
 @pytest.mark.usefixtures("small")
 def test_a_training_that_diverges_does_as_well_as_guessing() -> None:
-    found = train(method={}, training=dataclasses.asdict(TRAINING), lr=1e30, seed=0)
-    assert (found["accuracy"], found["losses"], found["is_finite"]) == (0.1, [], False)
+    found = train(Method(), TRAINING, lr=1e30, seed=0)
+    assert (found.accuracy, found.losses, found.is_finite) == (0.1, (), False)
 
 
 @pytest.mark.usefixtures("small")
@@ -116,7 +115,7 @@ def test_a_trial_is_judged_by_the_images_validation_images(monkeypatch: pytest.M
     seen: list[int] = []
     monkeypatch.setattr(scratch_training, "accuracy", lambda _, data: seen.append(len(data[0])) or 0.5)
     for is_trial in (True, False):
-        train(method={}, training=dataclasses.asdict(TRAINING), lr=0.1, seed=0, is_trial=is_trial)
+        train(Method(), TRAINING, lr=0.1, seed=0, is_trial=is_trial)
     assert seen == [TRAINING.n_validation, TRAINING.n_test]
 
 
@@ -160,29 +159,34 @@ def test_the_papers_finding_is_decided_by_the_interval_of_the_gap() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_learning_rate_is_chosen_with_a_seed_that_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learning_rate_is_chosen_with_a_seed_that_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[float, int, bool]] = []
 
-    def pretend(*, lr: float, seed: int, is_trial: bool, **_: object) -> dict[str, float]:
+    def pretend(*_: object, lr: float, seed: int, is_trial: bool = False, **__: object) -> Trained:
         asked.append((lr, seed, is_trial))
-        return {"accuracy": -abs(lr - 0.1)}
+        return Trained(1.0 - abs(lr - 0.1), (), True, 1, 0.0)
 
     monkeypatch.setattr(scratch_training, "train", pretend)
-    found = choose_lr(method={}, training=dataclasses.asdict(TRAINING))
-    assert found["lr"] == 0.1
-    assert [lr for lr, _ in found["tried"]] == [0.03, 0.1, 0.3, 1.0]
-    assert {(seed, is_trial) for _, seed, is_trial in asked} == {(TRIAL_SEED, True)}
+    one = make_sweep(
+        "one", "One method.", ScratchSizes, methods={"a": Method()}, training=lambda _case, _sizes: TRAINING,
+        cases=lambda _: [Case("toy", "a")], columns={},
+    )  # fmt: skip
+    found: Any = one.run(ScratchSizes(seeds=1, data=("toy",)), out=tmp_path)
+    assert found.lr(Case("toy", "a")) == 0.1
+    assert asked == [*((lr, TRIAL_SEED, True) for lr in (0.03, 0.1, 0.3, 1.0)), (0.1, 0, False)]
 
 
 def test_a_learning_rate_is_judged_by_the_mean_of_its_trials() -> None:
     found = {0.1: (0.9, 0.1), 0.3: (0.6, 0.6), 1.0: (0.2, 0.7)}
     ordinary = Case("toy", ORDINARY)
     trials = [
-        Trial(ordinary, Run(TRIAL_SEED + place, lr), accuracy)
+        Trial(ordinary, TrainingRun(TRIAL_SEED + place, lr), accuracy)
         for lr, accuracies in found.items()
         for place, accuracy in enumerate(accuracies)
     ]
-    results = sweep.results([], [*trials, Trial(Case("toy", ID_COND), Run(TRIAL_SEED, 3.0), 1.0)])
+    results = sweep.results([], [*trials, Trial(Case("toy", ID_COND), TrainingRun(TRIAL_SEED, 3.0), 1.0)])
     assert results.trial_accuracies(ordinary) == pytest.approx({0.1: 0.5, 0.3: 0.6, 1.0: 0.45})
     assert results.lr(ordinary) == 0.3
 
@@ -191,7 +195,7 @@ def test_a_learning_rate_is_judged_by_the_mean_of_its_trials() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"data.*'cifar'.*cifar10"):
         ScratchSizes(data=("cifar",))
-    with pytest.raises(ValueRangeError, match="seeds needs to be a whole number from 1 to 100; got 101"):
+    with pytest.raises(ValueRangeError, match=r"seeds .* from 1 to 100; got 101"):
         ScratchSizes(seeds=101)
     with pytest.raises(ValueRangeError, match="toy needs at most the 90 images outside the validation subset; got 91"):
         training_images(dataclasses.replace(TRAINING, n_train=91), 0)

@@ -148,7 +148,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_a_peer_that_is_not_installed_gets_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "peft")
-    rows = measure_subject(images_subject(quick=True), repeats=1, say=lambda _: None)
+    rows = measure_subject(images_subject(quick=True), repeats=1, status=lambda _: None)
     missing = [row for row in rows if not row.is_run]
     assert [row.method for row in missing] == [PEFT_LN, PEFT_LORA]
     assert all("not run: peft is not installed" in row.note for row in missing)

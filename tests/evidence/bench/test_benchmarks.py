@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 from tiny_benchmarks import TINY
 
-from onlynorm.evidence.bench import BENCHMARKS
+from onlynorm.evidence.bench.table import BENCHMARKS
 from onlynorm.evidence.cache import CACHED
 from onlynorm.evidence.harness import Sweep, goal_table
 
+DOCUMENTED = Path(__file__).parents[3].joinpath("docs/json.md").read_text(encoding="utf-8").split("\n### bench\n")[1]
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
 
 
@@ -42,6 +44,10 @@ class TestBenchmark:
         assert [goal["aim"] for goal in facts["goals"]] == [goal.aim for goal in result.goals]
         assert len({goal.aim for goal in result.goals}) == len(result.goals) > 0
         assert bool(list(tmp_path.iterdir())) == BENCHMARKS[name].is_stored
+        rows = [row for part in facts.values() if isinstance(part, list) for row in part if isinstance(row, dict)]
+        keys = {*facts, *(key for row in rows for key in row)}
+        assert [key for key in keys if not re.fullmatch("[a-z][a-z0-9_]*", key)] == [], "keys are snake_case"
+        assert [key for key in keys if f"`{key}`" not in DOCUMENTED] == [], "docs/json.md has all keys"
         for path in facts.get("figures", ()):
             assert Path(path).read_bytes().startswith(b"\x89PNG")
             assert Path(path).with_suffix(".svg").exists()
@@ -51,7 +57,7 @@ class TestBenchmark:
     ) -> None:
         monkeypatch.setattr(BENCHMARKS[name], "work", lambda *_: pytest.fail("started"))
         for bad in ({"sizes": object()}, {"progress": 1}, {"on_row": "a"}, {"out": 1.5}, {"force": "a"}):
-            with pytest.raises(Exception, match="needs"):
+            with pytest.raises(Exception, match=r"needs|must"):
                 BENCHMARKS[name].run(**{"out": tmp_path, **bad})
         assert list(tmp_path.iterdir()) == []
 

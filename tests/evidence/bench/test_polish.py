@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 
 import onlynorm as on
-from onlynorm.evidence.bench.papers_method import polish_lbfgs, solve_as_papers
+from onlynorm.evidence.bench.papers_method import lbfgs, solve_as_papers
 
 
-def _system(excess: float, *, seed: int = 0) -> tuple[on.KhatriRao, torch.Tensor]:
+def _system(excess: float, *, seed: int = 0) -> tuple[on.solvers.KhatriRao, torch.Tensor]:
     features = on.draw("he_normal", (12, 10), excess=excess, seed=seed)
     target = torch.randn(12, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return on.KhatriRao(features.left(), features.right()), target
+    return on.solvers.KhatriRao(features.left(), features.right()), target
 
 
-def _residual(operator: on.KhatriRao, target: torch.Tensor, gamma: torch.Tensor) -> float:
+def _residual(operator: on.solvers.KhatriRao, target: torch.Tensor, gamma: torch.Tensor) -> float:
     return float((operator.apply(gamma.double()) - target).norm() / target.norm())
 
 
 def test_polishing_lowers_the_error_and_leaves_its_start_alone() -> None:
     operator, target = _system(1.5)
     start = torch.zeros(operator.n_features, dtype=torch.float64)
-    gamma, evaluations = polish_lbfgs(operator, target, start, max_iterations=100)
+    gamma, evaluations = lbfgs(operator.apply, operator.transpose, target, start, max_iterations=100)
     assert _residual(operator, target, gamma) < 1e-2
     assert evaluations > 1
     assert not bool(start.any())
@@ -31,7 +31,7 @@ def test_polishing_lowers_the_error_and_leaves_its_start_alone() -> None:
 def test_polishing_a_solution_does_not_spoil_it() -> None:
     operator, target = _system(1.5)
     exact = on.solve(*operator.dense(), target, method="svd").gamma
-    gamma, _ = polish_lbfgs(operator, target, exact, max_iterations=20)
+    gamma, _ = lbfgs(operator.apply, operator.transpose, target, exact, max_iterations=20)
     # The best is chosen by the mean of the squares, and judged here by their norm: sums of so many numbers, rounded.
     slack = 4 * target.numel() * torch.finfo(torch.float64).eps
     assert _residual(operator, target, gamma) <= _residual(operator, target, exact) * (1 + slack)

@@ -79,7 +79,7 @@ def factors_of_the_square(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_step_of_the_proof(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(factorization.Rotation, "step_norm", lambda self, count: math.sin(self.largest / count))
+    patch.setattr(factorization.rotations.Rotation, "step_norm", lambda self, count: math.sin(self.largest / count))
 
 
 def blocks_of_size_one(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def test_the_statements_about_memorizing_hold_once_corrected(key: str, seed: int
 
 
 def test_the_checks_would_notice_a_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memorization, "by_length", lambda points: torch.arange(len(points)))
+    monkeypatch.setattr(memorization.thresholds, "by_length", lambda points: torch.arange(len(points)))
     assert registry.run_check("hardt_ma2017:lemma-B.2").verdict is registry.Verdict.FAILS
 
 

@@ -19,6 +19,7 @@ from onlynorm.evidence.papers.burkholz2024 import activations, sources
 from onlynorm.evidence.papers.giannou2023 import deep, linear_systems, low_rank, sparse, wide_networks
 from onlynorm.evidence.registry import Verdict
 from onlynorm.modules.affine import Affine
+from onlynorm.reconstruction import Construction, LowRank, Ranges
 
 HOLDS = """
     giannou2023:remark-1 giannou2023:thm-1 giannou2023:cor-1 giannou2023:remark-2 giannou2023:thm-3 giannou2023:remark-3
@@ -64,19 +65,30 @@ def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
 # Defects that the checks must notice, one each: wrong constants, wrong formulas, constructions that do not deliver.
 
 
-def one_feature_in_fifty_fewer(patch: pytest.MonkeyPatch) -> None:
+def with_excess(patch: pytest.MonkeyPatch, excess: float) -> None:
     rebuild = wide_networks.rebuild
-    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 0.98}))
+
+    def wrong(target: nn.Sequential, construction: Construction, **settings: Any) -> Any:
+        return rebuild(target, dataclasses.replace(construction, excess=excess), **settings)
+
+    patch.setattr(wide_networks, "rebuild", wrong)
+
+
+def one_feature_in_fifty_fewer(patch: pytest.MonkeyPatch) -> None:
+    with_excess(patch, 0.98)
 
 
 def shifts_that_only_serve_the_sample(patch: pytest.MonkeyPatch) -> None:
     rebuild = wide_networks.rebuild
-    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"margin": 0.0}))
+
+    def wrong(target: nn.Sequential, construction: Construction, *, seed: int, ranges: Ranges | None = None) -> Any:
+        return rebuild(target, construction, seed=seed, ranges=Ranges(margin=0.0))
+
+    patch.setattr(wide_networks, "rebuild", wrong)
 
 
 def twice_the_features(patch: pytest.MonkeyPatch) -> None:
-    rebuild = wide_networks.rebuild
-    patch.setattr(wide_networks, "rebuild", lambda target, **choices: rebuild(target, **choices | {"excess": 2.0}))
+    with_excess(patch, 2.0)
 
 
 def padding_that_is_not_zero(patch: pytest.MonkeyPatch) -> None:
@@ -141,8 +153,11 @@ def a_third_of_the_shift(patch: pytest.MonkeyPatch) -> None:
 def one_rank_less(patch: pytest.MonkeyPatch) -> None:
     rebuild = low_rank.rebuild
 
-    def wrong(target: nn.Sequential, **choices: Any) -> Any:
-        return rebuild(target, **choices | {"rank": max(1, choices.get("rank", 3) - 1)})
+    def wrong(target: nn.Sequential, construction: Construction, *, seed: int) -> Any:
+        if isinstance(construction, LowRank):
+            rank = 3 if construction.rank is None else construction.rank
+            construction = dataclasses.replace(construction, rank=max(1, rank - 1))
+        return rebuild(target, construction, seed=seed)
 
     patch.setattr(low_rank, "rebuild", wrong)
 
@@ -165,8 +180,8 @@ def a_gamma_that_is_off(patch: pytest.MonkeyPatch) -> None:
 def a_last_relu(patch: pytest.MonkeyPatch) -> None:
     rebuild = deep.rebuild
 
-    def with_relu(target: nn.Sequential, *, seed: int, **choices: Any) -> Any:
-        made, _ = rebuild(target, seed=seed, **choices)
+    def with_relu(target: nn.Sequential, construction: Construction, *, seed: int) -> Any:
+        made, _ = rebuild(target, construction, seed=seed)
         network = nn.Sequential(made.network, nn.ReLU())
         x = wide_networks.unit_ball(64, 5, seed=seed)
         with torch.no_grad():

@@ -11,7 +11,7 @@ import pytest
 from onlynorm.evidence.artifacts import Artifact, artifacts
 from onlynorm.evidence.papers.burkholz2024 import depth as width_depth
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Verdict as Outcome
+from onlynorm.evidence.records import RecordVerdict as Outcome
 
 
 def small(id: str, **sizes: Any) -> Artifact:

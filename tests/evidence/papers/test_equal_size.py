@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tensors import normal
+from torch import nn
 
+from onlynorm import Wide
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
 from onlynorm.models import mlp
 from onlynorm.reconstruction import reconstruct
-
-
-def batch(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("norms", ["batch", "affine"])
@@ -22,8 +20,8 @@ def batch(*shape: int) -> Tensor:
 def test_all_layers_have_one_size_and_the_function_is_the_same(
     norms: str, activation: nn.Module, width: int | None
 ) -> None:
-    network, inputs = mlp((5, 7, 3), activation=nn.Sigmoid).double().eval(), batch(20, 5)
-    made = reconstruct(network, inputs=inputs, activation=activation, norms=norms, width="minimum").network
+    network, inputs = mlp((5, 7, 3), activation=nn.Sigmoid).double().eval(), normal(20, 5)
+    made = reconstruct(network, inputs, Wide(activation=activation, norms=norms, width="minimum")).network
     padded = pad_equal(made, width=width)
     frozen = [layer for layer in padded if isinstance(layer, nn.Linear)]
     size = 29 if width is None else width  # 7 * 5 - 7 + 1 features
@@ -35,14 +33,14 @@ def test_all_layers_have_one_size_and_the_function_is_the_same(
 
 
 def test_what_cannot_be_padded_is_refused() -> None:
-    inputs = batch(8, 2, 6)
+    inputs = normal(8, 2, 6)
     conv = nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU()).double().eval()
     with pytest.raises(ConversionError, match=r"chain of rebuilt linear layers.*got NormOnlyBlock"):
-        pad_equal(reconstruct(conv, inputs=inputs).network)
+        pad_equal(reconstruct(conv, inputs).network)
     network = mlp((5, 7, 3)).double().eval()
     with pytest.raises(ConversionError, match=r"got Linear"):
         pad_equal(network)
     with pytest.raises(ConversionError, match=r"at least one rebuilt layer; got none"):
         pad_equal(nn.Sequential(nn.ReLU()))
     with pytest.raises(ShapeError, match=r"a width of at least 44, the largest layer; got 40"):
-        pad_equal(reconstruct(network, inputs=batch(20, 5)).network, width=40)
+        pad_equal(reconstruct(network, normal(20, 5)).network, width=40)

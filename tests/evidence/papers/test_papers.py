@@ -20,7 +20,7 @@ from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRa
 from onlynorm.evidence import cache as cache_module
 from onlynorm.evidence.artifacts import Artifact, artifacts, load_artifacts
 from onlynorm.evidence.papers.reproduce import Outcome, Progress, reproduce
-from onlynorm.evidence.records import Verdict, read_record, read_records
+from onlynorm.evidence.records import RecordVerdict, read_record, read_records
 from onlynorm.storage import digest
 
 TOML = """
@@ -145,10 +145,10 @@ def test_a_toml_artifact_carries_sizes_seeds_and_expectations_per_scale(toy: Toy
         ("[artifact.sizes.paper]\nn = 3", "", r"got sizes\.paper: Field required"),
         ('title = "Squares"\n', "", "got title: Field required"),
         ('title = "Squares"', 'title = "Squares"\ncolour = "red"', "got colour: Unexpected keyword"),
-        ("tolerance = 0.5", "", "nothing decides it"),
+        ("tolerance = 0.5", "", "tolerance, a min or a max; got none"),
         ("tolerance = 0.5", "tolerance = 0", "positive tolerance"),
         ("tolerance = 0.5", "tolerance = true", r"got expect\.0\.tolerance\.float: Input should be a valid number"),
-        ("tolerance = 0.5", "tolerance = 0.5\nsoft = true", "an expectation that can fail"),
+        ("tolerance = 0.5", "tolerance = 0.5\nsoft = true", "an expectation that is not soft"),
         ('source = "arithmetic"', "", r"got expect\.0\.source: Field required"),
         ("seeds = [0, 1, 2]", "seeds = [0,", "needs valid TOML"),
     ],
@@ -183,7 +183,7 @@ def test_an_unknown_scale_is_refused(toy: Toy) -> None:
 
 def test_a_run_writes_a_record_with_the_papers_number_beside_ours(toy: Toy) -> None:
     record = toy.run(scale="paper")
-    assert record.verdict is Verdict.REPRODUCED
+    assert record.verdict is RecordVerdict.REPRODUCED
     assert [(item.value, item.ours) for item in record.checks] == [(14.0, 14.0)]
     folder = toy.out / "toy" / "fig-1" / "paper"
     assert read_record(folder / "record.json") == record
@@ -258,9 +258,9 @@ def test_a_piece_of_another_library_state_is_a_caveat(toy: Toy, monkeypatch: pyt
     toy.run(scale="paper")
     monkeypatch.setattr(cache_module, "library_digest", lambda *_: "another state")
     stale = toy.run(scale="paper")
-    assert stale.verdict is Verdict.CAVEAT
+    assert stale.verdict is RecordVerdict.CAVEAT
     assert any("another state of the library" in reason for reason in stale.reasons)
-    assert toy.run(scale="paper", force=True).verdict is Verdict.REPRODUCED
+    assert toy.run(scale="paper", force=True).verdict is RecordVerdict.REPRODUCED
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "other kind", "newer"])
@@ -287,14 +287,14 @@ def test_a_piece_needs_a_plain_function_without_a_closure(toy: Toy) -> None:
     code = CODE.replace("square, k=k", "lambda: {'square': k}")
     toy.write(code=code)
     record = toy.run()
-    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert record.verdict is RecordVerdict.NOT_REPRODUCED
     assert "needs a plain function without a closure" in record.reasons[0]
 
 
 def test_an_artifact_that_raises_becomes_a_record_that_says_so(toy: Toy) -> None:
     toy.write(code=CODE.replace("return {", "raise RuntimeError(f'no {LOG} here')\n    return {"))
     record = toy.run()
-    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert record.verdict is RecordVerdict.NOT_REPRODUCED
     assert record.reasons[0].startswith("The run stopped: RuntimeError: no …/toy_")
     assert record.checks[0].ours is None
 
@@ -377,7 +377,7 @@ def test_a_damaged_record_is_an_error_not_a_guess(toy: Toy) -> None:
 def test_an_outcome_of_one_artifact_does_not_stop_the_others(toy: Toy, tmp_path: Path) -> None:
     other = Artifact(**{**vars(toy.load()), "id": "toy:fig-2", "function": _fails})
     records = reproduce([other, toy.load()], out=toy.out)
-    assert [record.verdict for record in records] == [Verdict.NOT_REPRODUCED, Verdict.CAVEAT]
+    assert [record.verdict for record in records] == [RecordVerdict.NOT_REPRODUCED, RecordVerdict.CAVEAT]
 
 
 def _fails(run: Any) -> Outcome:

@@ -20,7 +20,7 @@ from onlynorm.evidence.papers.random_features.alignment import (
     sparse_target,
 )
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Record, Verdict
+from onlynorm.evidence.records import Record, RecordVerdict
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 def test_quick_scale_meets_every_hard_expectation(record: Record) -> None:
-    assert record.verdict is Verdict.CAVEAT, str(record)
+    assert record.verdict is RecordVerdict.CAVEAT, str(record)
     assert all(item.is_met for item in record.checks if not item.is_soft), str(record)
 
 
@@ -53,7 +53,7 @@ def test_the_paper_scale_is_the_papers_own() -> None:
 def test_so_many_features_are_drawn_and_they_are_independent(name: str) -> None:
     left, right = some_features(name, 5, 22, 0)
     assert left.shape == (5, 22)
-    matrix = on.KhatriRao(left.contiguous(), right).materialise()
+    matrix = on.solvers.KhatriRao(left.contiguous(), right).materialise()
     assert int(torch.linalg.matrix_rank(matrix)) == 22
     again = some_features(name, 5, 22, 1)
     assert not torch.equal(left, again[0]) or not torch.equal(right, again[1])

@@ -19,7 +19,7 @@ from onlynorm.evidence.papers import hardt_ma2017
 from onlynorm.evidence.papers.hardt_ma2017 import allconv
 from onlynorm.evidence.papers.hardt_ma2017.allconv import BATCH, HEAD, NEAR_IDENTITY, SLOW, STANDARD, VARIANTS, train
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Verdict
+from onlynorm.evidence.records import RecordVerdict
 
 FOUND = load_artifacts(Path(hardt_ma2017.__file__).parent / "artifacts.toml", hardt_ma2017.ARTIFACTS)
 TINY: dict[str, Any] = {
@@ -112,7 +112,7 @@ def test_images_are_averaged_over_squares_of_pixels() -> None:
 
 def test_the_network_of_table_1_has_the_printed_shape(tmp_path: Path) -> None:
     (record,) = reproduce(FOUND["hardt_ma2017:table-1"], out=tmp_path)
-    assert record.verdict is Verdict.CAVEAT, record.reasons
+    assert record.verdict is RecordVerdict.CAVEAT, record.reasons
     assert [item.name for item in record.checks if not item.is_met] == [
         "trained numbers, millions, against section 4.1"
     ]
@@ -135,12 +135,12 @@ def test_another_network_than_that_of_table_1_is_not_reproduced(
     one = FOUND["hardt_ma2017:table-1"]
     sizes = {"n_classes": [10, 11]}
     (record,) = reproduce(dataclasses.replace(one, sizes={"quick": sizes, "paper": sizes}), out=tmp_path)
-    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert record.verdict is RecordVerdict.NOT_REPRODUCED
 
 
 def test_table_2_has_a_row_and_a_curve_per_network(tmp_path: Path, pretending: None) -> None:
     (record,) = reproduce(sized("hardt_ma2017:table-2"), scale="paper", out=tmp_path)
-    assert record.verdict is Verdict.CAVEAT, record.reasons
+    assert record.verdict is RecordVerdict.CAVEAT, record.reasons
     assert record.table is not None
     rows = {str(row[0]): row for row in record.table.rows}
     assert list(rows) == [curve.label for curve in record.curves] == list(VARIANTS)
@@ -157,12 +157,12 @@ def test_an_order_against_the_paper_is_not_reproduced(
     change: dict[str, float], tmp_path: Path, pretending: None
 ) -> None:
     (record,) = reproduce(sized("hardt_ma2017:table-2", **change), scale="paper", out=tmp_path)
-    assert record.verdict is Verdict.NOT_REPRODUCED
+    assert record.verdict is RecordVerdict.NOT_REPRODUCED
 
 
 def test_figure_1_shows_both_errors_and_the_drops(tmp_path: Path, pretending: None) -> None:
     (record,) = reproduce(sized("hardt_ma2017:fig-1"), scale="paper", out=tmp_path)
-    assert record.verdict is Verdict.CAVEAT, record.reasons
+    assert record.verdict is RecordVerdict.CAVEAT, record.reasons
     assert [curve.label for curve in record.curves] == ["training images", "test images", "the rate drops tenfold"]
     assert record.values["test error at the first drop of the rate minus at the end, points"] == pytest.approx(2.0)
     assert record.values["test error minus training error at the end, points"] == pytest.approx(2.0)

@@ -85,7 +85,7 @@ def test_the_race_puts_the_float32_solve_beside_ours() -> None:
 
 
 def test_the_race_measures_what_a_method_leaves_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gives_up(operator: on.KhatriRao, target: torch.Tensor, **_: object) -> tuple[torch.Tensor, int]:
+    def gives_up(operator: on.solvers.KhatriRao, target: torch.Tensor, **_: object) -> tuple[torch.Tensor, int]:
         return target.new_zeros(operator.n_features), 1
 
     monkeypatch.setattr(tables, "solve_as_papers", gives_up)

@@ -13,7 +13,7 @@ import pytest
 from onlynorm.evidence.artifacts import Artifact, artifacts
 from onlynorm.evidence.papers.hardt_ma2017 import factor_norms, landscape
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Verdict as Outcome
+from onlynorm.evidence.records import RecordVerdict as Outcome
 
 LANDSCAPE = {
     "target": 2.0, "reach": 2.0, "n_places": 31, "n_starts": 4, "n_small": 30, "dim": 4, "depths": [3, 8],

@@ -14,7 +14,7 @@ from onlynorm.evidence.artifacts import artifacts
 from onlynorm.evidence.papers.random_features.scratch import METHODS
 from onlynorm.evidence.papers.random_features.spectra import distance, printed_density, singular_values
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Record, Verdict, read_records
+from onlynorm.evidence.records import Record, RecordVerdict, read_records
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 def test_quick_scale_meets_every_hard_expectation(record: Record) -> None:
-    assert record.verdict is Verdict.CAVEAT, str(record)
+    assert record.verdict is RecordVerdict.CAVEAT, str(record)
     assert all(item.is_met for item in record.checks if not item.is_soft), str(record)
     assert any("Quick scale" in reason for reason in record.reasons)
 
@@ -108,7 +108,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 def test_section_5_meets_every_hard_expectation_at_quick_scale(numbers: Record) -> None:
-    assert numbers.verdict is Verdict.CAVEAT, str(numbers)
+    assert numbers.verdict is RecordVerdict.CAVEAT, str(numbers)
     assert {item.name for item in numbers.checks} == {"accuracy, ordinary", "ordinary over follow_weights, points"}
     assert any("Scaled down" in caveat for caveat in numbers.caveats)
 

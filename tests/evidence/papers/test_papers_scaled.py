@@ -10,37 +10,41 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError, ValueRangeError
 from onlynorm.evidence.artifacts import load_artifacts
-from onlynorm.evidence.papers.random_features import scaled_training as module
-from onlynorm.evidence.papers.random_features.scaled import PAPER, compare, fall, table_1
-from onlynorm.evidence.papers.random_features.scaled_training import (
+from onlynorm.evidence.papers.random_features import scaled as module
+from onlynorm.evidence.papers.random_features.scaled import (
     GEOMETRIC,
     LAWS,
+    PAPER,
     SEMICIRCLE,
-    Subject,
+    Task,
+    Trained,
     build,
+    compare,
+    fall,
     images_of,
     spectrum,
     spectrum_change,
     squared_spectrum,
     step_gap,
+    table_1,
     train,
     training_images,
     validation_images,
 )
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Verdict
-from onlynorm.frozen import Choice, NormOnlyLayer, wrap
+from onlynorm.evidence.records import RecordVerdict
+from onlynorm.frozen import FrozenOptions, NormOnlyLayer, wrap
 from onlynorm.models import mlp
 from onlynorm.seeds import seeded
 
 EPS = torch.finfo(torch.float64).eps
-LESSON: dict[str, Any] = {"data": "stripes", "n_train": 128, "n_epochs": 3, "batch_size": 16}
+TRAINING: dict[str, Any] = {"data": "stripes", "n_train": 128, "n_epochs": 3, "batch_size": 16}
 
 
 def _stripes() -> Split:
@@ -55,8 +59,8 @@ def _stripes() -> Split:
 @pytest.fixture(autouse=True, scope="module")
 def stripes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        subject = Subject(_stripes, lambda seed: nn.Sequential(nn.Flatten(), *mlp((20, 12, 10), seed=seed)))
-        patch.setitem(module.SUBJECTS, "stripes", subject)
+        subject = Task(_stripes, lambda seed: nn.Sequential(nn.Flatten(), *mlp((20, 12, 10), seed=seed)))
+        patch.setitem(module.TASKS, "stripes", subject)
         patch.setattr(module, "N_VALIDATION", 100)
         images_of.cache_clear()
         yield
@@ -111,7 +115,7 @@ def test_the_semicircle_hardly_changes_between_large_condition_numbers_and_the_g
 
 def test_a_scaled_network_is_that_of_norm_only_and_starts_as_the_ordinary_one() -> None:
     plain, scaled = (build("stripes", condition=c, seed=2, dtype=torch.float64) for c in (None, 30.0))
-    made = on.norm_only(plain, features="id_cond", condition=30.0, seed=2)
+    made = on.to_norm_only(plain, features="id_cond", spectrum=30.0, seed=2)
     layers = [module for module in scaled.modules() if isinstance(module, NormOnlyLayer)]
     others = [module for module in made.modules() if isinstance(module, NormOnlyLayer)]
     assert len(layers) == len(others) == 2
@@ -128,9 +132,9 @@ def test_a_step_moves_each_weight_by_the_square_of_its_singular_value(law: str, 
 
 
 def test_the_check_of_the_step_would_notice_another_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rooted(plain: nn.Linear, choice: Choice) -> NormOnlyLayer:
-        assert choice.spectrum is not None
-        return wrap(plain, dataclasses.replace(choice, spectrum=choice.spectrum.sqrt()))
+    def rooted(plain: nn.Linear, options: FrozenOptions, **named: Any) -> NormOnlyLayer:
+        assert isinstance(options.spectrum, Tensor)
+        return wrap(plain, dataclasses.replace(options, spectrum=options.spectrum.sqrt()), **named)
 
     monkeypatch.setattr(module, "wrap", rooted)
     assert step_gap("stripes", condition=30.0, seed=1) > 0.1
@@ -138,21 +142,19 @@ def test_the_check_of_the_step_would_notice_another_power(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("law", LAWS)
 def test_condition_one_trains_to_the_same_numbers_as_the_ordinary_network(law: str) -> None:
-    ordinary, scaled = (train(condition=c, law=law, lr=0.1, seed=4, **LESSON) for c in (None, 1.0))
+    ordinary, scaled = (train(condition=c, law=law, lr=0.1, seed=4, **TRAINING) for c in (None, 1.0))
     assert ordinary == scaled
-    assert ordinary["accuracy"] > 0.5
-    assert ordinary["loss"] < math.log(10)
+    assert ordinary.accuracy > 0.5
+    assert ordinary.loss < math.log(10)
 
 
 def test_another_condition_or_seed_trains_to_other_numbers() -> None:
-    losses = {train(condition=c, lr=0.1, seed=s, **LESSON)["loss"] for c, s in ((1.0, 0), (30.0, 0), (30.0, 1))}
+    losses = {train(condition=c, lr=0.1, seed=s, **TRAINING).loss for c, s in ((1.0, 0), (30.0, 0), (30.0, 1))}
     assert len(losses) == 3
 
 
 def test_a_training_that_diverges_counts_as_guessing() -> None:
-    assert train(condition=10.0, lr=1e30, seed=0, **LESSON) == {
-        "train_accuracy": 0.1, "accuracy": 0.1, "loss": math.log(10),
-    }  # fmt: skip
+    assert train(condition=10.0, lr=1e30, seed=0, **TRAINING) == Trained(0.1, 0.1, math.log(10))
 
 
 def test_trials_are_tested_on_validation_images_which_nobody_trains_on() -> None:
@@ -163,9 +165,9 @@ def test_trials_are_tested_on_validation_images_which_nobody_trains_on() -> None
     assert (len(aside), len(samples[0])) == (100, 128)
     assert not aside & (samples[0] | samples[1])
     assert samples[0] != samples[1]
-    tried, judged = (train(condition=None, lr=0.1, seed=0, is_trial=is_trial, **LESSON) for is_trial in (True, False))
-    assert tried["loss"] == judged["loss"]
-    assert tried["accuracy"] != judged["accuracy"]
+    tried, judged = (train(condition=None, lr=0.1, seed=0, is_trial=is_trial, **TRAINING) for is_trial in (True, False))
+    assert tried.loss == judged.loss
+    assert tried.accuracy != judged.accuracy
     with pytest.raises(ValueRangeError, match="at most the 200 images outside the validation subset; got 201"):
         training_images("stripes", n_train=201, seed=0)
 
@@ -235,7 +237,7 @@ def test_the_table_stands_beside_the_papers_and_is_made_of_pieces(tmp_path: Path
     path.write_text(TOML, encoding="utf-8")
     one = load_artifacts(path, {"random_features:table-1": table_1})["random_features:table-1"]
     (record,) = reproduce(one, out=tmp_path)
-    assert record.verdict is Verdict.CAVEAT, str(record)
+    assert record.verdict is RecordVerdict.CAVEAT, str(record)
     assert record.table is not None
     assert [row[:3] for row in record.table.rows] == [
         ("1", 81.89, 76.89), ("5413", 79.06, 75.84), ("10123", 79.1, 75.6), ("1541601", 76.28, 73.14),

@@ -99,7 +99,7 @@ def test_memory_is_the_highest_of_the_counted_turns(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("rounds", [0, -1, 1.5, "3", None, True])
 def test_rounds_are_a_positive_count(rounds: object) -> None:
-    with pytest.raises(ValueRangeError, match="rounds needs to be a whole number from 1"):
+    with pytest.raises(ValueRangeError, match=r"rounds .* from 1"):
         race({"a": lambda: None}, rounds=rounds)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from onlynorm.evidence.artifacts import Expectation
 from onlynorm.evidence.papers.expectations import accepted_range, check, decide
-from onlynorm.evidence.records import Check, Verdict
+from onlynorm.evidence.records import Check, RecordVerdict
 
 
 def made(*, is_met: bool, is_soft: bool = False) -> Check:
@@ -22,19 +22,19 @@ MET, OUT, SOFT_OUT = made(is_met=True), made(is_met=False), made(is_met=False, i
 @pytest.mark.parametrize(
     ("checks", "scale", "caveats", "failure", "verdict"),
     [
-        ([MET], "paper", [], "", Verdict.REPRODUCED),
-        ([MET], "quick", [], "", Verdict.CAVEAT),
-        ([MET], "paper", ["other weights"], "", Verdict.CAVEAT),
-        ([MET, SOFT_OUT], "paper", [], "", Verdict.CAVEAT),
-        ([MET, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
-        ([MET, OUT], "quick", ["other weights"], "", Verdict.NOT_REPRODUCED),
-        ([SOFT_OUT, OUT], "paper", [], "", Verdict.NOT_REPRODUCED),
-        ([MET], "paper", [], "The run stopped", Verdict.NOT_REPRODUCED),
-        ([], "paper", [], "", Verdict.NOT_REPRODUCED),
+        ([MET], "paper", [], "", RecordVerdict.REPRODUCED),
+        ([MET], "quick", [], "", RecordVerdict.CAVEAT),
+        ([MET], "paper", ["other weights"], "", RecordVerdict.CAVEAT),
+        ([MET, SOFT_OUT], "paper", [], "", RecordVerdict.CAVEAT),
+        ([MET, OUT], "paper", [], "", RecordVerdict.NOT_REPRODUCED),
+        ([MET, OUT], "quick", ["other weights"], "", RecordVerdict.NOT_REPRODUCED),
+        ([SOFT_OUT, OUT], "paper", [], "", RecordVerdict.NOT_REPRODUCED),
+        ([MET], "paper", [], "The run stopped", RecordVerdict.NOT_REPRODUCED),
+        ([], "paper", [], "", RecordVerdict.NOT_REPRODUCED),
     ],
 )
 def test_the_verdict_follows_from_checks_scale_and_caveats(
-    checks: list[Check], scale: Any, caveats: list[str], failure: str, verdict: Verdict
+    checks: list[Check], scale: Any, caveats: list[str], failure: str, verdict: RecordVerdict
 ) -> None:
     decided, reasons = decide(checks, scale=scale, caveats=caveats, failure=failure)
     assert decided is verdict

@@ -10,7 +10,7 @@ from onlynorm.evidence.artifacts import Artifact, load_artifacts
 from onlynorm.evidence.papers.giannou2023 import ARTIFACTS, sparse, sparse_threshold
 from onlynorm.evidence.papers.giannou2023.sparse import is_full, random_pattern
 from onlynorm.evidence.papers.reproduce import reproduce
-from onlynorm.evidence.records import Verdict as Outcome
+from onlynorm.evidence.records import RecordVerdict as Outcome
 
 TABLE = """
 [[artifact]]

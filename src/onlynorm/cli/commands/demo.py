@@ -1,20 +1,17 @@
-"""The shortest whole walk: train a small network, rebuild all of it from random weights by its norms only, compare.
+"""`onlynorm demo`: trains a small network, rebuilds it from random weights and norms, and compares both.
 
-The rebuilt network has no trained weight: its layers are frozen and random, known by one seed. What is kept is the seed
-and the norms. They go to a file, come back from it, and the network made of them is judged on images it never saw.
-
-The command that shows everything at once: the demo.
+The layers of the rebuilt network are frozen and random, generated from one seed. Only the seed and the norms are saved
+to a file. The network loaded from this file is compared with the trained one on test images.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -25,21 +22,21 @@ from onlynorm.cli.app import AsJson, Excess, FeaturesName, app
 from onlynorm.cli.terminal import print_facts, print_json, print_layers, print_plan, screen, spinner
 from onlynorm.data import Split, digits
 from onlynorm.errors import MemoryLimitError
-from onlynorm.memory import readable
+from onlynorm.files import load, save
 from onlynorm.models import vgg
-from onlynorm.reconstruction import Plan, Reconstruction, load, plan, reconstruct, save
-from onlynorm.reconstruction.verify import Comparison, compare
+from onlynorm.reconstruction import Comparison, Plan, Reconstruction, Wide, compare, plan, reconstruct
 from onlynorm.seeds import seeded
+from onlynorm.validate import Progress
 
-Step = Callable[[str], None]
+N_STAGES = 5
 CALIBRATION = 512
-"""Training images that show each feature the range it has to cover."""
+"""Number of training images for calibration of the ranges."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo did and what came out. Sizes in bytes, in float64: the file that is kept, the same network with its
-    frozen weights written out, and the trained network."""
+    """The results of the demo. Sizes in bytes, in float64: the saved file, the same with frozen weights, and the
+    trained network."""
 
     data: str
     plan: Plan
@@ -52,42 +49,47 @@ class Demo:
 
     @property
     def is_same_function(self) -> bool:
-        """Whether both networks agree on every test image, with outputs equal to 1e-8, and the seed gives the rest."""
+        """Whether predictions agree on all test images, outputs to 1e-8, and all frozen weights come from the seed."""
         check = self.comparison.check
         return check.agreement == 1.0 and check.relative_error <= 1e-8 and check.is_reproducible
 
 
 def run_demo(
-    *, seed: int = 0, features: str = "he_normal", excess: float | None = None, step: Step | None = None
+    *, seed: int = 0, features: str = "he_normal", excess: float | None = None, progress: Progress | None = None
 ) -> Demo:
-    """Trains on the digits, rebuilds every layer, sends the norms through a file, and compares on the test images."""
-    start, say = time.perf_counter(), step or (lambda _: None)
-    choices: dict[str, Any] = {"features": features, "excess": excess, "seed": seed, "activation": nn.ReLU()}
+    """Trains on the digits, rebuilds every layer, saves and loads the network, and compares on the test images."""
+    start, stages = time.perf_counter(), itertools.count()
 
-    say("planning: features, memory, conditioning, time")  # first, so that a misspelt name does not wait for training
+    def status(message: str) -> None:
+        if progress is not None:
+            progress(next(stages), N_STAGES, message)
+
+    wide = Wide(features=features, excess=excess, activation=nn.ReLU())
+
+    status("planning: features, memory, conditioning, time")  # first, so that invalid arguments raise before training
     target = make_target(seed=seed)
-    planned = plan(target, inputs=torch.zeros(1, 64), **choices)
+    planned = plan(target, torch.zeros(1, 64), wide, seed=seed)
     if not planned.is_feasible:
         raise MemoryLimitError(
-            f"the demo needs a plan that fits; {planned.remarks[0].rstrip('.')}. Take a smaller excess."
+            f"the demo needs a plan that fits into memory; {planned.remarks[0].rstrip('.')}. Use a smaller excess."
         )
 
-    say("training a small convolutional network on the digits")
+    status("training a small convolutional network on the digits")
     data = digits(seed=seed)
     train(target, data, seed=seed).double().eval()
 
-    say("rebuilding every layer from frozen random weights")
-    result = reconstruct(target, inputs=data.train_inputs[:CALIBRATION].double(), **choices)
+    status("rebuilding every layer from frozen random weights")
+    result = reconstruct(target, data.train_inputs[:CALIBRATION].double(), wide, seed=seed)
 
-    say("writing the norms to a file, and making the network again from it")
+    status("saving the norms to a file and loading the network from it")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digits.safetensors"
         save(result, path)
         file_size = path.stat().st_size
-        network = load(path, into=make_target(seed=seed).double().eval())
+        network = load(path, like=make_target(seed=seed).double().eval())
 
-    say("comparing both networks on the test images")
-    comparison = compare(target, network, inputs=data.test_inputs.double(), labels=data.test_labels)
+    status("comparing both networks on the test images")
+    comparison = compare(target, network, data.test_inputs.double(), labels=data.test_labels)
     n_frozen = planned.total.costs.n_frozen if planned.total.costs is not None else 0
     return Demo(
         data=str(data),
@@ -102,12 +104,12 @@ def run_demo(
 
 
 def make_target(*, seed: int) -> nn.Sequential:
-    """Three convolutions with batch norms and a linear layer, for images of 8 x 8 pixels in a row."""
+    """Three convolutions with batch norms and a linear layer, for flattened images of 8 x 8 pixels."""
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *vgg([[8, 8], [16]], in_channels=1, image_size=8, seed=seed))
 
 
 def train(network: nn.Sequential, data: Split, *, seed: int, epochs: int = 8, batch: int = 64) -> nn.Sequential:
-    """The network after a short Adam run on the training part."""
+    """Trains the network with Adam on the training set and returns it."""
     generator = seeded(seed)
     optimizer = torch.optim.Adam(network.parameters(), lr=5e-3)
     network.train()
@@ -127,36 +129,38 @@ def demo(
     excess: Excess = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small network, rebuild all of it from random weights by its norms only, and compare."""
-    with spinner("demo", hidden=as_json) as say:
-        made = run_demo(seed=seed, features=features, excess=excess, step=say)
+    """Train a small network, rebuild it from frozen random weights and norms only, and compare both."""
+    with spinner("demo", hidden=as_json) as status:
+        made = run_demo(
+            seed=seed, features=features, excess=excess, progress=lambda done, total, message: status(message)
+        )
     check = made.comparison.check
     facts = {
         "data": made.data,
-        "accuracy of the trained network": made.comparison.target_accuracy,
-        "accuracy of the norm-only network": made.comparison.network_accuracy,
-        "same prediction on the test images": check.agreement,
-        "relative error of the outputs": check.relative_error,
-        "frozen numbers, kept as a seed": check.n_frozen,
-        "every one comes from the seed": check.is_reproducible,
-        "numbers neither frozen nor in norms": check.n_other,
-        "file of the seed and the norms": readable(made.file_size),
-        "with the frozen numbers written out": readable(made.whole_size),
-        "the trained network": readable(made.target_size),
-        "seconds of solving": sum(layer.seconds for layer in made.result.layers),
-        "seconds in all": made.seconds,
-        "same function": made.is_same_function,
+        "target_accuracy": made.comparison.target_accuracy,
+        "network_accuracy": made.comparison.network_accuracy,
+        "agreement": check.agreement,
+        "relative_error": check.relative_error,
+        "n_frozen": check.n_frozen,
+        "is_reproducible": check.is_reproducible,
+        "n_other": check.n_other,
+        "file_bytes": made.file_size,
+        "file_with_frozen_bytes": made.whole_size,
+        "target_bytes": made.target_size,
+        "solve_seconds": sum(layer.seconds for layer in made.result.layers),
+        "seconds": made.seconds,
+        "is_same_function": made.is_same_function,
     }
     if as_json:
-        layers = [dataclasses.asdict(layer) for layer in made.result.layers]
+        layers = [layer.as_dict() for layer in made.result.layers]
         print_json(facts | {"plan": made.plan.as_dict(), "layers": layers})
     else:
         print_plan(f"a small convolutional network, from {features} features", made.plan)
-        screen.print("\n[bold]What came out, layer by layer[/]")
+        screen.print("\n[bold]Rebuilt layers[/]")
         print_layers(made.result)
         screen.print()
-        print_facts("The trained network and the one that has only norms", facts)
+        print_facts("Trained and rebuilt network", facts)
         word = "computes the same function" if made.is_same_function else "does NOT compute the same function"
-        screen.print(f"\nThe network whose layers are random and frozen {word} as the trained one.")
+        screen.print(f"\nThe rebuilt network with frozen random layers {word} as the trained one.")
     if not made.is_same_function:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`onlynorm diagnose`: does the signal survive the depth of a network, and is plain SGD likely to train it?"""
+"""`onlynorm diagnose`: signals and gradients in every layer, and whether plain SGD is likely to train the network."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import Weights
 from onlynorm.cli.datasets import AnyData, find_batch
 from onlynorm.cli.terminal import make_table, print_json, screen, spinner
-from onlynorm.display.figure import ENDINGS
+from onlynorm.display import ENDINGS
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, StorageError, ValueRangeError
 from onlynorm.models import load_model
-from onlynorm.rank.diagnosis.diagnose import MODES, diagnose
-from onlynorm.rank.diagnosis.page import plot_diagnosis, write_diagnosis
-from onlynorm.rank.diagnosis.result import COLUMNS, Diagnosis
+from onlynorm.rank import MODES, Diagnosis, diagnose
 
 TONES = {"healthy": "green", "suspect": "yellow", "unhealthy": "red"}
 SPARED = ("of signal", "units", "soft rank", "dead")
-"""Columns that are left out first on a narrow screen."""
+"""Columns that are omitted first on a narrow terminal."""
 
 
 @app.command(
@@ -37,31 +35,32 @@ def diagnose_command(
     ],
     data: AnyData = None,
     weights: Weights = None,
-    batch: Annotated[int, typer.Option(min=2, help="Number of samples, drawn by seed.")] = 128,
+    batch: Annotated[int, typer.Option(min=2, help="Number of random samples.")] = 128,
     mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: which statistics batch norms use.")] = "train",
     image_size: Annotated[
-        int | None, typer.Option(min=1, help="Side to which images of a folder are scaled (the model's own, or 32).")
+        int | None,
+        typer.Option(min=1, help="Size to which images of a folder are scaled (default: that of the model, or 32)."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of random inputs.")] = 0,
-    html: Annotated[Path | None, typer.Option(help="Write a self-contained page to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the signal and its gradients in every layer, and whether plain SGD is likely to train the network.
 
-    One batch goes forward and backward; the network is not changed. Exits with 1 if its score is below one half: plain
-    SGD is then unlikely to train it, Adam may.
+    Runs one forward and backward pass; the network is not changed. Exits with 1 if the score is below one half: plain
+    SGD is then unlikely to train the network, Adam may.
     """
     _need_files(html, plot)
     network = load_model(model, weights)
     inputs, targets = find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
-    with spinner("diagnose", hidden=as_json) as say:
-        say(f"{model} on {len(inputs)} samples")
+    with spinner("diagnose", hidden=as_json) as status:
+        status(f"{model} on {len(inputs)} samples")
         found = _diagnose(network, inputs, targets, model=model, mode=mode, seed=seed)
     if html is not None:
-        write_diagnosis(found, html, title=model)
+        found.to_html(html, title=f"Diagnosis of {model}")
     if plot is not None:
-        plot_diagnosis(found).save(plot)
+        found.plot().save(plot)
     written = {name: str(path) for name, path in (("html", html), ("plot", plot)) if path is not None}
     if as_json:
         print_json({"model": model} | found.as_dict() | written)
@@ -84,18 +83,18 @@ def _diagnose(
             raise
         first = str(cause).partition("\n")[0] or type(cause).__name__
         raise ShapeError(
-            f"{model} needs samples and labels it can take; got samples of shape {tuple(inputs.shape[1:])} ({first}). "
+            f"{model} needs samples and labels that fit; got samples of shape {tuple(inputs.shape[1:])} ({first}). "
             "Pass other --data, or another --image-size."
         ) from error
 
 
 def _need_files(html: Path | None, plot: Path | None) -> None:
-    """Raises where a file cannot be written, before anything is computed."""
+    """Raises unless the files can be written; called before a computation starts."""
     for option, path in (("--html", html), ("--plot", plot)):
         if path is None:
             continue
         if path.is_dir():
-            raise StorageError(f"{option} needs the name of a file; {path} is a folder. Try {path / 'diagnosis.html'}.")
+            raise StorageError(f"{option} needs a file name; {path} is a folder. Try {path / 'diagnosis.html'}.")
         need_folder(path.parent, what="diagnoses")
     if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
         raise ValueRangeError(f"--plot needs a name that ends in .svg, .png or .pdf; got {plot}. Try depth.svg.")
@@ -109,25 +108,25 @@ def _print(found: Diagnosis) -> None:
         screen.print(f"- {escape(finding)}", highlight=False)
     if verdict.advice:
         screen.print(escape(verdict.advice), highlight=False)
-    kept = _fitting(found.rows(), screen.width)
-    grid = make_table(*(COLUMNS[place] for place in kept))
-    for place, column in zip(kept, grid.columns, strict=True):
-        column.justify = "left" if COLUMNS[place] in ("signal", "kind") else "right"
+    shown = _fitting(found.rows(), screen.width)
+    grid = make_table(*(Diagnosis.columns[index] for index in shown))
+    for index, column in zip(shown, grid.columns, strict=True):
+        column.justify = "left" if Diagnosis.columns[index] in ("signal", "kind") else "right"
     for row in found.rows():
-        grid.add_row(*(escape(row[place]) for place in kept))
+        grid.add_row(*(escape(row[index]) for index in shown))
     screen.print(grid)
-    if len(kept) < len(COLUMNS):
-        left_out = [name for place, name in enumerate(COLUMNS) if place not in kept]
-        screen.print(f"left out on a narrow screen: {', '.join(left_out)}; --html has all", highlight=False)
+    if len(shown) < len(Diagnosis.columns):
+        omitted = [name for index, name in enumerate(Diagnosis.columns) if index not in shown]
+        screen.print(f"columns omitted on a narrow terminal: {', '.join(omitted)}; see --html", highlight=False)
     for note in found.notes():
         screen.print(escape(note), highlight=False)
 
 
 def _fitting(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Indices of the columns that fit; those of `SPARED` are left out first."""
-    wide = [2 + max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    kept = list(range(len(COLUMNS)))
+    """Indices of the columns that fit into the width; columns in `SPARED` are omitted first."""
+    wide = [2 + max(map(len, column)) for column in zip(Diagnosis.columns, *rows, strict=True)]
+    shown = list(range(len(Diagnosis.columns)))
     for name in SPARED:
-        if sum(wide[place] for place in kept) > width:
-            kept.remove(COLUMNS.index(name))
-    return kept
+        if sum(wide[index] for index in shown) > width:
+            shown.remove(Diagnosis.columns.index(name))
+    return shown

@@ -1,4 +1,4 @@
-"""`onlynorm factorize`: a matrix as many layers near the identity."""
+"""`onlynorm factorize`: a matrix as a product of layers near the identity."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.terminal import make_table, print_facts, print_json, screen, spinner
-from onlynorm.data.matrices import read_matrix
+from onlynorm.data import matrices
 from onlynorm.errors import ValueRangeError
-from onlynorm.identity import factorize, random_matrix, save_factors
+from onlynorm.files import save
+from onlynorm.identity import factorize, random_matrix
 from onlynorm.memory import readable
 
 
@@ -25,36 +26,42 @@ def factorize_command(
     matrix: Annotated[
         Path | None, typer.Argument(metavar="MATRIX", help="A square matrix: .npy, .safetensors or .csv.")
     ] = None,
-    random: Annotated[int | None, typer.Option(min=1, help="A random matrix of this size in place of a file.")] = None,
+    random: Annotated[
+        int | None, typer.Option(min=1, help="Use a random matrix of this size instead of a file.")
+    ] = None,
     depth: Annotated[int, typer.Option(min=1, help="Number of layers I + A.")] = 64,
     method: Annotated[
-        str, typer.Option(help="auto (smallest norms), root, log, polar, spiral, or svd, which is the paper's.")
+        str, typer.Option(help="auto (smallest norms), root, log, polar, spiral, or svd (the paper's).")
     ] = "auto",
-    tolerance: Annotated[float | None, typer.Option(help="Relative product error to reach, or else fail.")] = None,
-    name: Annotated[str | None, typer.Option(help="Which tensor of a .safetensors file.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Maximum relative error of the product; fails if it is larger.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the tensor in a .safetensors file.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random matrix.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="File for the factors, sealed safetensors.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the factors to this .safetensors file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a matrix as a product of layers I + A with A small: the deeper, the smaller.
+    """Factorize a matrix into layers I + A with small A; A decreases with depth.
 
-    A negative determinant takes one dimension more from depth 2 on. A singular matrix is refused, and the message
-    names the nearest one that is not.
+    A negative determinant needs one more dimension from depth 2. For a singular matrix the error names the nearest
+    invertible one.
     """
     if (matrix is None) == (random is None):
         raise ValueRangeError(
-            f"factorize needs a file or --random D, one of the two; got {'neither' if matrix is None else 'both'}. "
+            f"factorize needs either a file or --random D; got {'neither' if matrix is None else 'both'}. "
             "Try --random 8."
         )
     if out is not None:
         need_folder(out.parent, what="factors")
-    target = random_matrix(random, seed=seed) if random is not None else read_matrix(Path(matrix or ""), name=name)
+    target = (
+        random_matrix(random, seed=seed) if random is not None else matrices.read_matrix(Path(matrix or ""), name=name)
+    )
     what = f"a random matrix, {random} x {random}" if random is not None else str(matrix)
-    with spinner("factorize", hidden=as_json) as say:
-        say(f"{what} in {depth} layers")
+    with spinner("factorize", hidden=as_json) as status:
+        status(f"{what} in {depth} layers")
         found = factorize(target, depth, method=method, tolerance=tolerance)
     if out is not None:
-        save_factors(found, out)
+        save(found, out)
     if as_json:
         print_json(found.as_dict() | {"out": None if out is None else str(out)})
         return
@@ -64,13 +71,13 @@ def factorize_command(
             "method": found.method,
             "largest |A|": found.max_norm,
             "the paper's bound" + ("" if found.is_promised else ", for greater depth"): found.bound,
-            "none can be below": found.least_norm,
+            "lower bound": found.least_norm,
             "largest |log singular value|": found.stretch,
             "relative error of the product": found.product_error,
             "different layers": ", ".join(
-                f"{run.count} turning" if run.rotation is not None else f"{run.count} equal" for run in found.runs
+                f"{run.count} rotated" if run.rotation is not None else f"{run.count} equal" for run in found.runs
             ),
-            "in use": found.usage,
+            "usage": found.usage,
             "seconds": found.seconds,
         },
     )
@@ -81,4 +88,4 @@ def factorize_command(
     screen.print(grid)
     screen.print(escape(found.reason), highlight=False)
     if out is not None:
-        screen.print(f"{escape(str(out))} ({readable(out.stat().st_size)}): onlynorm.identity.load_factors reads it.")
+        screen.print(f"{escape(str(out))} ({readable(out.stat().st_size)}): onlynorm.load reads it.")

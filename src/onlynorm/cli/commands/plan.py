@@ -1,4 +1,4 @@
-"""`onlynorm plan`: what a network, or one layer, will take before anything is computed."""
+"""`onlynorm plan`: predicted width, memory and time of a network or a layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from onlynorm.cli.arguments import (
     Fields,
     Seed,
     is_shape,
+    parse_rebuilding,
     parse_shape,
-    recipe_choices,
 )
 from onlynorm.cli.datasets import find_split
 from onlynorm.cli.terminal import make_table, print_facts, print_json, print_plan, screen
@@ -27,9 +27,7 @@ from onlynorm.features import draw
 from onlynorm.memory import memory_budget, readable
 from onlynorm.models import BUILT_IN, make_model
 from onlynorm.reconstruction import plan
-from onlynorm.solvers import choose
-from onlynorm.solvers.prepare import need_tolerance
-from onlynorm.solvers.spectrum import predict_features
+from onlynorm.solvers import choose, need_tolerance, spectrum
 
 
 @app.command(
@@ -46,7 +44,7 @@ def plan_command(
     ],
     data: Data = None,
     input_shape: Annotated[
-        str | None, typer.Option("--input", help="Shape of one input, where there is no data: 3,224,224.")
+        str | None, typer.Option("--input", help="Shape of one input instead of data, as in 3,224,224.")
     ] = None,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
@@ -54,27 +52,27 @@ def plan_command(
     seed: Seed = 0,
     activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
-    tolerance: Annotated[float | None, typer.Option(help="Relative residual to reach (1e-10 if left out).")] = None,
-    calibration: Annotated[
-        int, typer.Option(min=1, help="Calibration samples of the run that is planned, as for reconstruct.")
-    ] = 64,
+    tolerance: Annotated[float | None, typer.Option(help="Maximum relative residual (default 1e-10).")] = None,
+    calibration: Annotated[int, typer.Option(min=1, help="Number of calibration samples, as for reconstruct.")] = 64,
     fields: Fields = None,
     as_json: AsJson = False,
 ) -> None:
-    """Widths, memory, conditioning and time of a network or of one layer, before anything is computed.
+    """Predict widths, memory, condition numbers and time for a network or a layer.
 
-    Memory and seconds of a network are those of the whole reconstruction. Exits with 1 if the memory does not suffice.
+    Memory and seconds of a network are those of the whole reconstruction. Exits with 1 if the memory is not sufficient.
     """
     if tolerance is not None:
         need_tolerance(tolerance)
     if is_shape(target):
         _plan_shape(parse_shape(target), features, excess, density, tolerance, as_json)
         return
-    choices = recipe_choices(
-        fields, activation=activation, construction=construction, features=features, excess=excess, density=density,
-        seed=seed, tolerance=tolerance,
+    how = parse_rebuilding(
+        construction, fields, features=features, excess=excess, density=density, activation=activation
+    )
+    planned = plan(
+        make_model(target), _one_input(target, data, input_shape), how.construction, seed=seed, tolerance=tolerance,
+        storage=how.storage, n_samples=calibration,
     )  # fmt: skip
-    planned = plan(make_model(target), inputs=_one_input(target, data, input_shape), n_samples=calibration, **choices)
     if as_json:
         print_json(planned.as_dict())
     else:
@@ -84,11 +82,11 @@ def plan_command(
 
 
 def _one_input(model: str, data: str | None, shape: str | None) -> Tensor:
-    """A batch of one sample: of the data, or zeros of the shape, as sizes are all that counts."""
+    """A batch of one sample: from the data, or zeros of the given shape."""
     if shape is not None:
         sizes = parse_shape(shape)
         if min(sizes) < 1:
-            raise ShapeError(f"--input needs positive sizes, as in 3,224,224; got {shape!r}. Leave out the batch.")
+            raise ShapeError(f"--input needs positive sizes, as in 3,224,224; got {shape!r}. Omit the batch dimension.")
         return torch.zeros(1, *sizes)
     if data is None and model in BUILT_IN:
         return torch.zeros(1, *BUILT_IN[model].input_shape)
@@ -103,41 +101,37 @@ def _plan_shape(
     tolerance: float | None,
     as_json: bool,
 ) -> None:
-    """One layer by its shape, with every method that was weighed."""
+    """Prints the plan of one layer, with the predictions for every method."""
     drawn = draw(features, shape, excess=excess, density=density)
-    numbers = drawn.n_features * (drawn.rows + drawn.cols)
+    n_entries = drawn.n_features * (drawn.rows + drawn.cols)
     facts: dict[str, Any] = {
         "features": drawn.name,
         "equations": drawn.equations,
-        "number of features": drawn.n_features,
+        "n_features": drawn.n_features,
         "excess": drawn.excess,
-        "norm parameters": drawn.n_features,
-        "frozen numbers": numbers,
-        "memory of the features (float64)": readable(8 * numbers),
-        "memory of the dense matrix, never built": readable(8.0 * drawn.n_features * drawn.equations),
+        "n_norm_parameters": drawn.n_features,
+        "n_frozen": n_entries,
+        "feature_bytes": 8 * n_entries,
+        "dense_matrix_bytes": 8 * drawn.n_features * drawn.equations,
     }
     if drawn.is_structured:
-        facts |= {"method": "closed form", "condition number": 1.0}
+        facts |= {"method": "closed form", "condition_number": 1.0, "is_known": True, "reason": "known inverse"}
         options = []
     else:
-        prediction = predict_features(drawn)
+        prediction = spectrum.predict_features(drawn)
         choice = choose(
             drawn.rows, drawn.cols, drawn.n_features, tolerance=need_tolerance(tolerance), memory=memory_budget(),
             condition=max(1.0, prediction.condition),
         )  # fmt: skip
-        facts |= {"method": choice.method, "condition number": choice.condition, "known": prediction.is_known}
+        facts |= {"method": choice.method, "condition_number": choice.condition, "is_known": prediction.is_known}
         facts |= {"reason": choice.reason}
         options = [o for o in choice.options if o.method != "svd"]
     if as_json:
-        listed = [
-            {"method": o.method, "seconds": o.seconds, "memory": o.memory, "iterations": o.iterations,
-             "obstacle": o.obstacle} for o in options
-        ]  # fmt: skip
-        print_json(facts | {"options": listed})
+        print_json(facts | {"options": [option.as_dict() for option in options]})
         return
     print_facts(f"Plan for a layer of shape {tuple(drawn.shape)}", facts)
     if options:
-        grid = make_table("method", "predicted seconds", "extra memory", "iterations", "obstacle")
+        grid = make_table("method", "predicted seconds", "additional memory", "iterations", "obstacle")
         for o in options:
             grid.add_row(o.method, f"{o.seconds:.2g}", readable(o.memory), str(o.iterations), o.obstacle or "-")
         screen.print(grid)

@@ -1,8 +1,7 @@
-"""`onlynorm reconstruct`: rebuilds a network by its norms and writes it to a file."""
+"""`onlynorm reconstruct`: rebuilds a network from frozen random weights and saves it."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,21 +20,20 @@ from onlynorm.cli.arguments import (
     Fields,
     Seed,
     Weights,
-    recipe_choices,
+    parse_rebuilding,
 )
 from onlynorm.cli.datasets import find_split
 from onlynorm.cli.terminal import counter, errors, layer_bars, print_facts, print_json, print_layers, screen
 from onlynorm.errors import AccuracyWarning, StorageError, UnknownNameError, ValueRangeError
-from onlynorm.memory import readable
+from onlynorm.files import save
 from onlynorm.models import BUILT_IN, load_model
 from onlynorm.modules import find_layers
-from onlynorm.reconstruction import reconstruct, save
-from onlynorm.reconstruction.verify import Comparison, compare
+from onlynorm.reconstruction import Comparison, compare, reconstruct
 from onlynorm.storage import claiming
 
 SAME = {"float64": 1e-8, "float32": 1e-2}
-"""Relative error of the outputs up to which two networks count as the same function, by the precision they run in."""
-Dtype = Annotated[str, typer.Option(help="Precision in which both networks run: float32 or float64.")]
+"""Default tolerance of the relative error of the outputs, per dtype."""
+Dtype = Annotated[str, typer.Option(help="Dtype of both networks: float32 or float64.")]
 
 
 @app.command(
@@ -49,14 +47,14 @@ def reconstruct_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
     ],
-    out: Annotated[Path, typer.Option(help="The file to write: the seed and the norms.")] = Path("net.safetensors"),
+    out: Annotated[Path, typer.Option(help="Output file with the seed and the norms.")] = Path("net.safetensors"),
     weights: Weights = None,
     data: Data = None,
     calibration: Annotated[
-        int | None, typer.Option(min=1, help="Training samples that set ranges and statistics (up to 64 if left out).")
+        int | None, typer.Option(min=1, help="Number of calibration samples (default: up to 64).")
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=0, help="Test samples to verify on (up to 64 if left out); 0 leaves it out.")
+        int | None, typer.Option(min=0, help="Number of test samples (default: up to 64); 0 skips verification.")
     ] = None,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
@@ -64,96 +62,97 @@ def reconstruct_command(
     seed: Seed = 0,
     activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
-    tolerance: Annotated[float | None, typer.Option(help="Residual every layer must reach, or else fail.")] = None,
-    error: Annotated[float | None, typer.Option(help="Relative error of the outputs to reach, or else fail.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Maximum residual of every layer; fails if it is larger.")
+    ] = None,
+    error: Annotated[
+        float | None, typer.Option(help="Maximum relative error of the outputs; fails if it is larger.")
+    ] = None,
     fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold batch norms into their layers first.")] = False,
     dtype: Dtype = "float64",
     fields: Fields = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild a trained network from frozen random weights, by its norms only, and verify it.
+    """Rebuild a trained network from frozen random weights and trained norms, and verify it.
 
-    Finished layers are stored in a folder beside the output, so that the same command resumes after an interruption.
+    Finished layers are stored in a folder next to the output file; the same command resumes after an interruption.
     """
     kind = parse_dtype(dtype)
-    choices = recipe_choices(
-        fields, activation=activation, construction=construction, features=features, excess=excess, density=density,
-        seed=seed, tolerance=tolerance,
-    )  # fmt: skip
+    how = parse_rebuilding(
+        construction, fields, features=features, excess=excess, density=density, activation=activation
+    )
     if out.is_dir():
-        raise StorageError(f"--out needs the name of a file; {out} is a folder. Try {out / 'net.safetensors'}.")
+        raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'net.safetensors'}.")
     need_folder(out.parent, what="networks")
     target = load_target(model, weights).to(kind)
     split = find_split(data, model)
-    batch = first_samples(split.train_inputs, calibration, usual=64).to(kind)
-    test = first_samples(split.test_inputs, images, usual=64)
+    batch = first_samples(split.train_inputs, calibration, default=64).to(kind)
+    test = first_samples(split.test_inputs, images, default=64)
     partial = out.with_name(f"{out.name}.partial")
     try:
         names = [layer.name for layer in find_layers(target).layers]
-        with layer_bars(names, hidden=as_json) as step, warnings.catch_warnings():
+        with layer_bars(names, hidden=as_json) as on_step, warnings.catch_warnings():
             warnings.simplefilter("ignore", AccuracyWarning)  # the result lists the layers
             result = reconstruct(
-                target, inputs=batch, error=error, fold_norms=fold_norms, partial=partial, step=step, **choices
-            )
+                target, batch, how.construction, seed=seed, ranges=how.ranges, tolerance=tolerance, error=error,
+                storage=how.storage, fold_norms=fold_norms, partial=partial, on_step=on_step,
+            )  # fmt: skip
     except KeyboardInterrupt:
         if partial.exists():
-            errors.print(f"Finished layers are in {escape(str(partial))}: the same command resumes from there.")
+            errors.print(f"Finished layers are in {escape(str(partial))}: run the same command again to resume.")
         raise
     save(result, out)
     comparison = None
     if len(test):
-        with counter("verifying", hidden=as_json) as step:
-            comparison = compare(target, result.network, inputs=test, labels=split.test_labels[: len(test)], step=step)
+        with counter("verifying", hidden=as_json) as progress:
+            labels = split.test_labels[: len(test)]
+            comparison = compare(target, result.network, test, labels=labels, progress=progress)
     facts: dict[str, Any] = {
         "file": str(out),
-        "size": readable(out.stat().st_size),
-        "norm parameters": result.n_norm_parameters,
-        "seconds of solving": sum(layer.seconds for layer in result.layers),
-        "largest residual": max(layer.residual for layer in result.layers),
-        "left as it is": [str(item) for item in result.left],
+        "bytes": out.stat().st_size,
+        "n_norm_parameters": result.n_norm_parameters,
+        "solve_seconds": sum(layer.seconds for layer in result.layers),
+        "max_residual": max(layer.residual for layer in result.layers),
+        "left": [str(item) for item in result.left],
         "calibration": "" if result.calibration is None else str(result.calibration),
     } | (comparison_facts(comparison, SAME[dtype]) if comparison is not None else {})
     if as_json:
         calibration_check = None if result.calibration is None else result.calibration.as_dict()
-        rows = [dataclasses.asdict(row) for row in result.layers]
-        print_json(
-            facts
-            | {"bytes": out.stat().st_size, "layers": rows, "calibration": calibration_check}
-            | {"warnings": list(result.warnings)}
-        )
+        rows = [row.as_dict() for row in result.layers]
+        print_json(facts | {"layers": rows, "calibration": calibration_check, "warnings": list(result.warnings)})
     else:
         print_layers(result)
-        print_facts(f"{model} from {result.recipe.features} features, seed {result.recipe.seed}", facts)
+        print_facts(f"{model} from {result.construction.features} features, seed {seed}", facts)
     exit_unless_same(comparison, SAME[dtype], as_json)
 
 
 def load_target(model: str, weights: Path | None) -> nn.Module:
-    """The network to rebuild; says so where it is a built-in one that nobody has trained."""
+    """The network to rebuild; prints a message if its weights are not trained."""
     if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
-        errors.print(f"{model} has its initial random weights; --weights FILE gives it trained ones.", highlight=False)
+        errors.print(f"{model} has untrained random weights; pass --weights FILE for trained ones.", highlight=False)
     return load_model(model, weights)
 
 
 def comparison_facts(comparison: Comparison, tolerance: float) -> dict[str, Any]:
-    """What a comparison measured, by name."""
+    """The result of a comparison as a dictionary."""
     check = comparison.check
     facts: dict[str, Any] = {
-        "samples": check.n_samples,
-        "relative error of the outputs": check.relative_error,
-        "accepted": tolerance,
-        "largest error of an output": check.max_error,
-        "samples with NaN or infinity": check.n_not_finite,
-        "same prediction": check.agreement,
-        "outside the calibrated range": check.outside,
-        "every frozen weight comes from the seed": check.is_reproducible,
-        "seconds of comparing": comparison.seconds,
+        "n_samples": check.n_samples,
+        "relative_error": check.relative_error,
+        "tolerance": tolerance,
+        "max_error": check.max_error,
+        "n_not_finite": check.n_not_finite,
+        "agreement": check.agreement,
+        "outside": check.outside,
+        "is_reproducible": check.is_reproducible,
+        "compare_seconds": comparison.seconds,
     }
     if comparison.target_accuracy is not None and comparison.network_accuracy is not None:
         facts |= {
-            "accuracy of the target": comparison.target_accuracy,
-            "accuracy of the network": comparison.network_accuracy,
+            "target_accuracy": comparison.target_accuracy,
+            "network_accuracy": comparison.network_accuracy,
         }
-    return facts | {"same function": _is_same(comparison, tolerance)}
+    return facts | {"is_same_function": _is_same(comparison, tolerance)}
 
 
 def _is_same(comparison: Comparison, tolerance: float) -> bool:
@@ -161,7 +160,7 @@ def _is_same(comparison: Comparison, tolerance: float) -> bool:
 
 
 def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: bool) -> None:
-    """Ends with code 1 where the two networks differ by more than the tolerance."""
+    """Exits with 1 if the two networks differ by more than the tolerance."""
     if comparison is None:
         return
     is_same = _is_same(comparison, tolerance)
@@ -171,11 +170,11 @@ def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: b
         raise typer.Exit(1)
 
 
-def first_samples(samples: Tensor, asked: int | None, *, usual: int) -> Tensor:
-    """So many samples from the front; an error where there are fewer than were asked for."""
-    if asked is not None and asked > len(samples):
-        raise ValueRangeError(f"{asked} samples need as many in the data; got {len(samples)}. Ask for fewer.")
-    return samples[: usual if asked is None else asked]
+def first_samples(samples: Tensor, n_samples: int | None, *, default: int) -> Tensor:
+    """The first `n_samples` samples, by default up to `default`; raises if there are fewer than `n_samples`."""
+    if n_samples is not None and n_samples > len(samples):
+        raise ValueRangeError(f"{n_samples} samples need as many in the data; got {len(samples)}. Pass fewer.")
+    return samples[: default if n_samples is None else n_samples]
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""`onlynorm repair`: new initial weights for a deep network that cannot be trained."""
+"""`onlynorm repair`: repairs the initial weights of a deep network that cannot be trained."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from onlynorm.cli.arguments import Weights
 from onlynorm.cli.datasets import AnyData, find_batch
 from onlynorm.cli.terminal import make_table, print_json, screen, spinner
 from onlynorm.errors import ShapeError, StorageError
+from onlynorm.files import save
 from onlynorm.models import load_model
-from onlynorm.rank.repairs.repair import MAX_RATIO, METHODS, Repaired, repair
-from onlynorm.storage import write_tensors
-
-KIND, FORMAT = "onlynorm-repaired", 1
-COLUMNS = ("layer", "rank before", "after", "scale before", "after", "gradient before", "after")
+from onlynorm.rank import MAX_RATIO, METHODS, repair
 
 
 @app.command(
@@ -36,17 +33,18 @@ def repair_command(
     data: AnyData = None,
     weights: Weights = None,
     method: Annotated[str, typer.Option(help=f"auto (mirrored or rank, if needed), {', '.join(METHODS)}.")] = "auto",
-    batch: Annotated[int, typer.Option(min=2, help="Number of training samples, drawn by seed.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Number of random training samples.")] = 256,
     steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer; by default that of the method.")
+        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer; the default depends on the method.")
     ] = None,
     target_rank: Annotated[
-        float | None, typer.Option(help="Target of rank and whole; by default the square root of the width.")
+        float | None,
+        typer.Option(help="Target rank of the methods rank and whole (default: square root of the width)."),
     ] = None,
     max_ratio: Annotated[
-        float, typer.Option(help="Largest growth of gradients from the last hidden layer to the first.")
+        float, typer.Option(help="Maximum growth of gradients from the last hidden layer to the first.")
     ] = MAX_RATIO,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of weights that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of new weights.")] = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Also change tied weights, and a network that looks trained.")
     ] = False,
@@ -55,31 +53,29 @@ def repair_command(
 ) -> None:
     """Repair the initial weights of a deep network, and show rank, scale and gradient of every layer before and after.
 
-    Run this before training: a network that looks trained is not changed without --force. Layers that no repair can
-    change are listed with their fraction of the parameters. The file holds the tensors of the network
-    under their names; after batch_norm and residual those of the network with the inserted modules.
+    Run this before training: a network that looks trained is not changed without --force. Layers that cannot be
+    repaired are listed with their fraction of the parameters. Load the file of --out with onlynorm.load(file,
+    like=model).
     """
     if out is not None:
         if out.is_dir():
-            raise StorageError(
-                f"--out needs the name of a file; {out} is a folder. Try {out / 'repaired.safetensors'}."
-            )
+            raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'repaired.safetensors'}.")
         need_folder(out.parent, what="weights")
     network = load_model(model, weights)
     inputs, targets = find_batch(data, model, n_samples=batch, seed=seed)
     _need_run(network, inputs, model)
-    with spinner("repair", hidden=as_json) as say:
-        say(f"{model} on {len(inputs)} samples")
+    with spinner("repair", hidden=as_json) as status:
+        status(f"{model} on {len(inputs)} samples")
         result = repair(
             network, inputs, targets, method=method, n_steps=steps, target_rank=target_rank,
             max_ratio=max_ratio, seed=seed, force=force,
         )  # fmt: skip
     if out is not None:
-        _write(result, out, model)
+        save(result, out)
     if as_json:
         print_json({"model": model, **result.as_dict(), **({} if out is None else {"file": str(out)})})
         return
-    grid = make_table(*COLUMNS)
+    grid = make_table(*result.columns)
     for row in result.rows():
         grid.add_row(*map(escape, row))
     screen.print(grid)
@@ -88,7 +84,9 @@ def repair_command(
         fraction = one.n_parameters / max(result.n_parameters, 1)
         screen.print(f"not seen: {escape(str(one))}, {fraction:.1%} of the parameters", highlight=False)
     if out is not None:
-        screen.print(f"{escape(str(out))} is written: pass it as --weights.", highlight=False)
+        is_structural = result.method in METHODS and METHODS[result.method].is_structural
+        use = "load it with onlynorm.load(file, like=model)" if is_structural else "pass it as --weights"
+        screen.print(f"{escape(str(out))} is written: {use}.", highlight=False)
 
 
 @torch.no_grad()
@@ -99,10 +97,5 @@ def _need_run(network: nn.Module, inputs: Tensor, model: str) -> None:
     except Exception as error:  # whatever the model raises is shown with the shape of the samples
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ShapeError(
-            f"{model} needs samples it can take; got {tuple(inputs.shape[1:])} ({reason}). Pass other --data."
+            f"{model} needs samples of a fitting shape; got {tuple(inputs.shape[1:])} ({reason}). Pass other --data."
         ) from error
-
-
-def _write(result: Repaired, out: Path, model: str) -> None:
-    tensors = {name: value.detach().cpu().clone() for name, value in result.model.state_dict().items()}
-    write_tensors(out, tensors, kind=KIND, format=FORMAT, document={"model": model, **result.as_dict()})

@@ -1,1 +1,1 @@
-"""The commands that show evidence: `theorems`, `reproduce`, `report` and `bench`."""
+"""The evidence commands: `theorems`, `reproduce`, `report` and `bench`."""

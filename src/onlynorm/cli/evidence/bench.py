@@ -1,4 +1,4 @@
-"""`onlynorm bench NAME`: one command for every benchmark; its options are the sizes of the benchmark."""
+"""`onlynorm bench NAME`: one command per benchmark; its options are the sizes of the benchmark."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from onlynorm.cli.app import AsJson, app, kept_in
+from onlynorm.cli.app import AsJson, app, resumable
 from onlynorm.cli.terminal import errors, print_bench, print_json, spinner
 
 if TYPE_CHECKING:
     from onlynorm.evidence.harness import Benchmark, Result
 
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables for a README.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A small run: what takes long is left out or shrunk.")]
-Out = Annotated[Path, typer.Option(help="Folder for finished pieces and figures; a killed run resumes from it.")]
-Force = Annotated[bool, typer.Option("--force", help="Compute finished pieces again.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A small run with fewer and smaller cases.")]
+Out = Annotated[Path, typer.Option(help="Folder for finished parts and figures; an interrupted run resumes from it.")]
+Force = Annotated[bool, typer.Option("--force", help="Compute finished parts again.")]
 
 
 class Benches(TyperGroup):
-    """The benchmarks, which are loaded when one of them is asked for."""
+    """The group of benchmark commands, imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order of the help."""
-        from onlynorm.evidence.bench import BENCHMARKS
+        from onlynorm.evidence.bench.table import BENCHMARKS
 
         self.commands.update({name: make_command(one) for name, one in BENCHMARKS.items()})
         return list(self.commands)
@@ -43,13 +43,13 @@ benches = typer.Typer(
     cls=Benches,
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench tune --markdown`. Exit code 1: a goal is missed.",
+    epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench tune --markdown`. Exit code 1: a goal failed.",
 )
 
 
 @benches.callback()
 def describe() -> None:
-    """Measure onlynorm beside its competitors, in the same run."""
+    """Compare onlynorm with competing methods in the same run."""
 
 
 app.add_typer(benches, name="bench")
@@ -60,9 +60,9 @@ def make_command(one: Benchmark[Any]) -> Any:
 
     def command(*, quick: bool, markdown: bool, as_json: bool, out: Path, force: bool, **given: Any) -> None:
         sizes = one.sizes.make(quick=quick, **{name: None if value == [] else value for name, value in given.items()})
-        with kept_in(out), spinner(f"bench {one.name}", hidden=False) as say:
+        with resumable(out), spinner(f"bench {one.name}", hidden=False) as status:
             result = one.run(
-                sizes, out=out, force=force, progress=say,
+                sizes, out=out, force=force, progress=status,
                 on_row=lambda text: errors.print(text, highlight=False, markup=False),
             )  # fmt: skip
         show(result, markdown=markdown, as_json=as_json)
@@ -82,7 +82,7 @@ def make_command(one: Benchmark[Any]) -> Any:
     parameters = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in options.items()]
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
-    resumes = " Resumes after a kill." if one.is_stored else ""
+    resumes = " Resumes after an interruption." if one.is_stored else ""
     single = typer.Typer(rich_markup_mode="markdown", add_completion=False)
     epilog = f"Example: `onlynorm bench {one.name} --quick --markdown`"
     single.command(one.name, help=one.about.rstrip(".") + "." + resumes, epilog=epilog)(function)
@@ -90,7 +90,7 @@ def make_command(one: Benchmark[Any]) -> Any:
 
 
 def options_of(sizes: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """Annotation and default of an option for every size that has a help text; None is the benchmark's own value."""
+    """Annotation and default of an option for every size with a help text; None means the default of the benchmark."""
     hints, options = typing.get_type_hints(sizes), dict[str, tuple[Any, Any]]()
     for one in dataclasses.fields(sizes):
         facts = one.metadata
@@ -110,7 +110,7 @@ def _plain(hint: Any) -> Any:
 
 
 def show(result: Result, *, markdown: bool, as_json: bool) -> None:
-    """Prints what a benchmark measured; ends with 1 where a goal was missed."""
+    """Prints the result of a benchmark; exits with 1 if a goal was not met."""
     from onlynorm.evidence.harness import goal_table, is_met
 
     tables = [*result.tables(), goal_table(result)]

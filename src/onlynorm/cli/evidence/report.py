@@ -1,4 +1,4 @@
-"""`onlynorm report`: one HTML page with every record and every finding."""
+"""`onlynorm report`: one HTML page with all records and findings."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Run the checks of the statements first.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Join records and verdicts into one self-contained HTML page."""
+    """Write all records and verdicts to one self-contained HTML page."""
     from onlynorm.evidence import registry
     from onlynorm.evidence.records import read_records
     from onlynorm.evidence.report.page import write_report
 
     if out.is_dir():
-        raise StorageError(f"a report needs the name of a file; {out} is a folder. Try {out / 'report.html'}.")
+        raise StorageError(f"a report needs a file name; {out} is a folder. Try {out / 'report.html'}.")
     findings = show_checks(registry.statements(), 0, hidden=as_json) if check else ()
     path = write_report(records, out, findings=findings)
     size, n_records = path.stat().st_size, len(read_records(records))
     if not n_records:
-        errors.print(f"{escape(str(records))} has no records yet; `onlynorm reproduce` makes them.", highlight=False)
+        errors.print(f"{escape(str(records))} has no records yet; run `onlynorm reproduce`.", highlight=False)
     if as_json:
         print_json({"page": str(path), "bytes": size, "records": n_records, "checked": len(findings)})
     else:
         words = f"{readable(size)}, {n_records} record{'s' * (n_records != 1)}"
-        screen.print(f"{escape(str(path))} ({words}): open it in a browser, it needs no network.")
+        screen.print(f"{escape(str(path))} ({words}): open it in a browser.")
     exit_if_one_fails(findings)

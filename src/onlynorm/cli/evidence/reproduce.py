@@ -1,4 +1,4 @@
-"""`onlynorm reproduce`: figures and tables of the papers, measured again."""
+"""`onlynorm reproduce`: reproduces figures and tables of the papers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from onlynorm.cli.app import AsJson, app, kept_in
+from onlynorm.cli.app import AsJson, app, resumable
 from onlynorm.cli.terminal import print_json, print_record, record_facts, screen, stages
 from onlynorm.errors import UnknownNameError
 
@@ -24,28 +24,28 @@ def reproduce_command(
     ids: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Figures or tables, as in random_features:fig-3, or papers, as in hardt_ma2017; all if left out."
+            help="Figures or tables, as in random_features:fig-3, or papers, as in hardt_ma2017; all by default."
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="quick, or paper for sizes as near to the paper's as a processor gets: up to hours.")
+        str, typer.Option(help="quick, or paper for sizes as close to the paper's as feasible on a CPU: up to hours.")
     ] = "quick",
     out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = RECORDS,
-    force: Annotated[bool, typer.Option("--force", help="Compute finished pieces again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Compute finished parts again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Redraw figures and tables of the papers with the paper's number beside ours; resumes after a kill."""
+    """Reproduce figures and tables of the papers and compare with the published values; resumes if interrupted."""
     from onlynorm.evidence.papers.reproduce import reproduce
 
     if scale not in ("quick", "paper"):
         raise UnknownNameError("scale", scale, ("quick", "paper"))
-    with kept_in(out), stages(hidden=as_json) as show:
+    with resumable(out), stages(hidden=as_json) as show:
         records = reproduce(ids or None, scale=scale, out=out, force=force, progress=show)  # type: ignore[arg-type]
     if as_json:
         print_json([record_facts(r) for r in records])
     else:
         for record in records:
             print_record(record)
-        screen.print(f"Records and figures are in {escape(str(out))}; `onlynorm report` joins them into one page.")
+        screen.print(f"Records and figures are in {escape(str(out))}; `onlynorm report` writes them to one page.")
     if any(str(r.verdict) == "not reproduced" for r in records):
         raise typer.Exit(1)

@@ -22,12 +22,12 @@ def theorems(
     key: Annotated[str | None, typer.Argument(help="Key of one statement, as in giannou2023:thm-1.")] = None,
     paper: Annotated[str | None, typer.Option(help="Only the statements of one paper, as in giannou2023.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the checks, about a minute for all, and print a verdict each.")
+        bool, typer.Option("--check", help="Run the checks (about a minute for all) and print their verdicts.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the checks.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Every numbered statement of the papers: list them, show one, or run their checks."""
+    """List the numbered statements of the papers, show one, or run their checks."""
     from onlynorm.evidence import registry
 
     of_paper = registry.statements(paper)
@@ -53,6 +53,6 @@ def show_checks(chosen: Sequence[Statement], seed: int, *, hidden: bool) -> tupl
 
 
 def exit_if_one_fails(findings: Iterable[Finding]) -> None:
-    """Ends with code 1 where a statement fails."""
+    """Exits with 1 if a statement fails."""
     if any(str(f.verdict) == "fails" for f in findings):
         raise typer.Exit(1)

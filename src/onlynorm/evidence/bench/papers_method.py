@@ -1,48 +1,46 @@
-"""The papers' own way, kept to be measured against: a dense float32 solve, then LBFGS on the squared error.
+"""The papers' own methods, to be measured against: a dense float32 solve with LBFGS, and the described alignment.
 
 burkholz2024 solves the materialised system with a library routine in float32 and improves the result with LBFGS;
-random_features starts LBFGS from zero, with and without a preconditioner. Nothing else in onlynorm uses it.
+random_features starts LBFGS from zero, with and without a preconditioner. Its alignment decomposes the feature matrix
+and scores one pair of rows at a time. Nothing else in onlynorm uses them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from onlynorm.solvers.operator import KhatriRao
+from onlynorm.solvers import KhatriRao
 
 
-def polish_lbfgs(
-    operator: KhatriRao,
-    target: Float[Tensor, "out inp"],
+def lbfgs(
+    apply: Callable[[Tensor], Tensor],
+    transpose: Callable[[Tensor], Tensor],
+    target: Tensor,
     start: Float[Tensor, " feat"],
     *,
     max_iterations: int = 200,
-    history: int = 20,
 ) -> tuple[Float[Tensor, " feat"], int]:
-    """Gamma after LBFGS on mean((M gamma - target)^2) from `start`, and the function evaluations it took."""
+    """The best gamma of LBFGS on mean((M gamma - target)^2) from `start`, and the function evaluations it took."""
     gamma = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS(
-        [gamma],
-        max_iter=max_iterations,
-        history_size=history,
-        tolerance_grad=0.0,
-        tolerance_change=0.0,
+        [gamma], max_iter=max_iterations, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
         line_search_fn="strong_wolfe",
-    )
+    )  # fmt: skip
     evaluations = 0
     best, lowest = start.detach().clone(), float("inf")
 
-    def closure() -> Tensor:
+    def closure() -> float:
         nonlocal evaluations, best, lowest
-        optimizer.zero_grad()
-        residual = operator.apply(gamma.detach()) - target
-        loss = residual.square().mean()
-        gamma.grad = operator.transpose(residual) * (2.0 / residual.numel())
+        residual = apply(gamma.detach()) - target
+        loss = float(residual.square().mean())
+        gamma.grad = transpose(residual) * (2.0 / residual.numel())
         evaluations += 1
-        if float(loss) < lowest:
-            best, lowest = gamma.detach().clone(), float(loss)
+        if loss < lowest:
+            best, lowest = gamma.detach().clone(), loss
         return loss
 
     optimizer.step(closure)
@@ -59,4 +57,45 @@ def solve_as_papers(
         start = torch.linalg.solve(single.materialise(), wanted.flatten())
     else:
         start = wanted.new_zeros(single.n_features)
-    return polish_lbfgs(single, wanted, start, max_iterations=max_iterations)
+    return lbfgs(single.apply, single.transpose, wanted, start, max_iterations=max_iterations)
+
+
+def missed_as_described(
+    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]
+) -> Float[Tensor, "out inp dims"]:
+    """The missed directions by a full singular value decomposition of the feature matrix, of full column rank."""
+    matrix = KhatriRao(left, right).materialise()
+    U = torch.linalg.svd(matrix)[0]
+    return U[:, matrix.shape[1] :].reshape(left.shape[0], right.shape[1], -1)
+
+
+def search_as_described(missed: Float[Tensor, "out inp dims"], target: Float[Tensor, "out inp"]) -> Int[Tensor, " out"]:
+    """The described greedy search, step by step: one output after the other, one candidate row at a time."""
+
+    def piece(output: int, row: int) -> Tensor:
+        return torch.einsum("jk,j->k", missed[output], target[row])
+
+    n = len(target)
+    order, free = torch.arange(n), list(range(n))
+    for output in torch.argsort(missed.square().sum((1, 2)), descending=True).tolist():
+        total = torch.einsum("ijk,ij->k", missed, target[order])
+        row = int(order[output])
+        without = total - piece(output, row)
+        lowest, best_row, best_seat = float(total.square().sum()), row, output
+        for candidate in free:
+            seat = int(torch.where(order == candidate)[0])
+            swapped = without + piece(output, candidate) + piece(seat, row) - piece(seat, candidate)
+            score = float(swapped.square().sum())
+            if score < lowest:
+                lowest, best_row, best_seat = score, candidate, seat
+        order[output] = best_row
+        order[best_seat] = row if best_seat != output else best_row
+        free.remove(best_row)
+    return order
+
+
+def greedy_as_described(
+    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"], target: Float[Tensor, "out inp"]
+) -> Int[Tensor, " out"]:
+    """The permutation of the described greedy, from nothing but the features and the target."""
+    return search_as_described(missed_as_described(left, right), target)

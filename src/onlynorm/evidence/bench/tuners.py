@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from onlynorm.tuning import load_adapter, only_norms, save_adapter
 
 
 @dataclass(frozen=True)
-class Subject:
+class TuningTask:
     """A network to tune. `norms` and `adapted` are the names that PEFT needs for LN tuning and for LoRA."""
 
     name: str
@@ -47,7 +48,7 @@ class Tuner(ABC):
 
     name: str
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TuningTask) -> None:
         self.subject = subject
         self.network = self.prepare(copy.deepcopy(subject.base))
 
@@ -95,7 +96,7 @@ class OursInHalf(Ours):
         self.subject, self.network = ours.subject, ours.network
 
     def save(self, folder: Path) -> int:
-        save_adapter(self.network, folder / "adapter.safetensors", statistics=False, dtype="float16")
+        save_adapter(self.network, folder / "adapter.safetensors", statistics=False, dtype=torch.float16)
         return (folder / "adapter.safetensors").stat().st_size
 
 

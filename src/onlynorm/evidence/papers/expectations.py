@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from onlynorm.evidence.artifacts import Expectation, Scale
-from onlynorm.evidence.records import Check, Verdict
+from onlynorm.evidence.records import Check, RecordVerdict
 
 
 def check(expectation: Expectation, values: Mapping[str, float]) -> Check:
@@ -37,7 +37,7 @@ def accepted_range(expectation: Expectation) -> tuple[float, float]:
 
 def decide(
     checks: Sequence[Check], *, scale: Scale, caveats: Iterable[str] = (), failure: str = ""
-) -> tuple[Verdict, tuple[str, ...]]:
+) -> tuple[RecordVerdict, tuple[str, ...]]:
     """The verdict and every reason for it.
 
     Not reproduced: a hard expectation is outside, or nothing was checked. With a caveat: all hard ones are
@@ -54,10 +54,10 @@ def decide(
     if not checks:
         hard.append("Nothing was checked.")
     if hard:
-        return Verdict.NOT_REPRODUCED, (*hard, *notes)
+        return RecordVerdict.NOT_REPRODUCED, (*hard, *notes)
     if notes:
-        return Verdict.CAVEAT, tuple(notes)
-    return Verdict.REPRODUCED, (f"All {len(checks)} expectations are met.",)
+        return RecordVerdict.CAVEAT, tuple(notes)
+    return RecordVerdict.REPRODUCED, (f"All {len(checks)} expectations are met.",)
 
 
 def _say(item: Check) -> str:

@@ -1,15 +1,14 @@
-"""Running artifacts piece by piece: every finished piece is kept, so that a killed run resumes.
+"""Running artifacts piece by piece: every finished piece is stored, so that a killed run resumes.
 
 The key of a piece is the digest of
   - the artifact's id, the piece's name and its configuration,
   - the source text of the artifact's module and of the module that defines the piece's function, without imports,
   - the format of stored pieces and onlynorm's version.
 Sizes and seeds are not part of it: a piece is a plain function without a closure, so everything it depends on
-is its configuration or its source text, and a wider sweep keeps what it already has. The rest of the library, and the
+is its configuration or its source text, and a wider sweep reuses what it already has. The rest of the library, and the
 modules of papers that the two import, change too often to be part of the key; their digest is stored in each piece
-instead. A
-piece made by another state of the library, or by other versions of torch, numpy or scipy, is marked stale and
-becomes a caveat of the record until it is recomputed with `force=True`.
+instead. A piece made by another state of the library, or by other versions of torch, numpy or scipy, is marked stale
+and becomes a caveat of the record until it is recomputed with `force=True`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ import onlynorm
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import MissingDataError, StorageError, ValueRangeError
 from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select
-from onlynorm.evidence.cache import Cache, source_digest, versions
+from onlynorm.evidence.cache import Cache, Piece, source_digest, versions
+from onlynorm.evidence.harness import Session
 from onlynorm.evidence.papers.expectations import check, decide
 from onlynorm.evidence.records import PieceNote, Record, write_record
 from onlynorm.storage import claim, from_plain, to_plain
@@ -38,7 +38,7 @@ from onlynorm.validate import need_callable, need_instance, need_items, need_pat
 
 PIECE_FORMAT = 1
 RECORDS = Path("onlynorm-out/records")
-_STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them afresh."
+_STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them again."
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,34 @@ class Run:
             )
         config = to_plain(config)
         modules = (self.artifact.function.__module__, function.__module__)
+        made_of = piece_parts(self.artifact, name, function, config)
+        return self._stored(name, made_of, config, lambda: function(**from_plain(config)), modules).result
+
+    def session(self, n_pieces: int) -> Session:
+        """What a sweep needs to run inside this artifact; its trainings are the pieces."""
+        self.announce(n_pieces)
+        return Session(lambda _: None, lambda _: None, self.folder, self)
+
+    def get_or_compute(
+        self, name: str, made_of: Mapping[str, Any], compute: Callable[[], Any], *,
+        check: Callable[[Any], object] = lambda _: None,
+    ) -> Piece:  # fmt: skip
+        """A piece of a sweep; its key holds the source text of the artifact's module too."""
+        code = [self.artifact.source_digest, PIECE_FORMAT, onlynorm.__version__]
+        config, modules = to_plain(made_of), (self.artifact.function.__module__,)
+        parts = {"artifact": self.artifact.id, "piece": name, "config": config, "code": code}
+        return self._stored(name, parts, config, compute, modules, check)
+
+    def _stored(
+        self, name: str, made_of: Mapping[str, Any], config: Any, compute: Callable[[], Any], modules: Iterable[str],
+        check: Callable[[Any], object] = lambda _: None,
+    ) -> Piece:  # fmt: skip
         cache = Cache(self.folder / "pieces", modules=modules, force=self.is_forced)
         self.progress(name, "started")
-        made_of = piece_parts(self.artifact, name, function, config)
-        found = cache.get_or_compute(name, made_of, lambda: function(**from_plain(config)))
+        found = cache.get_or_compute(name, made_of, compute, check=check)
         self.notes.append(PieceNote(name, found.key, config, found.seconds, found.is_reloaded, found.is_stale))
         self.progress(name, "reloaded" if found.is_reloaded else "computed")
-        return found.result
+        return found
 
 
 def reproduce(
@@ -121,11 +142,11 @@ def reproduce(
     force: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Record, ...]:
-    """One record per artifact, written with its figure below `out`; finished pieces are kept unless `force`.
+    """One record per artifact, written with its figure below `out`; finished pieces are read again unless `force`.
 
     `ids` are artifact ids, keys of papers (everything of that paper) or Artifact objects; None is everything.
     An artifact that raises becomes a record that says so, and the others still run. One whose data is missing leaves no
-    record, and is told of when the others are done.
+    record, and is reported when the others are done.
     """
     if scale not in SCALES:
         raise ValueRangeError(f"reproduce needs scale in {SCALES}; got {scale!r}.")
@@ -147,7 +168,7 @@ def reproduce(
         except MissingDataError as error:
             without[one.id] = error
     if without:
-        done = " All else is done." if records else ""
+        done = " The others are done." if records else ""
         raise MissingDataError(f"{', '.join(without)}: {next(iter(without.values()))}{done}")
     return tuple(records)
 

@@ -8,24 +8,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onlynorm.display.page import render, seconds
-from onlynorm.evidence.records import Record, Verdict, read_records
-from onlynorm.evidence.registry import Finding, Statement, papers
-from onlynorm.evidence.registry import Verdict as StatementVerdict
+from onlynorm.display import render, seconds
+from onlynorm.evidence.records import Record, RecordVerdict, read_records
+from onlynorm.evidence.registry import Finding, Statement, Verdict, papers
 from onlynorm.evidence.registry import statements as every_statement
 from onlynorm.storage import write_atomically
 from onlynorm.validate import need_instance, need_items, need_path
 
 TONES = {
-    Verdict.REPRODUCED.value: ("good", "✓"),
-    Verdict.CAVEAT.value: ("warn", "~"),
-    Verdict.NOT_REPRODUCED.value: ("bad", "✕"),
+    RecordVerdict.REPRODUCED.value: ("good", "✓"),
+    RecordVerdict.CAVEAT.value: ("warn", "~"),
+    RecordVerdict.NOT_REPRODUCED.value: ("bad", "✕"),
 }
 STATEMENT_TONES = {
-    StatementVerdict.HOLDS.value: ("good", "✓"),
-    StatementVerdict.CORRECTED.value: ("warn", "~"),
-    StatementVerdict.FAILS.value: ("bad", "✕"),
-    StatementVerdict.UNCHECKED.value: ("", "·"),
+    Verdict.HOLDS.value: ("good", "✓"),
+    Verdict.CORRECTED.value: ("warn", "~"),
+    Verdict.FAILS.value: ("bad", "✕"),
+    Verdict.UNCHECKED.value: ("", "·"),
 }
 _T = TypeVar("_T")
 
@@ -52,7 +51,7 @@ def render_page(
     groups: dict[str, list[tuple[Statement, Finding | None]]] = {}
     for one in statements:
         groups.setdefault(one.paper, []).append((one, found.get(one.key)))
-    present = {StatementVerdict.UNCHECKED if f is None else f.verdict for group in groups.values() for _, f in group}
+    present = {Verdict.UNCHECKED if f is None else f.verdict for group in groups.values() for _, f in group}
     return render(
         "evidence/report/report.html",
         scripts=[resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")],
@@ -60,8 +59,8 @@ def render_page(
         figures=[record.figure.inline_svg() if record.curves else "" for record in records],
         details=[_details(record) for record in records], unchecked=[_unchecked(record) for record in records],
         groups=[(titles.get(key, key), key, group) for key, group in groups.items()], n_statements=len(statements),
-        verdicts=[verdict.value for verdict in StatementVerdict if verdict in present],
-        statement_tones=STATEMENT_TONES, unchecked_verdict=StatementVerdict.UNCHECKED.value,
+        verdicts=[verdict.value for verdict in Verdict if verdict in present],
+        statement_tones=STATEMENT_TONES, unchecked_verdict=Verdict.UNCHECKED.value,
     )  # fmt: skip
 
 
@@ -71,7 +70,7 @@ def _need_all(name: str, values: object, kind: type[_T], cure: str) -> list[_T]:
 
 def _summary(records: Sequence[Record]) -> str:
     counts = Counter(record.verdict for record in records)
-    words = " · ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
+    words = " · ".join(f"{counts[verdict]} {verdict.value}" for verdict in RecordVerdict if counts[verdict])
     latest = max((record.created for record in records), default="")[:10]
     line = f"{len(records)} record{'s' * (len(records) != 1)}" + (f": {words}." if words else ".")
     return line + (f" Measured {latest}." if latest else "")

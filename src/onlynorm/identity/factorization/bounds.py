@@ -1,4 +1,4 @@
-"""How small the largest norm of near-identity factors can be: the paper's bound, a smaller one, and a floor."""
+"""Bounds of the largest norm of near-identity factors: the paper's upper bound, a smaller one, and a lower bound."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from onlynorm.identity.factorization.matrices import Decomposition, need_depth, 
 from onlynorm.validate import need_number
 
 N_PHASES = 8
-"""Directions tried in the plane of each pair of eigenvectors."""
+"""Directions per plane of complex eigenvectors for the lower bound."""
 _N_LENGTHS = 400
-"""Lengths tried for where a vector may end in more dimensions, and as many again around the best of them."""
+"""Lengths in the grid search with an extra dimension, and again in its refinement."""
 _SLACK = 1e-6
-"""What the spacing of those lengths may cost the floor, and far more than it does."""
+"""Relative tolerance for the spacing of that grid."""
 
 
 def paper_bound(stretch: float, depth: int) -> float:
-    """(4 pi + 3 g) / depth, with g the largest |log| of a singular value; promised from depth 3 g on.
+    """(4 pi + 3 g) / depth, with g the largest |log| of a singular value; proven for depth >= 3 g.
 
     Theory: hardt_ma2017:thm-2.1
     """
@@ -30,10 +30,10 @@ def paper_bound(stretch: float, depth: int) -> float:
 
 
 def spiral_bound(stretch: float, depth: int) -> float:
-    """2 sin(pi / (2 depth)) + exp(g / depth) - 1, which the method "spiral" keeps at every depth.
+    """2 sin(pi / (2 depth)) + exp(g / depth) - 1, an upper bound for the method "spiral" at every depth.
 
-    It is below (pi + (e - 1) g) / depth from depth g on, and below (pi + 1.19 g) / depth from 3 g on. It may overflow
-    to infinity.
+    It is below (pi + (e - 1) g) / depth for depth >= g, and below (pi + 1.19 g) / depth for depth >= 3 g. It may
+    overflow to infinity.
     Theory: hardt_ma2017:thm-2.1
     """
     stretch, depth = _need_stretch(stretch), need_depth(depth)
@@ -41,17 +41,17 @@ def spiral_bound(stretch: float, depth: int) -> float:
 
 
 def least_norm(matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int) -> float:
-    """A norm below which no factorization of this depth can stay, whatever its method.
+    """A lower bound of the largest norm of any factorization of this depth.
 
-    A layer of norm a < 1 multiplies the length of a vector by r and turns it by t, where r exp(i t) lies in the disc of
-    radius a around one. The logarithms of that disc are a convex set, so l layers reach exactly l times that set: from
-    x to R x they need a >= |exp((s + i t) / l) - 1|, with s = log(|R x| / |x|) and t the angle between the two. That is
-    held against singular vectors, vectors in the planes of the eigenvectors, and those that R turns back the most.
+    A layer of norm a < 1 multiplies the length of a vector by r and rotates it by t, where r exp(i t) is in the disc of
+    radius a around one. The logarithms of that disc are a convex set, so l layers reach l times that set: mapping x to
+    R x requires a >= |exp((s + i t) / l) - 1|, with s = log(|R x| / |x|) and t the angle between x and R x. It is
+    evaluated for singular vectors, vectors in the planes of eigenvectors, and the vector with the smallest x^T R x.
 
-    A negative determinant takes more dimensions, in which x ends at (R x, anything): longer, at another angle, but with
-    the same component along x. The floor is then that of the best such end, for any number of dimensions more.
+    A negative determinant requires extra dimensions, in which x is mapped to (R x, anything): longer, at another angle,
+    with the same component along x. The bound is then the minimum over all such images.
 
-    One layer is R - I and nothing else.
+    For depth 1 the only factor is R - I.
     """
     depth = need_depth(depth)
     found = Decomposition.of(need_matrix(matrix, what="least_norm"))
@@ -67,19 +67,19 @@ def least_norm(matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int) -> float
 
 
 def _step(logs: Tensor, angles: Tensor, depth: int) -> Tensor:
-    """|exp((s + i t) / depth) - 1|, without the rounding of a difference."""
+    """|exp((s + i t) / depth) - 1|, computed without cancellation."""
     grown = torch.expm1(logs / depth)
     return torch.sqrt(grown.square() + 4.0 * (1.0 + grown) * torch.sin(angles / (2 * depth)).square())
 
 
 def _floor_with_more_dimensions(logs: Tensor, angles: Tensor, depth: int) -> float:
-    """The largest over all vectors x of the smallest step to any (R x, c), for x and R x of these logs and angles."""
-    along = torch.cos(angles)  # times the length, the component along x
+    """The maximum over vectors x of the minimum step to any (R x, c), for these logs and angles."""
+    along = torch.cos(angles)  # component of R x along x, relative to its length
 
     def steps(longer: Tensor) -> Tensor:
         return _step(logs[:, None] + longer, torch.acos(along[:, None] * torch.exp(-longer)), depth)
 
-    # From the length of R x itself up to one that costs more than half a turn saves.
+    # From the length of R x up to one that costs more than a rotation by pi.
     unit = torch.linspace(0.0, 1.0, _N_LENGTHS, dtype=logs.dtype, device=logs.device)
     most = (-logs).clamp(min=0.0)[:, None] + 3.0
     longer = unit * most
@@ -89,9 +89,9 @@ def _floor_with_more_dimensions(logs: Tensor, angles: Tensor, depth: int) -> flo
 
 
 def _reached(found: Decomposition) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """(log of the stretching, angle) of the vectors that the floor is measured by."""
+    """(log of the length ratio, angle) of the vectors used for the lower bound."""
     unit = found.values[0]
-    matrix = found.matrix / unit  # angles have no scale, but squares overflow
+    matrix = found.matrix / unit  # angles do not depend on the scale, but squares may overflow
     tried = [found.right.mT, torch.linalg.eigh((matrix + matrix.mT) / 2.0)[1][:, :1]]
     try:
         vectors = torch.linalg.eig(matrix)[1]
@@ -99,7 +99,7 @@ def _reached(found: Decomposition) -> tuple[Float[Tensor, " n"], Float[Tensor, "
         planes = (vectors[:, :, None] * phases.to(vectors)).real.flatten(1)
         tried.append(planes[:, planes.norm(dim=0) > 0.5 / N_PHASES])  # a real eigenvector has no imaginary part
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        pass  # without eigenvectors nothing is claimed about their planes
+        pass  # the bound holds without these vectors too
     start = torch.nn.functional.normalize(torch.cat(tried, 1), dim=0)
     end = matrix @ start
     length = end.norm(dim=0)

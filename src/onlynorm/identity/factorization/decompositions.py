@@ -1,12 +1,12 @@
-"""Five ways to write a matrix of positive determinant as layers near the identity.
+"""Five factorizations of a matrix with positive determinant into layers near the identity.
 
-All but the first two start at R = Q P, a rotation times a stretching (polar decomposition):
+polar, spiral and svd use R = Q P, a rotation times a symmetric matrix (polar decomposition):
 
     root    R symmetric positive definite: every layer is R^(1/l)
     log     the principal logarithm exists: every layer is exp(log(R) / l)
-    polar   first stretch by P^(1/p), p times, then rotate by Q^(1/q), q times, p + q = l
-    spiral  stretch and rotate at once, in every layer: I + A_j = G^(j+1) E G^-j with G = Q^(1/l), E = P^(1/l)
-    svd     the paper's: R = U K V^T, with V^T, K and U one after the other
+    polar   P^(1/p), p times, then Q^(1/q), q times, with p + q = l
+    spiral  both in every layer: I + A_j = G^(j+1) E G^-j with G = Q^(1/l), E = P^(1/l)
+    svd     as in the paper: R = U K V^T, with layers for V^T, then K, then U
 
 The layers of a spiral are orthogonally similar to each other, so all have the norm |G E - I| <= |G - I| + |E - I|,
 and their product telescopes to G^l E^l = Q P.
@@ -32,7 +32,7 @@ from onlynorm.identity.factorization.rotations import Rotation
 
 
 class ObstacleError(Exception):
-    """Why a construction cannot be used for this matrix and depth; the message reads "needs ...; got ..."."""
+    """A construction does not apply to this matrix and depth; the message is "needs ...; got ..."."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,13 @@ class Stretching:
         return float(torch.expm1(self.logs / count).abs().max())
 
     def step(self, count: int) -> Float[Tensor, "dim dim"]:
-        """P^(1/count) - I, without the rounding of a difference."""
+        """P^(1/count) - I, computed without cancellation."""
         return self.basis * torch.expm1(self.logs / count) @ self.basis.mT
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """What the constructions work with: the matrix, of positive determinant, and its decompositions, made once."""
+    """A matrix with positive determinant and its decompositions, computed lazily."""
 
     found: Decomposition
 
@@ -106,7 +106,7 @@ def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
     # log R = log(R / c) + log(c) I: scipy's squares neither overflow nor vanish around one
     scale = 2.0 ** round(float(parts.found.values.log2().mean()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # its guess at the error, and at the rank; ours are measured
+        warnings.simplefilter("ignore")  # about its error estimates; errors are measured separately
         logarithm = scipy.linalg.logm((parts.matrix / scale).cpu().numpy()).real
     grown = logarithm / depth + math.log(scale) / depth * np.eye(len(logarithm))
     step = torch.from_numpy(scipy.linalg.expm(grown)).to(parts.matrix)
@@ -116,7 +116,7 @@ def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
 
 
 def need_chance(parts: Parts, depth: int, smallest: float) -> None:
-    """Spares the logarithm where its eigenvalues alone make a larger norm than one that is known."""
+    """Raises if the eigenvalues of the logarithm alone require a norm of at least `smallest`."""
     angles, logs = parts.eigenvalues.angle(), parts.eigenvalues.abs().log()
     needed = float((torch.polar(torch.exp(logs / depth), angles / depth) - 1.0).abs().max())
     if needed >= smallest:
@@ -135,7 +135,7 @@ def _spiral(parts: Parts, depth: int) -> tuple[Run, ...]:
 
 
 def _svd(parts: Parts, depth: int) -> tuple[Run, ...]:
-    """Half turns get layers of their own, as in the paper; parts that do nothing get none."""
+    """Rotations by pi have separate layers, as in the paper; identity factors have none."""
     found = parts.found
     left, right = found.left.clone(), found.right.clone()
     if torch.linalg.slogdet(left)[0] < 0:
@@ -146,7 +146,7 @@ def _svd(parts: Parts, depth: int) -> tuple[Run, ...]:
 
 
 def _in_turn(stages: Sequence[Rotation | Stretching], depth: int) -> tuple[Run, ...]:
-    """Layers for one stage after the other; each layer goes to the stage whose norm is the largest so far."""
+    """Layers for consecutive stages; layers are assigned one by one to the stage with the largest norm."""
     dim = len(stages[0].basis)
     active = [stage for stage in stages if stage.largest > dim * EPS] or [stages[0]]
     if depth < len(active):

@@ -1,4 +1,4 @@
-"""`factorize`: a matrix as a product of layers I + A with A small, by the construction that makes A smallest."""
+"""`factorize`: write a matrix as a product of layers I + A with small A."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from onlynorm.identity.factorization.padding import pad, pad_as_printed
 from onlynorm.validate import need_choice, need_number
 
 AUTO = ("root", "polar", "spiral", "log")
-"""What "auto" weighs; the first of equals is taken. The paper's svd turns no less far than polar: angles add."""
+"""Methods tried by "auto", first come first for ties. svd is never better than polar: its angles add up."""
 EXACT = 1e-10
-"""The product error above which "auto" does not take a construction while there is a better one."""
+"""Largest product error of a method selected by "auto", if one reaches it."""
 N_PROBES = 16
 _TIE = 1e-9
 
@@ -37,11 +37,11 @@ _TIE = 1e-9
 def factorize(
     matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int, *, method: str = "auto", tolerance: float | None = None
 ) -> Factorization:
-    """The factors of R = (I + A_l) ... (I + A_1), l = depth, with the largest |A_i| as small as the method makes it.
+    """A factorization R = (I + A_l) ... (I + A_1) with l = depth and small |A_i|.
 
-    `method` is "auto", which takes the smallest largest norm, or one of "root", "log", "polar", "spiral", "svd".
-    With `tolerance`, a larger relative error of the product raises. A negative determinant costs one dimension more
-    from depth 2 on, and the result says how to use it; a singular matrix is refused with the nearest one that is not.
+    `method` is "root", "log", "polar", "spiral", "svd", or "auto" for the one with the smallest maximum norm. With
+    `tolerance`, a larger relative error of the product raises. A negative determinant requires an extra dimension for
+    depth >= 2 (see `usage` of the result). A singular matrix raises; see `nearest_invertible`.
     Theory: hardt_ma2017:thm-2.1, hardt_ma2017:negative-determinant, hardt_ma2017:positive-definite
     """
     start = time.perf_counter()
@@ -86,7 +86,7 @@ def factorize(
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """A construction that was tried: its layers and their product error, or only the obstacle."""
+    """A method that was tried: its layers and their product error, or its obstacle."""
 
     option: Option
     runs: tuple[Run, ...] = ()
@@ -94,7 +94,7 @@ class Weighed:
 
 
 def _one_layer(given: Decomposition, methods: Sequence[str]) -> list[Weighed]:
-    """R - I as the only layer there is, where a negative determinant leaves no other construction."""
+    """R - I as the only layer, for depth 1 and a negative determinant."""
     core = given.matrix - torch.eye(len(given.matrix)).to(given.matrix)
     runs = (Run(core, 1),)
     whole = Option("spiral", float(torch.linalg.matrix_norm(core, 2)))
@@ -132,44 +132,42 @@ def product_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> floa
 
 
 def layer_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> float:
-    """The relative error for 16 random vectors that go through one layer after the other, as in a network."""
+    """The relative error for 16 random vectors passed through all layers, as in a network."""
     probes = random_matrix(max(len(matrix), N_PROBES), name="probes").to(matrix)[: len(matrix), :N_PROBES]
-    sent = torch.cat([probes, probes.new_zeros(len(runs[0].core) - len(matrix), probes.shape[1])])
+    outputs = torch.cat([probes, probes.new_zeros(len(runs[0].core) - len(matrix), probes.shape[1])])
     for run in runs:
-        sent = run.apply(sent)
-    return _relative(sent[: len(matrix)], matrix @ probes)
+        outputs = run.apply(outputs)
+    return _relative(outputs[: len(matrix)], matrix @ probes)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    unit = expected.abs().max()  # squares of very large or very small entries would not be numbers
+    unit = expected.abs().max()  # avoids overflow and underflow of squares
     value = float(((found - expected) / unit).norm() / (expected / unit).norm())
     return value if math.isfinite(value) else math.inf
 
 
 def _reason(
-    asked: str, best: Weighed, weighed: Sequence[Weighed], error: float, depth: int, found: Decomposition
+    method: str, best: Weighed, weighed: Sequence[Weighed], error: float, depth: int, found: Decomposition
 ) -> str:
-    text = f"{asked} was asked for."
-    if asked == "auto" and depth == 1 and found.sign < 0:
-        text = "One layer is R - I, whatever the method."
-    elif asked == "auto":
+    text = f"Method {method} was requested."
+    if method == "auto" and depth == 1 and found.sign < 0:
+        text = "A single layer is R - I for every method."
+    elif method == "auto":
         others = "; ".join(str(one.option) for one in weighed if one is not best)
         is_beaten = any(one.option.max_norm < best.option.max_norm and one.error > EXACT for one in weighed)
-        among = " of those that are exact" * is_beaten
-        text = (
-            f"{best.option.method} has the smallest largest norm{among} ({others}; svd turns no less far than polar)."
-        )
+        among = " of the exact methods" * is_beaten
+        text = f"{best.option.method} has the smallest maximum norm{among} ({others}; svd is not better than polar)."
     if error > EXACT:
-        text += f" The product is off by {error:.1e}, more than {EXACT:.0e}; layers nearer to I lose less."
+        text += f" The product error is {error:.1e}, more than {EXACT:.0e}; it is smaller for layers closer to I."
     if depth < 3.0 * found.stretch:
-        text += f" Depth {depth} is below 3 * {found.stretch:.3g}, from where on the paper promises its bound: "
+        text += f" Depth {depth} is below 3 * {found.stretch:.3g}, required for the bound of the paper: "
         text += _enough_depth(found)
     return text
 
 
 def _enough_depth(found: Decomposition) -> str:
-    """What would do for the paper's bound: more layers, or a scale at which the singular values lie around one."""
-    advice = f"take {math.ceil(3.0 * found.stretch)} layers or more"
+    """Advice for the bound of the paper: more layers, or scaling the singular values to around one."""
+    advice = f"use at least {math.ceil(3.0 * found.stretch)} layers"
     logs = found.values[[0, -1]].log()
     centred = float(logs[0] - logs[1]) / 2
     if centred < 0.9 * found.stretch:

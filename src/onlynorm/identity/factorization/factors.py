@@ -1,10 +1,11 @@
-"""A matrix as a product of layers I + A near the identity: stored by runs of like layers, applied, made a network.
+"""`Factorization`: a matrix as a product of layers I + A near the identity, stored as runs of similar layers.
 
 Factors in a file: one sealed safetensors file with the cores and rotations, far smaller than all layers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +16,18 @@ import torch
 from jaxtyping import Float, Num, Shaped
 from torch import Tensor, nn
 
-from onlynorm.errors import FormatError, ShapeError, StorageError
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
+from onlynorm.errors import FormatError, ShapeError
+from onlynorm.identity.factorization.bounds import paper_bound, spiral_bound
 from onlynorm.identity.factorization.rotations import Rotation
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.storage import canonical, make_checked, read_tensors, write_tensors
-from onlynorm.validate import as_real, as_tensor, need_instance, need_path
+from onlynorm.validate import as_real, as_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """`count` layers I + A_j with A_j = G^j core G^-j, one turn of the rotation G further each; equal ones without G.
+    """`count` layers I + A_j with A_j = G^j core G^-j for a rotation G; equal layers if `rotation` is None.
 
     All layers of a run have the same spectral norm.
     """
@@ -34,7 +37,7 @@ class Run:
     rotation: Rotation | None = None
 
     def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
-        """The A_j in the order in which they are applied."""
+        """Yields the A_j in order of application."""
         for place in range(self.count):
             yield self.layer(place)
 
@@ -53,7 +56,7 @@ class Run:
         return self.rotation.power(self.count) @ torch.linalg.matrix_power(self.rotation.power(-1) @ whole, self.count)
 
     def apply(self, columns: Float[Tensor, "dim n"]) -> Float[Tensor, "dim n"]:
-        """The columns after one layer after the other, in their dtype; no layer but the first is ever built."""
+        """Applies all layers to the columns, in their dtype, without building the layers."""
         core, rotation = self.core.to(columns), self.rotation
         if rotation is None:
             for _ in range(self.count):
@@ -69,8 +72,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A construction that was weighed: its largest norm, or what stands in its way."""
+class Option(Result):
+    """A method that was tried: its maximum norm, or why it does not apply."""
 
     method: str
     max_norm: float = float("nan")
@@ -80,14 +83,14 @@ class Option:
         return f"{self.method}: {self.obstacle}" if self.obstacle else f"{self.method} {self.max_norm:.3g}"
 
 
-@dataclass(frozen=True, eq=False)
-class Factorization:
-    """R = (I + A_l) ... (I + A_1) with small |A_i|: the layers, and what is known about them.
+@dataclass(frozen=True, eq=False, repr=False)
+class Factorization(ShownResult):
+    """A factorization R = (I + A_l) ... (I + A_1) with small |A_i|.
 
-    `max_norm` is the largest spectral norm, `bound` the paper's promise for it, `least_norm` what no factorization of
-    this depth can be below. `product_error` is relative to R and measured, of the product and layer by layer. `stretch`
-    is the largest |log| of a singular value of R. With `n_extra` = 1 the layers act in one dimension more than R,
-    because its determinant is negative; see `usage`.
+    `max_norm` is the largest spectral norm, `bound` the bound of the paper, `least_norm` a lower bound for this depth.
+    `product_error` is the measured relative error, of the product and layer by layer. `stretch` is the largest |log| of
+    a singular value of R. With `n_extra` = 1 the layers have one more dimension than R, because its determinant is
+    negative; see `usage`.
     """
 
     runs: tuple[Run, ...] = field(repr=False)
@@ -119,27 +122,27 @@ class Factorization:
 
     @property
     def usage(self) -> str:
-        """How to use the factors where they act in one dimension more; empty where they do not."""
+        """How to use the factors with an extra dimension; empty without one."""
         if not self.n_extra:
             return ""
-        odd = " In odd dimension the factors of -R, with the sign of the output flipped, do it too." * (self.dim % 2)
+        odd = " In odd dimension, factors of -R with the sign of the output flipped work too." * (self.dim % 2)
         return (
-            "det(R) < 0, which no product of layers near the identity has: the factors are those of a matrix with one "
-            "row and one column more, whose upper left part is R. Append a zero to x and drop the last output, as "
+            "det(R) < 0 is impossible for a product of layers near the identity. The factors are those of a matrix "
+            "with one more row and column, whose upper left part is R. Append a zero to x and drop the last output, as "
             f"apply and to_network do.{odd}"
         )
 
     def layers(self) -> Iterator[Float[Tensor, "dim dim"]]:
-        """A_1, A_2, ..., A_l in the order in which they are applied, each built when it is asked for."""
+        """Yields A_1, A_2, ..., A_l in order of application."""
         for run in self.runs:
             yield from run.layers()
 
     def factors(self) -> Float[Tensor, "depth dim dim"]:
-        """All A_i in one tensor, A_1 first; refused where memory does not hold it, since `layers` needs none."""
+        """All A_i in one tensor, A_1 first; raises if it does not fit into memory."""
         whole = self.dim + self.n_extra
         need_memory(
             f"a tensor of {self.depth} factors", 8 * self.depth * whole**2, memory_limit(),
-            "Go through layers() one by one.",
+            "Iterate over layers() instead.",
         )  # fmt: skip
         return torch.stack(list(self.layers()))
 
@@ -151,10 +154,10 @@ class Factorization:
         return made
 
     def apply(self, x: Shaped[Tensor | np.ndarray, "*batch inp"]) -> Num[Tensor, "*batch out"]:
-        """R x for every row of x, layer by layer, on the device of x, whatever autocast says.
+        """R x for every row of x, layer by layer, on the device of x, without autocast.
 
-        The result has the dtype of x, and float64 for integers. Half precision is accumulated in float32: rounding to
-        it after each of many layers would leave no digit.
+        The result has the dtype of x, float64 for integers. Half precision inputs are computed in float32, since
+        rounding after each of many layers would be inaccurate.
         """
         x = as_tensor("apply", x)
         if not x.ndim or x.shape[-1] != self.dim:
@@ -174,7 +177,7 @@ class Factorization:
         return columns[: self.dim].mT.reshape(x.shape).to(given)
 
     def to_network(self) -> nn.Sequential:
-        """A residual linear network in float64, a trainable layer x + A x per factor; needs the memory of `factors`."""
+        """A linear residual network in float64 with one trainable layer x + A x per factor."""
         weights = self.factors()
         layers: list[nn.Module] = [NearIdentity(weight) for weight in weights]
         if self.n_extra:
@@ -182,7 +185,7 @@ class Factorization:
         return nn.Sequential(*layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the numbers of the factors, ready for JSON."""
+        """All fields except the factors, for JSON."""
         return {
             "dim": self.dim, "depth": self.depth, "method": self.method, "reason": self.reason,
             "max_norm": self.max_norm, "bound": self.bound, "is_promised": self.is_promised,
@@ -192,12 +195,53 @@ class Factorization:
             "options": [{"method": o.method, "max_norm": o.max_norm, "obstacle": o.obstacle} for o in self.options],
         }  # fmt: skip
 
+    def plot(self) -> Figure:
+        """The largest norm by method, and over the depth as the bounds promise it."""
+        found = [one for one in self.options if not one.obstacle and math.isfinite(one.max_norm)]
+        names = [one.method for one in found]
+        curves = []
+        if found:
+            ends = (0.5, len(found) + 0.5)
+            curves = [
+                Curve("largest |A|", range(1, len(found) + 1), [one.max_norm for one in found], "bars", "methods"),
+                Curve("none can be below", ends, (self.least_norm,) * 2, panel="methods", style="law"),
+                Curve("bound of the paper", ends, (self.bound,) * 2, panel="methods", style="law"),
+            ]
+        depths = sorted({max(1, round(self.depth * 2.0 ** (step / 4))) for step in range(-12, 13)})
+        for label, bound in (("bound of the paper", paper_bound), ("bound of spiral", spiral_bound)):
+            points = [(depth, bound(self.stretch, depth)) for depth in depths]
+            points = [(x, y) for x, y in points if math.isfinite(y) and y < 1e6]
+            if points:
+                xs, ys = zip(*points, strict=True)
+                curves.append(Curve(label, xs, ys, panel="depth", style="law"))
+        if self.max_norm > 0:
+            curves.append(Curve("largest |A|", (self.depth,), (self.max_norm,), "points", "depth"))
+        return Figure(curves, (
+            Panel("methods", f"Methods at depth {self.depth:,}", y_label="largest |A|", x_names=names),
+            Panel("depth", "Deeper layers are closer to the identity", "depth", "largest |A|", x_log=True, y_log=True),
+        ))  # fmt: skip
+
+    def view(self) -> View:
+        """The norms, the error of the product, and the methods that were weighed."""
+        rows = [(one.method, "–" if one.obstacle else f"{one.max_norm:.4g}", one.obstacle) for one in self.options]
+        return View(
+            f"A {self.dim} x {self.dim} matrix as {self.depth:,} layers I + A",
+            lines=[text for text in (f"{self.reason[:1].upper()}{self.reason[1:]}", self.usage) if text],
+            facts={
+                "method": self.method, "largest |A|": self.max_norm, "none can be below": self.least_norm,
+                "bound of the paper" + ("" if self.is_promised else ", for greater depth"): self.bound,
+                "largest |log| of a singular value": self.stretch,
+                "relative error of the product": f"{self.product_error:.1e}", "seconds": self.seconds,
+            },
+            tables={"Methods": Table(("method", "largest |A|", "obstacle"), rows)},
+        )  # fmt: skip
+
     def __str__(self) -> str:
-        size = f"{self.dim} x {self.dim}" + " and one dimension more" * self.n_extra
-        promise = "the paper promises" if self.is_promised else "the paper, for greater depth, would promise"
+        size = f"{self.dim} x {self.dim}" + " with one extra dimension" * self.n_extra
+        promise = "bound of the paper" if self.is_promised else "bound of the paper, for larger depth,"
         text = (
             f"{size} as {self.depth} layers I + A by {self.method}: largest |A| {self.max_norm:.4g} ({promise} "
-            f"{self.bound:.4g}, none can be below {self.least_norm:.4g}), product error {self.product_error:.1e}, "
+            f"{self.bound:.4g}, lower bound {self.least_norm:.4g}), product error {self.product_error:.1e}, "
             f"{self.seconds:.2g} s\n  {self.reason}"
         )
         return f"{text}\n  {self.usage}" if self.n_extra else text
@@ -226,22 +270,18 @@ class Keep(nn.Module):
         self.n = n
 
     def forward(self, x: Tensor) -> Tensor:
-        """The first n numbers of every row."""
+        """The first n entries of every row."""
         return x[..., : self.n]
 
 
 KIND = "factorization"
 FORMAT = 1
-_CURE = "Make it again with onlynorm factorize, or copy it again."
+_CURE = "Save it again with onlynorm.save or `onlynorm factorize --out`."
 _NUMBERS = ("max_norm", "bound", "least_norm", "product_error", "stretch", "seconds")
 
 
-def save_factors(factors: Factorization, path: Path | str) -> None:
+def save_factors(factors: Factorization, path: Path) -> None:
     """Write the factorization to `path`, whole or not at all; equal factorizations give equal bytes."""
-    path = need_path("save_factors", path)
-    need_instance("save_factors", factors, Factorization, cure="Pass what factorize returned.")
-    if path.is_dir():
-        raise StorageError(f"factors need the name of a file; {path} is a folder. Try {path / 'factors.safetensors'}.")
     tensors: dict[str, Tensor] = {}
     for place, run in enumerate(factors.runs):
         tensors[f"core.{place}"] = run.core.cpu().contiguous()
@@ -251,9 +291,8 @@ def save_factors(factors: Factorization, path: Path | str) -> None:
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document={"factorization": factors.as_dict()})
 
 
-def load_factors(path: Path | str) -> Factorization:
+def load_factors(path: Path) -> Factorization:
     """The factorization in a file that `save_factors` wrote; `FormatError` where it is damaged or something else."""
-    path = need_path("load_factors", path)
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
     try:
         facts = document["factorization"]

@@ -1,4 +1,4 @@
-"""What a matrix needs to be before it is factored, the nearest one that is, and random ones to try."""
+"""Validation of matrices, the nearest invertible matrix, and random matrices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPS = torch.finfo(torch.float64).eps
 CLIP = 1e-6
 """Singular values below this fraction of the largest one are raised to it by `nearest_invertible` by default."""
 MAX_DEPTH = 1_000_000
-"""Layers of a factorization: all of them are applied once to measure the error."""
+"""Maximum depth: all layers are applied once to measure the error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Decomposition:
 
     @property
     def sign(self) -> float:
-        """The sign of the determinant, read off the two orthogonal factors."""
+        """The sign of the determinant, from the orthogonal factors."""
         return float(torch.linalg.slogdet(self.left)[0] * torch.linalg.slogdet(self.right)[0])
 
     @property
@@ -47,12 +47,12 @@ class Decomposition:
 
     @property
     def is_singular(self) -> bool:
-        """Whether the smallest singular value is lost in the rounding of the largest."""
+        """Whether the smallest singular value is below the rounding of the largest."""
         return bool(self.values[-1] <= len(self.values) * EPS * self.values[0])
 
 
 def need_matrix(matrix: Any, *, what: str = "factorize") -> Float[Tensor, "dim dim"]:
-    """The matrix in float64, or an error: it has to be square, real, finite and not empty."""
+    """The matrix in float64; raises unless it is square, real, finite and non-empty."""
     matrix = as_tensor(what, matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
         raise ShapeError(
@@ -60,12 +60,12 @@ def need_matrix(matrix: Any, *, what: str = "factorize") -> Float[Tensor, "dim d
             "the square part."
         )
     if matrix.is_complex():
-        raise ValueRangeError(f"{what} needs real numbers; got {matrix.dtype}. Pass the real part, if that is meant.")
+        raise ValueRangeError(f"{what} needs a real matrix; got {matrix.dtype}. Pass its real part.")
     made = matrix.detach().to(torch.float64)
-    need_free_memory(f"{what} of a {len(made)} x {len(made)} matrix", 64.0 * len(made) ** 2, cure="Take a smaller one.")
+    need_free_memory(f"{what} of a {len(made)} x {len(made)} matrix", 64.0 * len(made) ** 2, cure="Pass a smaller one.")
     if not torch.isfinite(made).all():
         n_bad = int((~torch.isfinite(made)).sum())
-        raise ValueRangeError(f"{what} needs finite numbers; got {n_bad} that are not. Look where they come from.")
+        raise ValueRangeError(f"{what} needs finite entries; got {n_bad} NaN or infinite. Check the matrix.")
     return made
 
 
@@ -75,30 +75,30 @@ def need_depth(depth: int, *, what: str = "factorize") -> int:
 
 
 def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
-    """Raises where the matrix is singular, and says how far the nearest one is that can be factored."""
+    """Raises if the matrix is singular, with the distance to the nearest invertible one."""
     if not bool(torch.isfinite(found.values).all()):
         raise ValueRangeError(
-            f"{what} needs singular values within float64; got entries up to {float(found.matrix.abs().max()):.1e}, "
-            "for which they overflow. Scale the matrix down."
+            f"{what} needs singular values in the range of float64; got an overflow, with entries up to "
+            f"{float(found.matrix.abs().max()):.1e}. Scale the matrix down."
         )
     if not found.is_singular:
         return
     rank = int((found.values > len(found.values) * EPS * found.values[0]).sum())
     distance = _floor(found, None) - float(found.values[-1])
     raise ValueRangeError(
-        f"{what} needs an invertible matrix: a product of I + A with |A| < 1 is one; got rank {rank} of "
+        f"{what} needs an invertible matrix, as products of I + A with |A| < 1 are; got rank {rank} of "
         f"{len(found.values)} with singular values from {float(found.values[0]):.2g} to "
-        f"{float(found.values[-1]):.2g}. nearest_invertible(matrix) is {distance:.2g} away in spectral norm: it raises "
-        f"the small ones to {_floor(found, None):.2g}."
+        f"{float(found.values[-1]):.2g}. nearest_invertible(matrix) raises the "
+        f"small ones to {_floor(found, None):.2g}, at a distance of {distance:.2g} in spectral norm."
     )
 
 
 def nearest_invertible(
     matrix: Num[Tensor | np.ndarray, "dim dim"], *, smallest: float | None = None
 ) -> Float[Tensor, "dim dim"]:
-    """The nearest matrix, in spectral norm, without singular values below `smallest`, 1e-6 of the largest if left out.
+    """The nearest matrix in spectral norm with singular values >= `smallest`, by default 1e-6 of the largest.
 
-    A singular matrix leaves the sign of the determinant open; it is then made positive, which costs no distance.
+    For a singular matrix the determinant of the result is positive.
     """
     if smallest is not None:
         smallest = need_number(
@@ -120,8 +120,8 @@ def _floor(found: Decomposition, smallest: float | None) -> float:
 
 
 def random_matrix(dim: int, *, seed: int = 0, name: str = "matrix") -> Float[Tensor, "dim dim"]:
-    """A (dim, dim) matrix of independent normal numbers of variance 1 / dim; a function of its arguments only."""
+    """A (dim, dim) matrix with independent normal entries of variance 1 / dim."""
     dim = need_integer("dim of a random matrix", dim, low=1, high=2**31 - 1, cure="Try 8.")
-    need_free_memory(f"a random {dim} x {dim} matrix", 24.0 * dim**2, cure="Take a smaller one.")
+    need_free_memory(f"a random {dim} x {dim} matrix", 24.0 * dim**2, cure="Pass a smaller one.")
     drawn = draw("er_normal", (dim, 1), n_features=dim, density=1.0, seed=seed, layer=name).left()
     return (drawn / drawn.shape[0] ** 0.5).contiguous()

@@ -1,15 +1,14 @@
-"""One dimension more for a matrix of negative determinant, which no product of layers near the identity has.
+"""An extra dimension for matrices with negative determinant, which no product of layers near the identity has.
 
     [[R, b], [c, e]]
 
-has R as its upper left part whatever b, c and e are: x is sent with a zero, and the last output is dropped. The paper
-takes b = c = 0 and e = -1. With R = Q P (polar decomposition) and a unit vector q that Q flips, Q q = -q,
+has R as its upper left part for all b, c and e: a zero is appended to x, and the last output is dropped. The paper uses
+b = c = 0 and e = -1. With R = Q P (polar decomposition) and a unit vector q with Q q = -q,
 
     b = -s p q,    c = s q^T P,    e = -p,    s >= 0,
 
-turns q through the new dimension by less than half a turn and makes up for it by its length: the plane of q and the new
-axis is turned by pi - arctan(s) and stretched by sqrt(1 + s^2). For R = -1 that is 2.18 / l instead of pi / l, and no
-factorization is below it.
+rotates the plane of q and the new axis by only pi - arctan(s), and stretches it by sqrt(1 + s^2). For R = -1 the norm
+is 2.18 / l instead of pi / l, and no factorization has a smaller one.
 
 Theory: hardt_ma2017:negative-determinant
 """
@@ -25,20 +24,20 @@ from onlynorm.identity.factorization.decompositions import METHODS, Parts
 from onlynorm.identity.factorization.matrices import Decomposition
 
 SMALL = 64
-"""Sizes up to which the slope s is searched; for larger ones two are compared."""
+"""Largest size for which several slopes s are tried; for larger sizes, one."""
 MAX_SLOPE = 1e3
-"""The largest slope s: what is added to R may be so much larger, since that many digits of R are lost beside it."""
+"""The largest slope s; larger added entries would reduce the accuracy of R."""
 _FRACTIONS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 
 def pad_as_printed(given: Decomposition) -> Decomposition:
-    """[[R, 0], [0, -c]]: one, as in the paper, but never outside the singular values, whose spread stays that of R."""
+    """[[R, 0], [0, -c]] with c = 1 as in the paper, clipped to the range of the singular values of R."""
     extra = torch.ones_like(given.values[:1]).clamp(given.values[-1], given.values[0])[:, None]
     return Decomposition.of(torch.block_diag(given.matrix, -extra))
 
 
 def pad(given: Decomposition, depth: int) -> Decomposition:
-    """The padded matrix whose spiral has the smallest norm, among the paper's and those that turn less far."""
+    """The padded matrix with the smallest spiral norm, among that of the paper and those with smaller angles."""
     flipped = _flipped(given)
     size = float(torch.linalg.vector_norm(given.values.sqrt() * (given.right @ flipped)) ** 2)  # q^T P q
     slope = _best_slope(size, depth)
@@ -67,7 +66,7 @@ def _flipped(given: Decomposition) -> Tensor:
 
 
 def _best_slope(size: float, depth: int) -> float:
-    """The s at which one flipped direction of this size takes the smallest steps."""
+    """The slope s that minimizes the norm for one flipped direction of this size."""
     import scipy.optimize
 
     def step(longer: float) -> float:

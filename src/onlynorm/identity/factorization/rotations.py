@@ -1,4 +1,4 @@
-"""Rotations as angles in orthogonal planes: every fraction and every multiple of one is then exact."""
+"""Rotations as angles in orthogonal planes, so that fractional and integer powers are exact."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onlynorm.errors import ValueRangeError
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotation by `angles[k]` in the plane of the columns 2k and 2k + 1 of `basis`; further columns stay.
+    """The rotation by `angles[k]` in the plane of columns 2k and 2k + 1 of `basis`; other columns are fixed.
 
     Theory: hardt_ma2017:claim-C.1, hardt_ma2017:claim-A.1
     """
@@ -26,7 +26,7 @@ class Rotation:
     def of(cls, matrix: Float[Tensor, "dim dim"]) -> Rotation:
         """The planes and angles of an orthogonal matrix of determinant one, by its real Schur form.
 
-        Eigenvalues of -1 come in pairs there, and a pair is half a turn.
+        Eigenvalues of -1 come in pairs, each a rotation by pi.
         """
         import scipy.linalg
 
@@ -55,7 +55,7 @@ class Rotation:
         order = first + sorted(set(range(n)) - set(first))
         every = angles + [math.pi] * (len(minus) // 2)
         basis = torch.from_numpy(vectors[:, order].copy()).to(matrix)
-        # Deep products repeat what the basis lacks in orthogonality; one Newton step leaves only rounding.
+        # Errors in orthogonality accumulate in deep products; one Newton step reduces them to rounding.
         basis = basis @ (3.0 * torch.eye(n).to(basis) - basis.mT @ basis) / 2.0
         return cls(basis, torch.tensor(every, dtype=torch.float64).to(matrix))
 
@@ -69,12 +69,12 @@ class Rotation:
         return 2.0 * math.sin(self.largest / (2 * count))
 
     def split(self) -> tuple[Rotation, Rotation]:
-        """(all but the half turns, the half turns); the two commute and their product is the rotation."""
+        """(angles below pi, angles of pi) as two commuting rotations, whose product is the rotation."""
         half = self.angles.abs() == math.pi
         return Rotation(self.basis, self.angles * ~half), Rotation(self.basis, self.angles * half)
 
     def turn(self, coordinates: Float[Tensor, "dim n"], times: float) -> Float[Tensor, "dim n"]:
-        """The columns, given in the basis, after `times` rotations, in the basis again."""
+        """Rotates columns given in the basis `times` times; returns them in the basis."""
         n = 2 * len(self.angles)
         cos, sin = torch.cos(times * self.angles)[:, None], torch.sin(times * self.angles)[:, None]
         even, odd = coordinates[0:n:2], coordinates[1:n:2]
@@ -83,5 +83,5 @@ class Rotation:
         return turned
 
     def power(self, times: float) -> Float[Tensor, "dim dim"]:
-        """The matrix of the rotation to the power `times`, whole or not."""
+        """The matrix of the rotation to the power `times`, which may be fractional."""
         return self.basis @ self.turn(self.basis.mT, times)

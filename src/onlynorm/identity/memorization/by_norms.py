@@ -1,25 +1,30 @@
-"""`memorize_norms`: a sample learnt by heart by norms alone, from frozen random weights.
+"""`memorize_norms`: a frozen random network whose norms are chosen to fit every point of a sample.
 
     y(x) = left . norm2( relu( norm1( right . x ) ) )
 
-`right` and `left` are random, frozen and known by their seed. norm1 puts the threshold of every feature just below the
-projection of a training point, a quarter of the way to the next one, so that features cut the sample apart instead of
-passing it all or nothing; every point has features that begin at it. norm2 holds one gamma per feature. With the
-activations Phi (features, points) the gammas solve
+`right` and `left` are random, frozen and given by a seed. norm1 places the threshold of every feature below the
+projection of a training point, a quarter of the way to the next one, so that features separate the sample; every point
+has features with a threshold at it. norm2 has one gamma per feature. With the activations Phi (features, points) the
+gammas solve
 
     left diag(gamma) Phi = targets,
 
-the Khatri-Rao system of every reconstruction, with points in the place of inputs: one feature per number to remember.
-The other way is to rebuild a memorizer layer by layer: `reconstruct(memorize(x, labels), inputs=x)` has norms as its
-only chosen numbers too, at 2.5 norm parameters per weight. `docs/identity.md` has both costs.
+the Khatri-Rao system of a reconstruction with points instead of inputs: one feature per equation. An alternative is to
+rebuild a memorizer layer by layer: `reconstruct(memorize(x, labels), x)` also has norms as its only chosen
+parameters, with 2.5 norm parameters per weight. `docs/identity.md` compares the costs.
+
+In a file: the norms, the words that fix the frozen weights and their digest, in a sealed safetensors file.
 
 Theory: giannou2023:thm-1, hardt_ma2017:thm-3.2
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,26 +32,38 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, InsufficientFeaturesError, ShapeError, ToleranceError
+from onlynorm.errors import (
+    ConversionError,
+    FormatError,
+    InsufficientFeaturesError,
+    MemoryLimitError,
+    OnlynormError,
+    ShapeError,
+    ToleranceError,
+)
 from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream
+from onlynorm.frozen.maps import features_from_settings
+from onlynorm.frozen.options import PRECISIONS
 from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sample, collect, relative_errors
+from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import Affine
 from onlynorm.solvers import Solution, solve
+from onlynorm.storage import make_checked, read_tensors, write_tensors
 from onlynorm.validate import as_tensor, need_choice, need_free_memory, need_instance, need_number
 
 CODES = ("number", "one-hot")
 _BELOW = 0.25
-"""How far below its point a threshold lies, over the distance to the next point below.
+"""Distance of a threshold below its point, relative to the distance to the next point below.
 
-At one half, features of opposite directions that begin at neighbours would have one threshold: on a line, one too few.
+With one half, features of opposite directions at neighbouring points would have the same threshold.
 """
 ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormMemorizerFacts:
-    """What norms alone took to memorize a sample; `error` is the largest of any output, measured at the points."""
+    """Sizes and accuracy of a `NormMemorizer`; `error` is the largest output error at the points."""
 
     n_points: int
     n_equations: int
@@ -62,26 +79,26 @@ class NormMemorizerFacts:
     def __str__(self) -> str:
         return (
             f"{self.n_points:,} points, {self.n_equations:,} equations, {self.n_features:,} frozen features\n"
-            f"{self.n_norm_parameters:,} norm parameters chosen, {self.n_frozen:,} frozen numbers known by a seed\n"
+            f"{self.n_norm_parameters:,} norm parameters, {self.n_frozen:,} frozen parameters from a seed\n"
             f"largest error {self.error:.1e}, residual {self.residual:.1e} by {self.method}, condition about "
             f"{self.condition:.2g}, {self.seconds:.3g} s"
         )
 
 
 class NormMemorizer(nn.Module):
-    """A frozen random network whose norms remember a sample; the norms are its only parameters."""
+    """A frozen random network whose norms, its only parameters, fit a sample."""
 
     right: Tensor
     left: Tensor
 
     def __init__(self, features: Features, *, code: str) -> None:
         super().__init__()
-        features = need_instance("a norm memorizer", features, Features, cure="Pass what draw returns.")
+        features = need_instance("a norm memorizer", features, Features, cure="Pass the result of draw.")
         need_choice("code", code, (*CODES, "real"))
         self.features, self.code = features, code
         self.norm1 = Affine(features.n_features)
         self.norm2 = Affine(features.n_features)
-        # A state dict has the norms alone: the seed knows the rest.
+        # State dicts contain the norms only; the seed determines the rest.
         self.register_buffer("right", features.right(), persistent=False)
         self.register_buffer("left", features.left(), persistent=False)
         self.facts: NormMemorizerFacts | None = None
@@ -92,7 +109,7 @@ class NormMemorizer(nn.Module):
         return hidden
 
     def forward(self, x: Tensor | np.ndarray) -> Float[Tensor, "n outputs"]:
-        """Outputs for samples of any shape and dtype in the network's own dtype, `ROWS` at a time, without autocast."""
+        """Outputs for samples of any shape and dtype, in the dtype of the network, without autocast."""
         x = as_tensor("a memorizer", x)
         rows = x.flatten(1) if x.ndim > 1 else x.reshape(-1, 1)
         if rows.shape[1] != self.right.shape[1] or not len(rows) or rows.is_complex():
@@ -116,7 +133,7 @@ class NormMemorizer(nn.Module):
 
 
 def memorize_norms(
-    x: Shaped[Tensor | np.ndarray, "n ..."],
+    inputs: Shaped[Tensor | np.ndarray, "n ..."],
     labels: Shaped[Tensor | np.ndarray, "n ..."],
     *,
     code: str = "number",
@@ -124,12 +141,12 @@ def memorize_norms(
     features: str = "he_normal",
     seed: int = 0,
 ) -> NormMemorizer:
-    """A frozen random network with norms chosen so that every point gets its label or its real target.
+    """A frozen random network with norms computed such that it fits every point.
 
-    `code="number"` has one output, the number of the class: one equation per point. `"one-hot"` has one output per
-    class and that many equations per point. Real targets (n,) or (n, outputs) count their own outputs. `excess` is
-    features per equation. The network is evaluated at every point before it is returned: an output for a class that is
-    off by more than 0.25, or a real one that is off by more than 1e-6 of the largest target of that output, raises.
+    `code="number"` has one output, the class index: one equation per point. `"one-hot"` has one output per class, with
+    as many equations per point. Real targets are (n,) or (n, outputs). `excess` is features per equation. The network
+    is evaluated at every point before it is returned: an error of a class output above 0.25, or of a real output above
+    1e-6 of its largest target, raises.
 
     Theory: giannou2023:thm-1
     """
@@ -138,9 +155,9 @@ def memorize_norms(
     excess = need_number("excess", excess, cure="Try 1.25.")
     if not excess >= 1.0:
         raise InsufficientFeaturesError(
-            f"memorize_norms needs a feature for every equation, an excess of 1 or more; got {excess}. Try 1.25."
+            f"memorize_norms needs a feature per equation, excess >= 1; got {excess}. Try 1.25."
         )
-    sample = collect(x, labels, n_classes=None)
+    sample = collect(inputs, labels, n_classes=None)
     targets = _as_outputs(sample, code)
     n, outputs = targets.shape
     n_features = max(n * outputs, round(excess * n * outputs))
@@ -155,13 +172,13 @@ def memorize_norms(
     network = NormMemorizer(drawn, code="real" if sample.is_real else code).to(sample.points.device)
     _place_thresholds(network, sample.points, seed)
     with torch.no_grad():
-        said = torch.cat([network.activations(part) for part in sample.points.split(ROWS)])
+        activations = torch.cat([network.activations(part) for part in sample.points.split(ROWS)])
         size = float(targets.abs().amax()) or 1.0
-        solution = solve(network.left, said.mT, targets.mT / size)
+        solution = solve(network.left, activations.mT, targets.mT / size)
         network.norm2.weight.copy_(solution.gamma * size)
         outputs_now = network(sample.points)
         error = float((outputs_now - targets).abs().amax())
-    _need_right(sample, outputs_now, targets, solution)
+    _need_fit(sample, outputs_now, targets, solution)
     network.facts = NormMemorizerFacts(
         n_points=n, n_equations=n * outputs, n_features=drawn.n_features,
         n_norm_parameters=sum(p.numel() for p in network.parameters()),
@@ -180,10 +197,11 @@ def _as_outputs(sample: Sample, code: str) -> Tensor:
 
 
 def _place_thresholds(network: NormMemorizer, points: Tensor, seed: int) -> None:
-    """Sets norm1: every feature at unit spread, with its threshold a quarter of the way from a point to the next below.
+    """Sets norm1: features with unit deviation, and thresholds a quarter of the way from a point to the next below.
 
-    The feature is then positive at that point. Points take turns: random choices would leave some out, and two points
-    that no threshold lies between can have no targets of their own. Where nothing is below, it is one spread away.
+    The feature is then positive at that point. Points are assigned in turn: a random choice would omit some, and two
+    points without a threshold in between cannot have different targets. Below the lowest point the distance is one
+    deviation.
     """
     n_features, n = network.features.n_features, len(points)
     order = torch.from_numpy(Stream(seed, "memorize/norms", "thresholds").words(0, n).argsort(kind="stable"))
@@ -194,7 +212,7 @@ def _place_thresholds(network: NormMemorizer, points: Tensor, seed: int) -> None
         part = slice(start, min(start + ROWS, n_features))
         projected = points @ network.right[part].mT
         largest = projected.abs().amax(0)
-        largest = torch.where(largest > 0.0, largest, 1.0)  # squares of what it divides neither overflow nor vanish
+        largest = torch.where(largest > 0.0, largest, 1.0)  # avoids overflow and underflow of squares
         unit = (projected / largest).std(0, correction=0) * largest
         spread[part] = torch.where(unit > 0.0, unit, largest)
         own = projected.gather(0, chosen[part][None])[0]
@@ -206,8 +224,8 @@ def _place_thresholds(network: NormMemorizer, points: Tensor, seed: int) -> None
         network.norm1.bias.copy_(-scale * at)
 
 
-def _need_right(sample: Sample, outputs: Tensor, targets: Tensor, solution: Solution) -> None:
-    """Raises unless every output is near its target; NaN is not."""
+def _need_fit(sample: Sample, outputs: Tensor, targets: Tensor, solution: Solution) -> None:
+    """Raises unless every output is close to its target."""
     if sample.is_real:
         error, limit = float(relative_errors(outputs, targets).amax()), REAL_LIMIT
         what = f"every output within {limit:.0e} of the largest target"
@@ -221,3 +239,76 @@ def _need_right(sample: Sample, outputs: Tensor, targets: Tensor, solution: Solu
         f"{solution.residual:.1e}, condition about {solution.condition:.1e}). Draw more features (a larger excess), or "
         "standardise the inputs."
     )
+
+
+KIND = "norm memorizer"
+FORMAT = 1
+_CURE = "Save it again with onlynorm.save."
+_WORDS = ("name", "shape", "n_features", "seed", "layer", "kernel", "density", "shared_column")
+"""What fixes the frozen weights."""
+
+
+def save_norm_memorizer(network: NormMemorizer, path: Path) -> None:
+    """Writes norms, seed and digest as one sealed file, whole or not at all; frozen weights are not in it."""
+    features = network.features
+    is_drawn = all(
+        torch.equal(held, side().to(held))
+        for held, side in ((network.right, features.right), (network.left, features.left))
+    )
+    if not is_drawn or {p.dtype for p in network.parameters()} != {network.right.dtype}:
+        raise ConversionError(
+            f"save needs a memorizer with the frozen weights of its seed, in one precision; got others in "
+            f"{network.right.dtype}, as after a cast to a lower precision and back. Save it before it is cast."
+        )
+    document = {
+        "features": {name: getattr(features, name) for name in _WORDS}, "weights": features.weights_digest(),
+        "code": network.code, "facts": None if network.facts is None else dataclasses.asdict(network.facts),
+    }  # fmt: skip
+    tensors = {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()}
+    write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
+
+
+def load_norm_memorizer(path: Path) -> NormMemorizer:
+    """The network of a file that `save_norm_memorizer` wrote; frozen weights come from the seed, checked by digest."""
+    document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
+    try:
+        features = _read_features(document["features"], tensors)
+        if (digest := features.weights_digest()) != document["weights"]:
+            raise FormatError(
+                f"a {KIND} needs frozen weights with the digest {document['weights']!s:.16}; its seed gives "
+                f"{digest:.16} here. The file was forged, or these features changed: use the onlynorm that wrote it."
+            )
+        facts = document["facts"]
+        checked = None if facts is None else make_checked(NormMemorizerFacts, facts)
+        network = NormMemorizer(features, code=document["code"]).to(tensors["norm1.weight"].dtype)
+        counts = (features.n_features, sum(p.numel() for p in network.parameters()))
+        if checked is not None and (checked.n_features, checked.n_norm_parameters) != counts:
+            raise ValueError("facts about another network")
+        for name, held in network.named_parameters():
+            held.data = tensors[name]
+        network.facts = checked
+    except (FormatError, MemoryLimitError):
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, OnlynormError) as error:
+        raise FormatError(
+            f"a {KIND} needs features and facts that fit its norms; {path.name} has others ({error!s:.200}). {_CURE}"
+        ) from error
+    return network
+
+
+def _read_features(settings: dict[str, Any], tensors: dict[str, Tensor]) -> Features:
+    """The features of a file; ValueError unless the norms are those of so many features, before anything is drawn."""
+    n_features, shape = settings["n_features"], settings["shape"]
+    if not all(type(size) is int and size > 0 for size in (n_features, *shape)) or len(shape) != 2:
+        raise ValueError(f"{n_features!r:.40} features for {shape!r:.40}")
+    names = {f"{norm}.{part}" for norm in ("norm1", "norm2") for part in ("weight", "bias")}
+    if tensors.keys() != names:
+        raise ValueError(f"the tensors {sorted(tensors)!s:.100}")
+    dtype = tensors["norm1.weight"].dtype
+    for name, tensor in tensors.items():
+        is_norm = tensor.dtype == dtype and dtype in PRECISIONS.values() and tuple(tensor.shape) == (n_features,)
+        if not is_norm or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)} for {n_features} features")
+    need = 8 * max(n_features * sum(shape), shape[0] * shape[1])
+    need_memory(f"the {KIND}", need, memory_limit(), "Load it on a larger machine.")
+    return features_from_settings(settings)

@@ -1,19 +1,20 @@
-"""How a memorizer behaves off its sample: held-out data, noise of growing size, and how far a class is certain.
+"""The behaviour of a memorizer outside its sample: held-out data, noise, and certified class radii.
 
-A memorizer does not generalise. Away from its points it is mostly silent, every output exactly zero (`SILENT`): either
-no neuron fires and the flag stays up, or one fires by the wrong amount and the input ends near no class vector. A
-neuron fires on a half-space beyond its own point, so an input that lies far out in the direction of some point is moved
-by it, and now and then it lands near a class, right or wrong. What is measured here says how often each happens.
+A memorizer does not generalize. Away from its points all outputs are mostly zero (`SILENT`): either no neuron is
+active, or one is active with a wrong value, and the hidden vector is not close to any class vector. A neuron is active
+on a half-space beyond its point, so inputs far out in the direction of a point are moved by it, and sometimes end near
+a class vector, of the correct class or not. The functions here measure how often each happens.
 
-Two distances belong to every input. `activation_distances`: the same neurons fire as long as it moves by less than
-that, so that the network is linear there. `class_radii`: the class is certain to stay the same. The second is much
-smaller, since a move by a few percent of the first carries the input past its class vector.
+`activation_distances`: the distance of an input within which the same neurons are active, so that the network is
+linear. `class_radii`: the distance within which the class cannot change. The second is much smaller, since a few
+percent of the first move the hidden vector past its class vector.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,24 +23,34 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import ConversionError, ShapeError, shown
 from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Block, Memorizer
 from onlynorm.identity.memorization.thresholds import lengths_of
 from onlynorm.modules import is_class_labels
 from onlynorm.seeds import seeded
-from onlynorm.validate import as_tensor, need_callable, need_instance, need_integer, need_items, need_number, need_seed
+from onlynorm.validate import (
+    Progress,
+    as_tensor,
+    need_instance,
+    need_integer,
+    need_items,
+    need_number,
+    need_progress,
+    need_seed,
+)
 
 SIZES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)
-"""Sizes of the noise: its length over the median distance of a point from the mean."""
+"""Norms of the noise, relative to the median distance of a point from the mean."""
 MOST = 2000
-"""Training points that noise is added to."""
+"""Maximum number of training points with noise."""
 _LINEAR = 256
-"""Inputs whose linear maps are held at a time."""
+"""Inputs whose linear maps are in memory at a time."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Fractions of the inputs with the right class, with no class, and with a wrong one."""
+class Answers(Result):
+    """Fractions of inputs with the correct class, no class, and a wrong class."""
 
     right: float
     silent: float
@@ -49,14 +60,13 @@ class Answers:
         return f"{100 * self.right:.2f} % right, {100 * self.silent:.2f} % silent, {100 * self.wrong:.2f} % wrong"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffSample:
-    """What a memorizer does off its sample.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OffSample(ShownResult):
+    """The behaviour of a memorizer outside its sample.
 
-    Lengths are over `scale`, the median distance of a point from the mean. `class_radius` has the smallest, the median
-    and the largest distance within which a training point certainly keeps its class, `activation_distance` the same of
-    the distance to the nearest activation boundary. `noise` has rows (size, answers); `chance` is the fraction of the
-    most frequent held-out class.
+    Lengths are relative to `scale`, the median distance of a point from the mean. `class_radius` has the minimum,
+    median and maximum of the class radii of training points, `activation_distance` those of the distance to the nearest
+    activation boundary. `noise` has rows (size, answers); `chance` is the fraction of the most frequent held-out class.
     """
 
     scale: float
@@ -67,6 +77,48 @@ class OffSample:
     held_out: Answers | None
     n_held_out: int
     chance: float
+
+    def plot(self) -> Figure:
+        """The answers under noise, with the class radii of the training points."""
+        rows = sorted((size, answers) for size, answers in self.noise if size > 0.0)
+        if not rows:
+            return Figure()
+        sizes = [size for size, _ in rows]
+        curves = [
+            Curve(name, sizes, [getattr(answers, name) for _, answers in rows], "line+points")
+            for name in ("right", "silent", "wrong")
+        ]
+        low, middle, _ = self.class_radius
+        for radius, name in ((middle, "median class radius"), (low, "smallest class radius")):
+            if 0.0 < radius < math.inf:
+                curves.append(Curve(name, (radius, radius), (0.0, 1.0), style="law"))
+        if self.held_out is not None:
+            level = self.held_out.right
+            curves.append(Curve("right on held-out samples", (sizes[0], sizes[-1]), (level, level), style="law"))
+        x_label, y_label = "length of the noise over the median distance from the mean", "fraction of the inputs"
+        return Figure(curves, [Panel("", "Answers under noise", x_label, y_label, x_log=True)])
+
+    def view(self) -> View:
+        """The answers, and how far from a training point they are certain."""
+        rows = [(f"noise of size {size:g}", answers) for size, answers in self.noise]
+        if self.held_out is not None:
+            rows.append((f"{self.n_held_out:,} held-out samples", self.held_out))
+        columns = ("inputs", "right %", "silent %", "wrong %")
+        cells = [(name, *(f"{100 * share:.2f}" for share in (a.right, a.silent, a.wrong))) for name, a in rows]
+        lengths = {"class radius": self.class_radius, "distance to an activation boundary": self.activation_distance}
+        return View(
+            "A memorizer off its sample",
+            lines=["Lengths are over the median distance of a point from the mean."],
+            facts={
+                **{
+                    f"{what}, {which}": f"{length:.2e}"
+                    for what, found in lengths.items()
+                    for which, length in zip(("smallest", "median"), found, strict=False)
+                },
+                **({} if self.held_out is None else {"most frequent held-out class": f"{100 * self.chance:.2f} %"}),
+            },
+            tables={"Answers": Table(columns, cells)},
+        )
 
     def __str__(self) -> str:
         lines = [
@@ -89,33 +141,32 @@ class OffSample:
 @torch.no_grad()
 def measure_off_sample(
     network: Memorizer,
-    x: Tensor | np.ndarray,
-    *,
+    inputs: Tensor | np.ndarray,
     labels: Int[Tensor | np.ndarray, " n"],
+    *,
     held_out: tuple[Tensor | np.ndarray, Tensor | np.ndarray] | None = None,
     sizes: Sequence[float] = SIZES,
     most: int = MOST,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> OffSample:
     """Class radii at the training points, answers under noise of each size, and answers on held-out samples.
 
     Noise is gaussian and the same for a seed, added to at most `most` points, evenly spread over the sample.
     """
-    need_instance("measure_off_sample", network, Memorizer, cure="Pass what memorize returns.")
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with how much is done, and of how much.")
+    need_instance("measure_off_sample", network, Memorizer, cure="Pass the result of memorize.")
+    need_progress(progress)
     seed = need_seed(seed)
     sizes = need_items("sizes of noise", sizes, cure=f"Leave them out for {SIZES}.")
     sizes = [need_number("a size of noise", size, low=0.0, cure="Try 0.01.") for size in sizes]
     most = need_integer("most", most, low=1, cure=f"Leave it out for {MOST}.")
-    points, labels = _need_labels(network, x, labels)
+    points, labels = _need_labels(network, inputs, labels)
     step = max(1, -(-len(points) // most))
     chosen, expected = points[::step], labels[::step]
     scale = float(lengths_of(points - points.mean(0)).median()) or 1.0
     total = len(sizes) + 2
     radii, distances = class_radii(network, chosen) / scale, activation_distances(network, chosen) / scale
-    _tell(progress, 1, total)
+    _report(progress, 1, total, "class radii")
     rows = []
     for place, size in enumerate(sizes):
         noisy = chosen
@@ -123,17 +174,17 @@ def measure_off_sample(
             drawn = torch.randn(chosen.shape, generator=seeded(seed), dtype=torch.float64).to(chosen)
             noisy = chosen + drawn * (size * scale / chosen.shape[1] ** 0.5)
         rows.append((float(size), _judge(network.classify(noisy), expected)))
-        _tell(progress, place + 2, total)
+        _report(progress, place + 2, total, f"noise of size {size:g}")
     answers, n_held_out, chance = None, 0, 0.0
     if held_out is not None:
         if not isinstance(held_out, tuple | list) or len(held_out) != 2:
             raise ConversionError(
                 f"held_out needs a pair of inputs and labels; got {shown(held_out)}. Pass (inputs, labels)."
             )
-        inputs, truth = _need_labels(network, *held_out)
-        answers, n_held_out = _judge(network.classify(inputs), truth), len(truth)
+        others, truth = _need_labels(network, *held_out)
+        answers, n_held_out = _judge(network.classify(others), truth), len(truth)
         chance = float(truth.unique(return_counts=True)[1].amax()) / n_held_out
-    _tell(progress, total, total)
+    _report(progress, total, total, "held-out samples")
     return OffSample(
         scale=scale, class_radius=_spread(radii), activation_distance=_spread(distances),
         noise=tuple(rows), n_noisy=len(chosen), held_out=answers, n_held_out=n_held_out, chance=chance,
@@ -141,14 +192,14 @@ def measure_off_sample(
 
 
 @torch.no_grad()
-def activation_distances(network: Memorizer, x: Tensor | np.ndarray) -> Float[Tensor, " n"]:
-    """For each input a distance within which the same neurons fire in all blocks up to its own.
+def activation_distances(network: Memorizer, inputs: Tensor | np.ndarray) -> Float[Tensor, " n"]:
+    """For each input, the distance to the nearest activation boundary of all blocks up to its own.
 
-    Its own block is the first in which a neuron fires. It is the smallest |pre-activation| over the length of its
-    gradient: the distance to the nearest activation boundary there. The class may change earlier; see `class_radii`.
+    Its own block is the first with an active neuron. The distance is the minimum of |pre-activation| / |gradient|. The
+    class may change earlier; see `class_radii`.
     """
     network = _need_memorizer(network)
-    rows, lift = network.rows(x), network.lift.weight
+    rows, lift = network.rows(inputs), network.lift.weight
     found = []
     steepness = [lengths_of(block.inner.weight @ lift) for block in _blocks(network)]
     for part in rows.split(ROWS):
@@ -164,15 +215,15 @@ def activation_distances(network: Memorizer, x: Tensor | np.ndarray) -> Float[Te
 
 
 @torch.no_grad()
-def class_radii(network: Memorizer, x: Tensor | np.ndarray) -> Float[Tensor, " n"]:
-    """For each input a radius within which `classify` cannot change its answer, silence included.
+def class_radii(network: Memorizer, inputs: Tensor | np.ndarray) -> Float[Tensor, " n"]:
+    """For each input, a radius within which the result of `classify` cannot change, including `SILENT`.
 
     Within the distance to the nearest activation boundary the network is linear in its input. Where the hidden vector
     is M lift(x) + constant, a neuron with weights w keeps its sign within |pre-activation| / |w M lift|, and one output
-    stays above another within their difference over the length of the gradient of that difference. The radius is the
-    smallest of these over all neurons, the last layer and the classes. For blocks after the first that moves an input,
-    |w M lift| <= |w| |M lift| spares a product per neuron. It holds in exact arithmetic: rounding in float64 moves the
-    boundaries by about 1e-16 times the length of the input, and in lower precision by as much more as it rounds.
+    stays above another within their difference divided by the norm of its gradient. The radius is the minimum over all
+    neurons, the last layer and the classes. For blocks after the first that moves an input, |w M lift| <= |w| |M lift|
+    saves a product per neuron. The radius holds in exact arithmetic: rounding in float64 moves the boundaries by about
+    1e-16 times the norm of the input, and more in lower precision.
     """
     network = _need_memorizer(network)
     if network.is_real:
@@ -180,8 +231,8 @@ def class_radii(network: Memorizer, x: Tensor | np.ndarray) -> Float[Tensor, " n
             f"class_radii needs a memorizer of classes; this one has {network.n_outputs} real outputs. "
             "activation_distances needs no classes."
         )
-    rows = network.rows(x)
-    # lift = small Q^T with orthonormal columns of Q, so that |w lift| = |w small|: nothing has the size of the inputs.
+    rows = network.rows(inputs)
+    # lift = small Q^T with orthonormal columns of Q, so |w lift| = |w small|, and no matrix has the size of the inputs.
     small = torch.linalg.qr(network.lift.weight.mT)[1].mT
     return torch.cat([_radii_of(network, small, network.enter(part)) for part in rows.split(_LINEAR)])
 
@@ -204,7 +255,7 @@ def _radii_of(network: Memorizer, small: Tensor, h: Tensor) -> Tensor:
 
 
 def _readout_radii(network: Memorizer, h: Tensor, maps: Float[Tensor, "n width size"]) -> Float[Tensor, " n"]:
-    """How far inputs may move before a cue changes its sign, or another output is as large as the largest one."""
+    """The distance within which no cue changes its sign and the largest output stays the largest."""
     said, slopes = network.cues(h), network.cues.weight @ maps
     radii = _nearest(said, torch.linalg.vector_norm(slopes, dim=2))
     outputs = network.values(functional.relu(said))
@@ -213,19 +264,19 @@ def _readout_radii(network: Memorizer, h: Tensor, maps: Float[Tensor, "n width s
     chosen = torch.arange(len(h), device=h.device)
     ahead = largest[:, None] - outputs
     steep = torch.linalg.vector_norm(slopes[chosen, best][:, None] - slopes, dim=2)
-    # The best output has no lead over itself; it only has to stay positive.
+    # The largest output only has to stay positive.
     ahead[chosen, best], steep[chosen, best] = largest, torch.linalg.vector_norm(slopes[chosen, best], dim=1)
     return torch.where(largest > 0.0, torch.minimum(radii, _nearest(ahead, steep)), radii)
 
 
 def _nearest(said: Float[Tensor, "n neurons"], steep: Tensor) -> Float[Tensor, " n"]:
-    """The smallest |value| over its steepness; neurons that only fill up a block have none and no boundary to cross."""
+    """The minimum of |value| / slope; unused neurons have slope zero and no boundary."""
     return torch.where(steep > 0.0, said.abs() / steep, torch.inf).amin(1)
 
 
 def _need_memorizer(network: Memorizer) -> Memorizer:
-    """The network, with its parameters as float64 numbers."""
-    need_instance("a measure off the sample", network, Memorizer, cure="Pass what memorize returns.")
+    """The network in float64."""
+    need_instance("a measure off the sample", network, Memorizer, cure="Pass the result of memorize.")
     is_double = all(parameter.dtype == torch.float64 for parameter in network.parameters())
     return network if is_double else copy.deepcopy(network).double()
 
@@ -243,9 +294,9 @@ def _judge(answers: Tensor, expected: Tensor) -> Answers:
     return Answers(right / n, silent / n, (n - right - silent) / n)
 
 
-def _tell(progress: Callable[[int, int], None] | None, done: int, total: int) -> None:
+def _report(progress: Progress | None, done: int, total: int, message: str) -> None:
     if progress is not None:
-        progress(done, total)
+        progress(done, total, message)
 
 
 def _need_labels(network: Memorizer, x: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
@@ -253,7 +304,7 @@ def _need_labels(network: Memorizer, x: Tensor | np.ndarray, labels: Tensor | np
     rows, labels = network.rows(x).double(), as_tensor("labels", labels)
     if labels.shape != rows.shape[:1] or not is_class_labels(labels):
         raise ShapeError(
-            f"measure_off_sample needs one whole-number label per sample, {len(rows)}; got {labels.dtype} of shape "
-            f"{tuple(labels.shape)}. It judges classes; real targets have none."
+            f"measure_off_sample needs one integer label per sample, {len(rows)}; got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}. Real targets are not supported."
         )
     return rows, labels.long().to(rows.device)

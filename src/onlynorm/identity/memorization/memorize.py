@@ -1,16 +1,17 @@
-"""`memorize`: a residual network that maps every point of a sample to its label or target, built and not trained.
+"""`memorize`: construct a residual network that fits every point of a sample, without training.
 
     lift       x -> (z, 0): a random projection to width - 1 coordinates, centred and scaled to length about one; flag 0
-    blocks     neuron i fires at point i and at no later one; what it adds carries the point to (v_i, -1)
+    blocks     neuron i is active at point i and at no later point; its output moves the point to (v_i, -1)
     read       from the class vectors v (or the embedded real targets) to the outputs
 
-Points go by decreasing length of z, `width` to a block: `thresholds` says why that works for any distinct points, and
-what the paper's order misses. All blocks are known at once: a point stays bit for bit where it is until its own block,
-and the flag keeps those that arrived away from every later neuron.
+Points are processed by decreasing norm of z, `width` per block; `thresholds` explains why this works for any distinct
+points. All blocks are computed at once: a point does not move before its own block, and the flag keeps moved points
+away from all later neurons.
 
-Points far out cost no digits of the others. The flag of a point that waits is exactly zero, so that no neuron sees it;
-goals lie as far out as the farthest points need (`readout`); and points far out share no block with the rest, whose
-neurons they would set off by as much as they are longer. Every network is checked at every point before it is returned.
+Outliers do not reduce the accuracy of other points. The flag of a point that has not moved is exactly zero, so neurons
+do not depend on it; goals are scaled with the farthest points (`readout`); and outliers have separate blocks, since
+they would activate other neurons in proportion to their norm. Every network is evaluated at every point before it is
+returned.
 
 Theory: hardt_ma2017:thm-3.2, hardt_ma2017:lemma-B.1, hardt_ma2017:lemma-B.2
 """
@@ -20,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,24 +36,23 @@ from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sampl
 from onlynorm.identity.memorization.readout import EPS, Readout, choose_readout, normals
 from onlynorm.identity.memorization.thresholds import Separation, by_length, fit_outgoing, lengths_of, separate
 from onlynorm.memory import memory_limit, need_memory
-from onlynorm.validate import need_callable, need_choice, need_integer
+from onlynorm.validate import Progress, need_choice, need_integer, need_progress
 
 PROJECTIONS = ("random", "principal")
 FACTOR = 4.0
-"""Width over the logarithm of the number of points."""
+"""Width divided by the logarithm of the number of points."""
 FAR = 1000.0
-"""Times the median length from where on a point counts as far out."""
+"""Points beyond this multiple of the median norm are outliers."""
 _CENTRED_BY = 1001
-"""Points, evenly spread over the sample, that tell whether outliers pull the mean away."""
+"""Number of points used to detect whether outliers shift the mean."""
 _CLIP = 10.0
-"""Median lengths beyond which a point counts no more for the principal directions."""
+"""Norms are clipped to this multiple of the median for the principal directions."""
 _POWER = -0.25
-"""Principal coordinates are scaled by this power of their variance: half-way to whitening gave the largest radii."""
-Progress = Callable[[int, int], None]
+"""Principal coordinates are scaled by this power of their variance: halfway to whitening gave the largest radii."""
 
 
 def memorize(
-    x: Shaped[Tensor | np.ndarray, "n ..."],
+    inputs: Shaped[Tensor | np.ndarray, "n ..."],
     labels: Shaped[Tensor | np.ndarray, "n ..."],
     *,
     width: int | None = None,
@@ -62,26 +61,24 @@ def memorize(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Memorizer:
-    """A residual ReLU network that sends every point x[i] to its label, one-hot, or to its real target.
+    """A residual ReLU network that maps every point inputs[i] to its one-hot label or its real target.
 
-    Integer labels (n,) are classes; floating-point ones (n,) or (n, outputs) are real targets, as in `fit` and
-    `diagnose`. Inputs of any dtype count as the float64 numbers they are: for those the network is exact, the class
-    at every point, real outputs up to `facts.rounding`. Repeated points merge if their targets agree and are refused
-    if not. The network is evaluated at every point before it is returned: a wrong class, a one-hot output that is off
-    by more than 0.25, or a real output that is off by more than 1e-6 of the largest target of that output raises.
+    Integer labels (n,) are classes; floating-point labels (n,) or (n, outputs) are real targets, as in `fit` and
+    `diagnose`. Inputs are converted to float64; real outputs are exact up to `facts.rounding`. Repeated points are
+    merged if their targets agree, else they raise. The network is evaluated at every point before it is returned: a
+    wrong class, an error of a one-hot output above 0.25, or of a real output above 1e-6 of its largest target, raises.
 
-    `width` is 4 log n if left out, and more for very many classes or outputs. `projection="principal"` takes the
-    leading principal directions instead of random ones: larger class radii, but points that differ only in what it
-    drops are refused. `progress` hears (points, of how many) while thresholds are sought.
+    `width` is 4 log n by default, and more for many classes or outputs. `projection="principal"` uses the leading
+    principal directions instead of random ones: class radii are larger, but points that differ only in the remaining
+    directions raise. `progress` is called with (points done, total points, message).
 
     Theory: hardt_ma2017:thm-3.2
     """
     started = time.perf_counter()
     seed = check_seed(seed)
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with how many points are done, and of how many.")
+    need_progress(progress)
     need_choice("projection", projection, PROJECTIONS)
-    sample = collect(x, labels, n_classes=n_classes)
+    sample = collect(inputs, labels, n_classes=n_classes)
     width = _choose_width(sample, width)
     _need_room(sample, width)
     lift = _draw_lift(sample.points, width - 1, projection=projection, seed=seed)
@@ -89,7 +86,7 @@ def memorize(
     _need_finite(hidden, sample.points)
     order = _order(sample, hidden)
     targets, hidden, noise = sample.targets[order], hidden[order], _rounding_of(lift, sample.points, hidden)[order]
-    noise = noise.flip(0).cummax(0).values.flip(0)  # a neuron has to tell its point from any later one
+    noise = noise.flip(0).cummax(0).values.flip(0)  # a neuron must separate its point from all later ones
     found = separate(hidden, noise=noise, names=sample.places[order], progress=progress)
     lengths = lengths_of(hidden)
     unit = max(1.0, float(lengths[0]) / FAR)
@@ -106,7 +103,7 @@ def memorize(
         smallest_gap=filled.smallest_gap, n_tilted=found.n_tilted, rounding=read.error(filled.error), seed=seed,
         projection=projection, seconds=time.perf_counter() - started,
     )  # fmt: skip
-    _need_right(network, sample, facts, lift=lift)
+    _need_fit(network, sample, facts, lift=lift)
     network.facts = dataclasses.replace(facts, seconds=time.perf_counter() - started)
     return network
 
@@ -124,7 +121,7 @@ class _Lift:
 
 @dataclass(frozen=True)
 class _Filled:
-    """The weights of all blocks; `error` is how far from its goal rounding may leave a point."""
+    """The weights of all blocks; `error` bounds the distance of a point from its goal by rounding."""
 
     inner: Tensor
     shifts: Tensor
@@ -134,13 +131,13 @@ class _Filled:
 
 
 def _choose_width(sample: Sample, width: int | None) -> int:
-    """4 log n, and at least what the goals need: 4 log r coordinates for classes, one per real output, and a flag."""
+    """4 log n, and at least the dimension of the goals: 4 log r for classes, one per real output, and a flag."""
     n, r = len(sample.points), sample.n_outputs
     least = r + 1 if sample.is_real else 3
     if width is None:
         roomy = 0 if sample.is_real else math.ceil(4.0 * math.log(r)) + 1
         return max(3, least, roomy, math.ceil(FACTOR * math.log(n)))
-    cure = "It is room for the goals and a flag. Leave it out, or choose a larger one."
+    cure = "It must hold the goals and a flag. Leave it out, or pass a larger one."
     return need_integer("width", width, low=max(3, least), high=2**31 - 1, cure=cure)
 
 
@@ -167,16 +164,16 @@ def _draw_lift(points: Tensor, size: int, *, projection: str, seed: int) -> _Lif
 
 
 def _usual_size(points: Tensor) -> float:
-    """The power of two nearest to the median point, or one where no square of it overflows or vanishes anyway."""
+    """A power of two close to the median point; one if its squares neither overflow nor underflow."""
     largest = points.abs().amax(1)
     usual = float(largest.median()) or float(largest.amax())
     return 1.0 if usual == 0.0 or 2.0**-300 < usual < 2.0**300 else 2.0 ** (math.frexp(usual)[1] - 1)
 
 
 def _centre(points: Tensor) -> Tensor:
-    """The mean, unless outliers pull it away: then the median of every coordinate.
+    """The mean, or the coordinatewise median if outliers shift the mean.
 
-    They do where the median distance from it is more than twice that from the coordinates' medians.
+    They do if the median distance from the mean is more than twice that from the median.
     """
     some = points[:: max(1, -(-len(points) // _CENTRED_BY))]
     mean, middle = points.mean(0), some.median(0).values
@@ -185,7 +182,7 @@ def _centre(points: Tensor) -> Tensor:
 
 
 def _principal_directions(centred: Tensor, size: int) -> Tensor:
-    """The leading principal directions (size, inputs), scaled; points far out count as if they were nearer."""
+    """The leading principal directions (size, inputs), scaled; norms of outliers are clipped."""
     lengths = lengths_of(centred)
     usual = float(lengths.median()) or float(lengths.amax()) or 1.0
     clipped = centred / (lengths / _CLIP).clamp(min=usual)[:, None]
@@ -198,7 +195,7 @@ def _principal_directions(centred: Tensor, size: int) -> Tensor:
 
 
 def _order(sample: Sample, hidden: Tensor) -> Tensor:
-    """The order in which points are moved; those the projection cannot tell apart go as one if their targets agree."""
+    """The order in which points are moved; points with equal projection are merged if their targets agree."""
     kept = merge(hidden, sample.targets, sample.places, are_projected=True).to(hidden.device)
     return kept[by_length(hidden[kept])]
 
@@ -208,23 +205,23 @@ def _need_finite(hidden: Tensor, points: Tensor) -> None:
         return
     largest = points.abs().amax(1)
     raise ValueRangeError(
-        "memorize needs points that stay within float64 when their median length is scaled to one; got entries up to "
-        f"{float(largest.amax()):.1e} where the median point has {float(largest.median()):.1e}. Scale the inputs to "
-        "about one, and remove what lies that far out."
+        "memorize needs points in the range of float64 after scaling their median norm to one; got entries up to "
+        f"{float(largest.amax()):.1e}, and {float(largest.median()):.1e} for the median point. Scale the inputs to "
+        "about one, and remove outliers."
     )
 
 
 def _rounding_of(lift: _Lift, points: Tensor, hidden: Tensor) -> Tensor:
-    """By how much rounding may move each hidden point, at most: n eps |a| |b| for every inner product of length n."""
+    """Bounds of the rounding error of each hidden point: n eps |a| |b| for an inner product of length n."""
     size = lengths_of(lift.weight.reshape(1, -1))[0] * lengths_of(points)
     lifted = (points.shape[1] + 1) * (size + lengths_of(lift.bias[None])[0])
     return EPS * (lifted + 2.0 * (hidden.shape[1] + 2) * lengths_of(hidden))
 
 
 def _slots(lengths: Tensor, width: int) -> Tensor:
-    """Where each point's neuron goes, as block * width + place: full blocks, but none with far and near points.
+    """The slot of each point's neuron, block * width + index: full blocks, but none with outliers and other points.
 
-    A point sets off later neurons of its block in proportion to its length, which the block has to take back.
+    A point activates later neurons of its block in proportion to its norm, which the block has to compensate.
     """
     slots, start, block = torch.empty(len(lengths), dtype=torch.long), 0, 0
     falling = -lengths.cpu()
@@ -242,13 +239,13 @@ def _slots(lengths: Tensor, width: int) -> Tensor:
 def _fill_blocks(
     hidden: Tensor, found: Separation, goals: Tensor, noise: Tensor, unit: float, slots: Tensor, width: int
 ) -> _Filled:
-    """The weights of all blocks at once; places without a point have zeros."""
+    """The weights of all blocks; slots without a point are zero."""
     own = (found.directions * hidden).sum(1)
     lengths = lengths_of(hidden)
-    # Nothing comes after the last point; its gap only says from where on inputs set it off.
+    # The last point has no later points; its gap only sets its threshold.
     gaps = torch.where(torch.isinf(found.gaps), lengths.clamp(min=1.0), found.gaps)
-    # A point that waits has the flag zero and one that arrived has -unit and a length of unit / 2: its neuron's value
-    # is then at most -(unit + gap) / 2.
+    # The flag is zero before a point is moved, and -unit after, with a norm of unit / 2: the value of its neuron is
+    # then at most -(unit + gap) / 2.
     flags = 2.0 + (gaps + torch.relu(-own)) / unit
     here = torch.cat([hidden, torch.zeros_like(flags)[:, None]], 1)
     n_blocks = int(slots[-1]) // width + 1
@@ -263,10 +260,10 @@ def _fill_blocks(
     said = torch.relu(blocked(here) @ inner.mT + shifts[:, None, :]).triu()
     is_free = blocked(torch.ones_like(gaps)) == 0.0
     said[is_free] = 0.0
-    said.diagonal(dim1=1, dim2=2)[is_free] = 1.0  # keeps the system solvable; a free place moves nothing
+    said.diagonal(dim1=1, dim2=2)[is_free] = 1.0  # makes the system solvable; an unused slot moves nothing
     added = fit_outgoing(said, blocked(goals - here))
     steps = lengths_of(added.flatten(0, 1)).reshape(n_blocks, width, 1)
-    # Per neuron that fires: the rounding of its value, and that of the solve and of the sum of all that is added.
+    # Per active neuron: the rounding of its value, of the solve and of the sum.
     moved = blocked(noise) * ((said > 0.0).to(steps) @ steps)[..., 0] + EPS * (
         4.0 * width * (said @ steps)[..., 0] + 2.0 * blocked(lengths)
     )
@@ -287,8 +284,8 @@ def _copy_into(network: Memorizer, lift: _Lift, filled: _Filled, read: Readout) 
     network.values.weight.copy_(read.values)
 
 
-def _need_right(network: Memorizer, sample: Sample, facts: MemorizerFacts, *, lift: _Lift) -> None:
-    """Raises unless the network, evaluated at every point, has every class and every output right."""
+def _need_fit(network: Memorizer, sample: Sample, facts: MemorizerFacts, *, lift: _Lift) -> None:
+    """Raises unless the network fits every point."""
     outputs = _evaluate(network, sample.points)
     if sample.is_real:
         errors, limit = relative_errors(outputs, sample.targets), REAL_LIMIT
@@ -296,7 +293,7 @@ def _need_right(network: Memorizer, sample: Sample, facts: MemorizerFacts, *, li
     else:
         errors, limit = (outputs - functional.one_hot(sample.targets, sample.n_outputs)).abs().amax(1), CLASS_LIMIT
         errors = torch.where(outputs.argmax(1) == sample.targets, errors, torch.inf)
-        what = f"every class right and every output within {limit}"
+        what = f"every class correct and every output within {limit}"
     bad = (~(errors <= limit)).nonzero().flatten()  # NaN is bad
     if not len(bad):
         return
@@ -313,7 +310,7 @@ def _need_right(network: Memorizer, sample: Sample, facts: MemorizerFacts, *, li
 
 @torch.no_grad()
 def _evaluate(network: Memorizer, points: Tensor) -> Tensor:
-    """The outputs at the points. Rows at which no neuron of a block fires are not multiplied by its zeros."""
+    """The outputs at the points; rows without an active neuron skip the second layer of a block."""
     parts = []
     for part in points.split(ROWS):
         h = network.enter(part)

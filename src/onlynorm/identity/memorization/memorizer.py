@@ -1,9 +1,9 @@
-"""`Memorizer`: the residual network that `memorize` fills, as an ordinary module.
+"""`Memorizer`: the residual network of `memorize` as a module.
 
     h_0 = lift(x),    h_j = h_(j-1) + outer_j(relu(inner_j(h_(j-1)))),    y = values(relu(cues(h_l)))
 
-The last coordinate of the hidden vector is a flag: 0 for a point that no block has moved yet, -1 for one that arrived
-(times the unit of the goals, which is above one only for samples with outliers).
+The last coordinate of the hidden vector is a flag: 0 before a point is moved by a block, -1 after (times the unit of
+the goals, which is above one only for samples with outliers).
 
 Memorizers in files: a sealed safetensors file with the numbers, the sizes and the facts.
 """
@@ -22,24 +22,26 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.display import Result
 from onlynorm.errors import ConversionError, FormatError, ShapeError
+from onlynorm.frozen.options import PRECISIONS
 from onlynorm.storage import make_checked, read_tensors, write_tensors
-from onlynorm.validate import as_tensor, need_free_memory, need_instance, need_integer, need_path
+from onlynorm.validate import as_tensor, need_free_memory, need_integer
 
 ROWS = 8192
-"""Samples that pass through the blocks together: what the forward pass holds does not grow with the batch."""
+"""Samples per chunk of the forward pass, so that its memory does not grow with the batch."""
 SILENT = -1
-"""The class of an input at which no output is positive: the network has nothing to say about it."""
+"""The class of an input without positive outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorizerFacts:
-    """What `memorize` built, and how much room it leaves.
+class MemorizerFacts(Result):
+    """Sizes and accuracy of a memorizer.
 
-    `constant` is n_parameters / (n log n + r^2), the constant of theorem 3.2; `smallest_gap` is the least distance
+    `constant` is n_parameters / (n log n + r^2), the constant of theorem 3.2; `smallest_gap` is the smallest distance
     along the direction of a neuron between its point and the points after it, in units of the median length of a
     hidden point; `rounding` bounds the error of any output at the training points in float64. A network that is cast
-    to another dtype loses its facts: they hold in float64.
+    to another dtype has no facts, since they hold in float64 only.
     """
 
     n_points: int
@@ -82,9 +84,9 @@ class Block(nn.Module):
 
 
 class Memorizer(nn.Module):
-    """A residual network of theorem 3.2; made here it is all zeros, `memorize` and `load_state_dict` fill it.
+    """A residual network of theorem 3.2, initialized with zeros; `memorize` sets its weights.
 
-    `n_cues` counts the neurons of the last layer: one per class, or two per real output. Parameters are float64.
+    `n_cues` is the number of neurons of the last layer: one per class, or two per real output. Parameters are float64.
 
     Theory: hardt_ma2017:thm-3.2
     """
@@ -109,21 +111,21 @@ class Memorizer(nn.Module):
 
     @property
     def is_real(self) -> bool:
-        """Whether the outputs are real targets; they are one-hot classes if not."""
+        """Whether the outputs are real targets instead of one-hot classes."""
         return self.n_cues == 2 * self.n_outputs
 
     def forward(self, x: Tensor | np.ndarray) -> Float[Tensor, "n n_outputs"]:
-        """Outputs for samples of any shape and dtype, computed in the network's own dtype, `ROWS` at a time.
+        """Outputs for samples of any shape and dtype, computed in the dtype of the network, `ROWS` at a time.
 
-        Autocast does not apply: thresholds need all digits. Without gradients the memory does not depend on the
-        number of blocks or samples, outputs aside.
+        Autocast is disabled, since thresholds need full precision. Without gradients the memory does not depend on the
+        number of blocks or samples, except for the outputs.
         """
         rows = self.rows(x)
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             return torch.cat([self.read(self.move(self.enter(part))) for part in rows.split(ROWS)])
 
     def rows(self, x: Tensor | np.ndarray) -> Tensor:
-        """The samples as rows, checked."""
+        """The validated samples as rows."""
         x = as_tensor("a memorizer", x)
         flat = x.flatten(1) if x.ndim > 1 else x[:, None] if x.ndim == 1 and self.n_inputs == 1 else x
         if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not len(flat) or flat.is_complex():
@@ -134,19 +136,19 @@ class Memorizer(nn.Module):
         return flat
 
     def enter(self, rows: Tensor) -> Tensor:
-        """Rows lifted into the hidden space, where their flag is zero."""
+        """The hidden vectors of the rows before the first block, with flag zero."""
         own = next(self.parameters())
         lifted: Tensor = self.lift(rows.to(own))
         return lifted
 
     def move(self, h: Tensor) -> Tensor:
-        """Hidden vectors after all blocks; those of the training points have reached the vectors of their classes."""
+        """The hidden vectors after all blocks; those of training points are at their class vectors."""
         for block in self.blocks:
             h = block(h)
         return h
 
     def read(self, h: Tensor) -> Tensor:
-        """Outputs from the hidden vectors after the last block."""
+        """The outputs for hidden vectors after the last block."""
         outputs: Tensor = self.values(functional.relu(self.cues(h)))
         return outputs
 
@@ -170,12 +172,12 @@ class Memorizer(nn.Module):
 
     @property
     def n_parameters(self) -> int:
-        """Numbers the network holds."""
+        """Number of parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 def _zero_linear(n_inputs: int, n_outputs: int, *, bias: bool = True) -> nn.Linear:
-    # Made without numbers: the usual initialisation would draw from the global generator.
+    # On the meta device, since the usual initialization would draw from the global generator.
     layer = nn.Linear(n_inputs, n_outputs, bias=bias, device="meta")
     layer.weight = nn.Parameter(torch.zeros(n_outputs, n_inputs, dtype=torch.float64))
     if bias:
@@ -185,13 +187,11 @@ def _zero_linear(n_inputs: int, n_outputs: int, *, bias: bool = True) -> nn.Line
 
 KIND = "onlynorm-memorizer"
 FORMAT = 1
-_CURE = "Write it again with save_memorizer or `onlynorm memorize --out`."
+_CURE = "Save it again with onlynorm.save or `onlynorm memorize --out`."
 
 
-def save_memorizer(network: Memorizer, path: Path | str) -> None:
+def save_memorizer(network: Memorizer, path: Path) -> None:
     """Writes the network as one sealed file, whole or not at all."""
-    path = need_path("save_memorizer", path)
-    need_instance("save_memorizer", network, Memorizer, cure="Pass what memorize returned.")
     document = {
         "n_inputs": network.n_inputs,
         "n_outputs": network.n_outputs,
@@ -204,9 +204,8 @@ def save_memorizer(network: Memorizer, path: Path | str) -> None:
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
 
-def load_memorizer(path: Path | str) -> Memorizer:
+def load_memorizer(path: Path) -> Memorizer:
     """The network of a file that `save_memorizer` wrote; a damaged, altered or foreign file is refused."""
-    path = need_path("load_memorizer", path)
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
     try:
         sizes = {name: document[name] for name in ("n_inputs", "n_outputs", "width", "n_blocks", "n_cues")}
@@ -214,7 +213,10 @@ def load_memorizer(path: Path | str) -> Memorizer:
         facts = document["facts"]
         checked = None if facts is None else make_checked(MemorizerFacts, facts)
         network = Memorizer(sizes.pop("n_inputs"), sizes.pop("n_outputs"), **sizes)
-        network.load_state_dict(tensors)
+        for name, held in network.named_parameters():
+            held.data = tensors[name]
+        if checked is not None and network.lift.weight.dtype != torch.float64:
+            raise ValueError("facts, which hold in float64, about a network in another precision")
         if checked is not None and (checked.width, checked.n_blocks, checked.n_parameters) != (
             network.width, len(network.blocks), network.n_parameters,
         ):  # fmt: skip
@@ -240,7 +242,9 @@ def _need_sizes(sizes: dict[str, int], tensors: dict[str, Tensor]) -> None:
     for place in range(n_blocks):
         wanted |= {f"blocks.{place}.inner.weight": (width, width), f"blocks.{place}.inner.bias": (width,),
                    f"blocks.{place}.outer.weight": (width, width)}  # fmt: skip
+    dtype = tensors["lift.weight"].dtype
     for name, shape in wanted.items():
         tensor = tensors[name]
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        is_own = tensor.dtype == dtype and dtype in PRECISIONS.values() and tuple(tensor.shape) == shape
+        if not is_own or not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)}, not finite numbers {shape}")

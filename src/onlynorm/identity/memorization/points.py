@@ -1,4 +1,4 @@
-"""What is to be memorized: points and targets, checked, with repeated points merged."""
+"""Validated points and targets to memorize, with repeated points merged."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from onlynorm.modules import is_class_labels
 from onlynorm.validate import as_tensor, need_integer
 
 SHOWN = 5
-"""Pairs that an error lists."""
+"""Maximum number of pairs listed in an error."""
 CLASS_LIMIT = 0.25
-"""The largest error of a memorized class output; from one half on, the class could be another one."""
+"""Largest error of a class output; from one half on, the class could be wrong."""
 REAL_LIMIT = 1e-6
-"""The largest error of a memorized real output, over the largest target of that output."""
+"""Largest error of a real output, relative to the largest target of that output."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Distinct points (n, inputs) in float64, their targets, and where each stood among the points given.
+    """Distinct points (n, inputs) in float64, their targets, and their indices in the given sample.
 
-    `targets` are class numbers (n,), or real vectors (n, outputs) if `is_real`.
+    `targets` are class indices (n,), or real vectors (n, outputs) if `is_real`.
     """
 
     points: Tensor
@@ -38,18 +38,18 @@ class Sample:
 
 
 def collect(x: Any, labels: Any, *, n_classes: int | None) -> Sample:
-    """The distinct points with their targets; a point that is given twice with different targets is refused."""
+    """The distinct points with their targets; raises if equal points have different targets."""
     points = _need_points(as_tensor("points", x))
     targets, n_outputs = _need_targets(as_tensor("labels", labels), len(points), n_classes)
     places = merge(points, targets, torch.arange(len(points)))
     places = places.to(points.device)
     n_given = len(points)
-    points = points if len(places) == n_given else points[places]  # points are large: no copy without need
+    points = points if len(places) == n_given else points[places]  # avoids a copy of large data
     return Sample(points, targets.to(points.device)[places], places, n_outputs, targets.ndim == 2, n_given)
 
 
 def relative_errors(outputs: Float[Tensor, "n outputs"], targets: Float[Tensor, "n outputs"]) -> Float[Tensor, " n"]:
-    """The largest error at each point, each output measured by its own largest target, or by one if all are zero."""
+    """The largest error at each point, with each output relative to its largest target, or to one if all are zero."""
     size = targets.abs().amax(0)
     return ((outputs - targets) / torch.where(size > 0.0, size, 1.0)).abs().amax(1)
 
@@ -57,12 +57,12 @@ def relative_errors(outputs: Float[Tensor, "n outputs"], targets: Float[Tensor, 
 def merge(
     rows: Float[Tensor, "n size"], targets: Tensor, places: Tensor, *, are_projected: bool = False
 ) -> Int[Tensor, " kept"]:
-    """Positions of the first of every set of equal rows, in order; equal rows need equal targets.
+    """Indices of the first row of every set of equal rows, in order; equal rows must have equal targets.
 
-    `places` are the numbers by which the error names the rows; it says so if they are equal only after a projection.
+    `places` are the indices of rows in errors; `are_projected` selects the message for rows after a projection.
     """
     first_at: dict[bytes, int] = {}
-    rows = rows.detach().cpu() + 0.0  # a negative zero equals a positive one, but its bytes do not
+    rows = rows.detach().cpu() + 0.0  # converts negative zeros, whose bytes differ
     firsts = [
         first_at.setdefault(hashlib.blake2b(row.tobytes(), digest_size=16).digest(), i)
         for i, row in enumerate(rows.numpy())
@@ -76,8 +76,8 @@ def merge(
         more = f" and {len(second) - SHOWN} more" if len(second) > SHOWN else ""
         if are_projected:
             raise ValueRangeError(
-                "memorize needs points that float64 can tell apart in the hidden space; got points that are equal "
-                f"there and have different targets at {_named(pairs)}{more}. Subtract the mean of the inputs and scale "
+                "memorize needs points that are distinct in the hidden space in float64; got equal ones with "
+                f"different targets at {_named(pairs)}{more}. Subtract the mean of the inputs and scale "
                 'them to about one, choose a larger width, or use projection="random".'
             )
         raise ValueRangeError(
@@ -96,7 +96,7 @@ def _need_points(x: Tensor) -> Tensor:
         x = x[:, None]
     if x.ndim < 2 or not x.numel() or x.is_complex():
         raise ShapeError(
-            f"memorize needs real points (n, ...), one point and one number per point at least; got {x.dtype} of shape "
+            f"memorize needs real points (n, ...), at least one point with one feature; got {x.dtype} of shape "
             f"{tuple(x.shape)}. Put the points along the first axis."
         )
     points = x.detach().flatten(1).double()
@@ -105,18 +105,18 @@ def _need_points(x: Tensor) -> Tensor:
 
 
 def _need_targets(labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor, int]:
-    """(class numbers (n,), classes) from integers, (real targets (n, outputs), outputs) from floating-point numbers."""
+    """(class indices (n,), classes) for integers, (real targets (n, outputs), outputs) for floating-point labels."""
     is_real = not is_class_labels(labels)
     axes = (1, 2) if is_real else (1,)
     if labels.is_complex() or labels.ndim not in axes or len(labels) != n or not labels.numel():
         raise ShapeError(
-            f"memorize needs one label per point, {n} whole numbers, or real targets ({n},) or ({n}, outputs); got "
-            f"{labels.dtype} of shape {tuple(labels.shape)}. One-hot labels become numbers by labels.argmax(1)."
+            f"memorize needs one label per point, {n} integers, or real targets ({n},) or ({n}, outputs); got "
+            f"{labels.dtype} of shape {tuple(labels.shape)}. Convert one-hot labels with labels.argmax(1)."
         )
     if is_real:
         if n_classes is not None:
             raise ValueRangeError(
-                f"n_classes needs whole-number labels; got {n_classes} with {labels.dtype} targets. Leave it out, or "
+                f"n_classes needs integer labels; got {n_classes} with {labels.dtype} targets. Leave it out, or "
                 "pass labels.long()."
             )
         targets = labels.detach().double().reshape(n, -1)
@@ -129,7 +129,7 @@ def _need_targets(labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor
         n_outputs = need_integer("n_classes", n_classes, low=1, high=2**31 - 1, cure="Leave it out to count.")
     if low < 0 or high >= n_outputs:
         raise ValueRangeError(
-            f"labels need whole numbers from 0 to {max(n_outputs, 1) - 1}; got {low} to {high}. Number the classes "
+            f"labels need integers from 0 to {max(n_outputs, 1) - 1}; got {low} to {high}. Number the classes "
             "from zero: torch.unique(labels, return_inverse=True)[1]."
         )
     return classes, n_outputs
@@ -140,5 +140,5 @@ def _need_finite(what: str, values: Tensor) -> None:
     if len(bad):
         raise ValueRangeError(
             f"memorize needs finite {what}; got NaN or infinity at {', '.join(str(int(i)) for i in bad[:SHOWN])} "
-            f"({len(bad)} in all). Remove or mend them."
+            f"({len(bad)} in total). Remove or fix them."
         )

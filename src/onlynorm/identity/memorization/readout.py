@@ -1,9 +1,9 @@
-"""Where a memorizer sends its points, and how it reads its outputs there.
+"""The goals to which a memorizer moves its points, and the last layer.
 
-Every goal has the flag -unit and lies within `RADIUS` units of the axis of the flag. Classes have a random vector each,
-which one more block of lemma B.1 turns into a one-hot label; real targets are laid out in a subspace and read from it.
-The unit is one, and larger where points lie far out: a sum of numbers of size L is rounded to about eps L, so that a
-goal has to be of a size that is not lost in the rounding of the longest move.
+Every goal has the flag -unit and is within `RADIUS` units of the axis of the flag. Each class has a random vector,
+which another block of lemma B.1 maps to a one-hot label; real targets are embedded in a subspace. The unit is one, and
+larger for samples with outliers: a sum of values of size L has a rounding error of about eps L, so goals must be large
+enough compared with the longest move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAG = 2.0
 
 @dataclass(frozen=True)
 class Readout:
-    """Where points are sent, and how outputs are read there: values relu(cues h + shifts)."""
+    """The goals of points, and the last layer: values relu(cues h + shifts)."""
 
     goals: Tensor
     cues: Tensor
@@ -67,7 +67,7 @@ def _read_real(targets: Tensor, r: int, width: int, seed: int) -> Readout:
 
     Every output has its own scale, half of its range: one output does not cost another its digits.
     """
-    middle = targets.amax(0) / 2.0 + targets.amin(0) / 2.0  # their sum may overflow
+    middle = targets.amax(0) / 2.0 + targets.amin(0) / 2.0  # avoids overflow
     reach = (targets - middle).abs().amax(0)
     reach = torch.where(reach > 0.0, reach, middle.abs())  # zero where all targets are, and then so is the output
     unit = torch.where(reach > 0.0, reach, 1.0)
@@ -83,5 +83,5 @@ def _read_real(targets: Tensor, r: int, width: int, seed: int) -> Readout:
 
 
 def normals(seed: int, name: str, rows: int, columns: int) -> Tensor:
-    """Standard normal numbers (rows, columns) that depend on nothing but their arguments."""
+    """Standard normal values (rows, columns), determined by the arguments."""
     return draw("er_normal", (rows, 1), n_features=columns, density=1.0, seed=seed, layer=name).left().contiguous()

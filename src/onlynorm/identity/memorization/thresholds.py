@@ -1,26 +1,25 @@
-"""Directions and thresholds that single out one point after another: lemma B.1, made to work for any distinct points.
+"""Directions and thresholds that separate each point from all later ones: lemma B.1 for any distinct points.
 
 Points are taken by decreasing length. A point a_i is then never hidden by one that is still to come: with
 |a_j| <= |a_i| and the unit vector u_i = a_i / |a_i|,
 
     <u_i, a_i> - <u_i, a_j>  >=  |a_i - a_j|^2 / (2 |a_i|)  >  0,
 
-so that a neuron relu(<u_i, h> - t_i) with t_i half-way between fires at a_i and at no later point. It may fire at
-earlier ones: those are moved away before, or share the block, where a triangular system takes care of them. The
-paper's common threshold 1 - 2 rho has no such order and fails for close points.
+so a neuron relu(<u_i, h> - t_i) with t_i halfway between is active at a_i and at no later point. It may be active at
+earlier points, which were moved before, or are in the same block, where a triangular system accounts for them. The
+common threshold 1 - 2 rho of the paper uses no such order and fails for close points.
 
-For very close points the square above is lost in rounding. Their directions are tilted until every difference to a
-later point meets them at a fair angle; the gap is then of the order of the distance, not of its square.
+For very close points the square above is below rounding. Their directions are tilted until the cosine with every
+difference to a later point is large enough; the gap is then of the order of the distance, not of its square.
 
-Directions have length one, so that gaps are distances: neither a gap nor its rounding depends on how far out the
-point lies, and no product of two long vectors overflows.
+Directions have norm one, so that gaps are distances: neither a gap nor its rounding depends on the norm of the point,
+and no product of two long vectors overflows.
 
 Theory: hardt_ma2017:lemma-B.1
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +27,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.errors import ValueRangeError
+from onlynorm.validate import Progress
 
 CHUNK = 2**23
-"""Inner products held at a time: 64 MB."""
+"""Inner products in memory at a time: 64 MB."""
 SHAKY = 1e-6
-"""Fraction of a gap that rounding may blur before the direction is tilted."""
+"""Rounding error relative to a gap above which the direction is tilted."""
 LOST = 1e-2
-"""Fraction of a gap that rounding may blur at most: beyond, the activation itself would be noise."""
+"""Largest rounding error relative to a gap; beyond it, the activation would be noise."""
 FAIR = 0.1
-"""Cosine between a tilted direction and every difference at which tilting stops."""
+"""Smallest cosine between a tilted direction and the differences at which tilting stops."""
 STEPS = 500
 
 
@@ -53,14 +53,14 @@ class Separation:
 
 
 def lengths_of(rows: Float[Tensor, "n size"]) -> Float[Tensor, " n"]:
-    """The length of every row; rows of any finite size are measured without overflow or underflow."""
+    """The norm of every row, without overflow or underflow."""
     largest = rows.abs().amax(1)
     unit = torch.where(largest > 0.0, largest, 1.0)
     return torch.linalg.vector_norm(rows / unit[:, None], dim=1) * unit
 
 
 def by_length(points: Float[Tensor, "n size"]) -> Int[Tensor, " n"]:
-    """The order in which to move the points: by decreasing length, equal ones as they stand."""
+    """The indices of points by decreasing norm, with a stable sort."""
     return lengths_of(points).argsort(descending=True, stable=True)
 
 
@@ -69,16 +69,16 @@ def separate(
     *,
     noise: Float[Tensor, " n"],
     names: Int[Tensor, " n"],
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Separation:
     """Directions and gaps for points in the order of `by_length`.
 
-    `noise[i]` bounds the rounding error of neuron i at its own point and at any later one; a gap that is lost in it
-    raises, and `names` says of which points.
+    `noise[i]` bounds the rounding error of neuron i at its own point and at later ones; a gap that is too small raises,
+    with the points named by `names`.
     """
     lengths = lengths_of(points)
     directions = points / torch.where(lengths > 0.0, lengths, 1.0)[:, None]
-    directions[lengths == 0.0, 0] = 1.0  # the centre itself has no direction; it comes last, and any will do
+    directions[lengths == 0.0, 0] = 1.0  # zero has no direction; it is last, and any direction works
     gaps = (directions * points).sum(1) - largest_later(directions, points, progress=progress)
     close = (~(2.0 * noise <= SHAKY * gaps)).nonzero().flatten()  # NaN counts as close
     for i in close.tolist():
@@ -92,7 +92,7 @@ def largest_later(
     directions: Float[Tensor, "n size"],
     points: Float[Tensor, "n size"],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Float[Tensor, " n"]:
     """For each direction its largest inner product with any later point, minus infinity for the last; in chunks."""
     n = len(points)
@@ -102,22 +102,22 @@ def largest_later(
         stop = min(n, start + max(1, CHUNK // (n - start)))
         products = directions[start:stop] @ points[start:].mT
         rows = torch.arange(stop - start, device=points.device)
-        # Only the corner at the front holds products with the point itself or with earlier ones.
+        # Only the first columns have products with the point itself or with earlier ones.
         corner = products[:, : stop - start]
         corner.masked_fill_(rows[None, :] <= rows[:, None], -torch.inf)
         largest[start:stop] = products.amax(1)
         start = stop
         if progress is not None:
-            progress(start, n)
+            progress(start, n, "thresholds")
     return largest
 
 
 def fit_outgoing(
     activations: Float[Tensor, "blocks width width"], moves: Float[Tensor, "blocks width size"]
 ) -> Float[Tensor, "blocks width size"]:
-    """What each neuron of a block has to add so that every point of the block makes its move.
+    """The output weights of the neurons of a block, such that every point of the block makes its move.
 
-    activations[b, l, i] is what neuron i says at point l: zero for l > i, positive for l = i.
+    activations[b, l, i] is the activation of neuron i at point l: zero for l > i, positive for l = i.
     """
     return torch.linalg.solve_triangular(activations.triu(), moves, upper=True)
 
@@ -126,8 +126,7 @@ def _tilt(points: Tensor, i: int) -> tuple[Tensor, Tensor]:
     """(direction, gap) for a point with very close later ones: a perceptron on the directions of the differences."""
     if i + 1 == len(points):
         raise ValueRangeError(
-            "memorize needs points whose rounding can be bounded; got a rounding error that is NaN. Scale the inputs "
-            "to about one."
+            "memorize needs points with a finite rounding error; got NaN. Scale the inputs to about one."
         )
     differences = points[i] - points[i + 1 :]
     units = differences / lengths_of(differences)[:, None]

@@ -1,4 +1,4 @@
-"""Chains of random layers: what happens to the rank of a signal, averaged.
+"""Chains of random layers: averages of the rank of the signal.
 
-The files read in the order: weights, quantities, averages, chain, simulate.
+Reading order: weights, quantities, averages, chain, simulate.
 """

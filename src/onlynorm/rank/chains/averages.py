@@ -1,10 +1,9 @@
-"""Averages along chains with error bars, in memory that does not grow with the number of steps.
+"""Averages along chains with standard errors, in memory independent of the number of steps.
 
-Observations of one chain are correlated, so their spread says nothing about the error of their mean. They are summed
-in batches of equal length; when there is no room for another batch, neighbours are merged and batches are twice as
-long from then on. Batches that are long against the memory of the chain are independent, and so are chains: the spread
-of about `GROUPS` means, over chains and stretches of time, gives the error. Where there are that many chains,
-stretches are whole chains.
+Observations of one chain are correlated, so their variance does not give the error of their mean. They are summed in
+batches of equal length; when all batches are full, neighbours are merged and the batch length doubles. Batches much
+longer than the correlation time of the chain are independent, and so are chains: the standard error follows from the
+variance of about `GROUPS` means, over chains and segments of chains. With that many chains, segments are whole chains.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onlynorm.display import Result
+
 ROOM = 64
 GROUPS = 32
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """An average with its standard error, and the spread of single observations around it."""
+class Estimate(Result):
+    """An average with its standard error, and the standard deviation of single observations."""
 
     value: float
     error: float
@@ -42,9 +43,9 @@ class BatchMeans:
         self.n_observed = 0
 
     def add(self, values: Tensor) -> None:
-        """Count more observations (observations, chains, quantities), in the order of time.
+        """Adds observations (observations, chains, quantities), in the order of time.
 
-        Sums are taken one observation after the other, so that they do not depend on how many come at once.
+        They are summed one by one, so that the result does not depend on how many are added at once.
         """
         squares = values.square()
         self.squares = _add_in_order(self.squares, squares)
@@ -59,21 +60,21 @@ class BatchMeans:
             self.n_observed += len(fitting)
 
     def group_means(self) -> tuple[Tensor, float]:
-        """(groups, quantities): means over stretches of chains; and how many such stretches all data would make."""
+        """(means, n): means (groups, quantities) over segments of chains, and the number of segments in all data."""
         n_chains = self.sums.shape[1]
         n_full = self.n_observed // self.length
         per_chain = max(1, min(-(-GROUPS // n_chains), n_full))
-        together = n_full // per_chain  # batches in a stretch; what does not fill one only shortens the error
-        stretches = self.sums[: per_chain * together].view(per_chain, together, *self.sums.shape[1:]).sum(1)
+        together = n_full // per_chain  # batches per segment; the rest only enters n
+        segments = self.sums[: per_chain * together].view(per_chain, together, *self.sums.shape[1:]).sum(1)
         length = together * self.length
-        return (stretches / length).flatten(0, 1), n_chains * self.n_observed / length
+        return (segments / length).flatten(0, 1), n_chains * self.n_observed / length
 
     def means(self) -> Tensor:
-        """(chains, quantities): the mean of every chain over all its observations."""
+        """(chains, quantities): the mean of each chain over all its observations."""
         return self.sums.sum(0) / self.n_observed
 
     def estimate(self, place: int) -> Estimate:
-        """The average of one quantity."""
+        """The estimate of one quantity."""
         value = float(self.means()[:, place].mean())
         spread = float(self.squares[:, place].mean()) / self.n_observed - value * value
         groups, n_groups = self.group_means()
@@ -81,7 +82,7 @@ class BatchMeans:
         return Estimate(value, error, math.sqrt(max(spread, 0.0)))
 
     def estimate_quotient(self, above: int, below: int) -> Estimate:
-        """The quotient of two averages; its error to first order, correlations included."""
+        """The quotient of two averages, with its first-order error including correlations."""
         top, bottom = self.means()[:, [above, below]].mean(0).tolist()
         if bottom == 0.0:
             return Estimate(math.nan, math.nan)
@@ -91,11 +92,11 @@ class BatchMeans:
 
 
 def _add_in_order(start: Tensor, values: Tensor) -> Tensor:
-    """start + values[0] + values[1] + ..., from left to right; torch.sum and torch.cumsum may take another order."""
+    """start + values[0] + values[1] + ..., from left to right; torch.sum and torch.cumsum may use another order."""
     rows = np.concatenate([start.numpy()[None], values.numpy()])
     return torch.from_numpy(np.add.accumulate(rows, axis=0)[-1])
 
 
 def _standard_error(means: Tensor, n: float) -> float:
-    """Standard error of the mean of n independent values; infinite for a single one."""
+    """Standard error of the mean of n independent values; infinite for a single value."""
     return float(means.std() / math.sqrt(n)) if len(means) > 1 else math.inf

@@ -1,12 +1,12 @@
-"""The chain of pre-activations of a random network, with batch norms or without, many chains as one tensor.
+"""The Markov chain of pre-activations of a random network, with or without batch norms; many chains in one tensor.
 
     H+ = norm(H + gamma W F(H))        gamma = inf: H+ = norm(W F(H)), a network without skips
 
-H is (chains, width, samples), W has independent entries of variance one, F works elementwise. The norm scales every
-row to norm sqrt(N) ("batch", the paper's), after subtracting its mean ("centred"), or there is none ("none").
+H is (chains, width, samples), W has independent entries of variance one, F is elementwise. The norm scales every row to
+norm sqrt(N) ("batch", as in the paper), after subtracting its mean ("centred"), or not at all ("none").
 
-Without a norm the entries grow or vanish exponentially. Where F is homogeneous the whole matrix is rescaled in every
-step, which changes no rank; with other F it is not rescaled.
+Without a norm the entries grow or vanish exponentially. For homogeneous F the matrix is rescaled in every step, which
+does not change ranks; for other F it is not rescaled.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError
 from onlynorm.features.streams import Stream
 from onlynorm.rank.chains.weights import LAWS, ChainWeights
@@ -52,19 +53,18 @@ NORMS = ("batch", "centred", "none")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 _CHECK_EVERY = 256  # steps between two checks that all entries are finite
 CHAIN_ENTRIES, MOST_CHAINS = 2**15, 128
-"""Entries of H over all chains, and chains, where `n_chains` is not given; docs/rank.md has the measured rates."""
+"""Maximum entries of H over all chains, and chains, if `n_chains` is not given; see docs/rank.md for the speed."""
 MAX_STEPS = 10**10
-"""Layers that a chain can have: with more the run would take days."""
-_TINY = 1e-30  # a row below it is zero: a dead unit, which stays zero
+"""Maximum number of steps."""
+_TINY = 1e-30  # rows with a smaller norm are zero: dead units, which stay zero
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Result):
     """The settings of a chain; equal chains give equal values. Theory: daneshmand2020:thm-3, daneshmand2020:lemma-4
 
-    `activation` is a name or an elementwise function. Without `n_chains` there are as many chains as fill a processor
-    (see `chains`). float32 is the default: averages over a chain have errors of 1e-3 at best, and it is two to three
-    times as fast.
+    `activation` is a name or an elementwise function. The default of `n_chains` depends on the size (see `chains`). The
+    default dtype is float32, which is two to three times as fast; statistical errors are at least 1e-3.
     """
 
     width: int
@@ -96,12 +96,12 @@ class Chain:
 
     @property
     def samples(self) -> int:
-        """The number of samples N: as many as the width where nothing else is said."""
+        """The number of samples N, by default the width."""
         return self.width if self.n_samples is None else self.n_samples
 
     @property
     def chains(self) -> int:
-        """`n_chains`, or as many as fill a processor: 128 of width 16 or less, 32 of width 32, 2 of width 128."""
+        """`n_chains`, by default as many as a processor runs efficiently: 128 up to width 16, 32 at 32, 2 at 128."""
         if self.n_chains is not None:
             return self.n_chains
         return max(1, min(CHAIN_ENTRIES // (self.width * self.samples), MOST_CHAINS))
@@ -113,23 +113,23 @@ class Chain:
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether a vanilla chain may be rescaled in every step, because F(c x) = c F(x) for c > 0."""
+        """Whether a chain without norms is rescaled in every step, since F(c x) = c F(x) for c > 0."""
         return self.norm == "none" and self.activation in HOMOGENEOUS
 
     def settings(self) -> dict[str, Any]:
-        """Everything that the values depend on, as plain data; a function is given by its name."""
+        """All settings that determine the values, as plain data, with functions as names."""
         named = self.activation if isinstance(self.activation, str) else _name(self.activation)
         names = ("width", "gamma", "samples", "norm", "weights", "seed", "dtype")
         return {**{name: getattr(self, name) for name in names}, "n_chains": self.chains, "activation": named}
 
     def draw_inputs(self) -> Float[Tensor, "chains width samples"]:
         """A Gaussian input matrix for every chain, of full rank with probability one."""
-        numbers = Stream(self.seed, "rank/chain", "inputs").normals(0, math.prod(self.shape))
-        return torch.from_numpy(numbers).view(self.shape).to(self.device, DTYPES[self.dtype])
+        values = Stream(self.seed, "rank/chain", "inputs").normals(0, math.prod(self.shape))
+        return torch.from_numpy(values).view(self.shape).to(self.device, DTYPES[self.dtype])
 
     def ready_inputs(self, inputs: Tensor | None) -> Float[Tensor, "chains width samples"]:
-        """The given inputs, one matrix for all chains or one for each, or drawn ones; always a copy."""
-        size = 8.0 * self.chains * self.width * max(self.width, self.samples)  # inputs are drawn in float64
+        """A copy of the given inputs, one matrix for all chains or one for each; random inputs if None."""
+        size = 8.0 * self.chains * self.width * max(self.width, self.samples)  # random inputs are float64
         need_free_memory(f"a chain of width {self.width} and {self.samples} samples", size, cure="Pass smaller sizes.")
         if inputs is None:
             return self.draw_inputs()
@@ -137,7 +137,7 @@ class Chain:
         if tuple(inputs.shape) not in (self.shape, self.shape[1:]):
             raise ShapeError(
                 f"a chain needs inputs {self.shape[1:]} or {self.shape}, (chains, width, samples); got "
-                f"{tuple(inputs.shape)}. Pass X.T if its rows are samples, and n_samples as their number."
+                f"{tuple(inputs.shape)}. Pass X.T if rows are samples, and their number as n_samples."
             )
         if not bool(torch.isfinite(inputs).all()):
             raise ValueRangeError("a chain needs finite inputs; got NaN or infinite ones. Clean the data first.")
@@ -164,7 +164,7 @@ class Chain:
         return self._step(H, W, need_number("scale", scale, low=-1e30, high=1e30, cure="Pass weights.scale."))
 
     def _step(self, H: Tensor, W: Tensor, scale: float) -> Tensor:
-        """The same without checks, which would take longer than the step."""
+        """`step` without validation, which would take longer than the step."""
         inner = _function(self.activation)(H)
         moved = W @ inner if math.isinf(self.gamma) else torch.baddbmm(H, W, inner, alpha=self.gamma * scale)
         if self.norm == "none":
@@ -190,15 +190,15 @@ class Chain:
 def walk(
     chain: Chain, depths: Iterable[int], *, inputs: Tensor | None = None
 ) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
-    """(depth, H) at each of the depths, in order; depth 0 is the input itself."""
+    """Yields (depth, H) at these depths, in order; depth 0 is the input."""
     need_instance("walk", chain, Chain, cure="Pass Chain(width=32).")
     cure = "walk needs depths >= 0, such as range(0, 100, 10)."
-    wanted = sorted(set(need_sizes("depths", depths, low=0, n_least=1, cure=cure)))
-    chosen = set(wanted)
+    ordered = sorted(set(need_sizes("depths", depths, low=0, n_least=1, cure=cure)))
+    chosen = set(ordered)
     X = chain.ready_inputs(inputs)
-    if wanted[0] == 0:
+    if ordered[0] == 0:
         yield 0, X
-    for depth, H in steps(chain, X, weights=chain.draw_weights(), start=0, stop=wanted[-1]):
+    for depth, H in steps(chain, X, weights=chain.draw_weights(), start=0, stop=ordered[-1]):
         if depth in chosen:
             yield depth, H
 
@@ -206,9 +206,9 @@ def walk(
 def steps(
     chain: Chain, H: Tensor, *, weights: ChainWeights, start: int, stop: int
 ) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
-    """(depth, H) after each of the steps start, ..., stop - 1 from H; raises at NaN or infinity."""
-    for depth, numbers in enumerate(weights.steps(start, stop), start=start + 1):
-        H = chain._step(H, numbers, weights.scale)
+    """Yields (depth, H) after each of the steps start, ..., stop - 1; raises at NaN or infinity."""
+    for depth, W in enumerate(weights.steps(start, stop), start=start + 1):
+        H = chain._step(H, W, weights.scale)
         if (depth % _CHECK_EVERY == 0 or depth == stop) and not bool(torch.isfinite(H).all()):
             raise ValueRangeError(
                 f"a chain needs entries within the range of {chain.dtype}; got NaN or infinity before step {depth}. "
@@ -222,6 +222,6 @@ def _function(activation: str | Activation) -> Activation:
 
 
 def _name(function: Activation) -> str:
-    """The name of a function in a saved state; of a module such as nn.ELU() its repr."""
+    """The name of a function for a saved state; for a module such as nn.ELU(), its repr."""
     name = getattr(function, "__qualname__", None)
     return str(function) if name is None else f"{function.__module__}.{name}"

@@ -1,16 +1,16 @@
-"""What is averaged along a chain: quantities of M(H) by name, for all chains at once.
+"""Quantities of M(H) that are averaged along a chain, by name, for all chains at once.
 
-H is first scaled so that Tr M = d, which batch norms do by themselves:
+H is first scaled so that Tr M = d, as with batch norms:
 
     r             Tr(M)^2 / |M|_F^2, the lower bound of the rank
     frobenius     |M|_F^2
     cube          Tr(M^3)
     squares       Tr(diag(M^2)^2)
     offdiagonal   the mean of M_ij over i different from j
-    soft_rank t   how many eigenvalues of M are at least t, as in "soft_rank 0.5"
+    soft_rank t   the number of eigenvalues of M that are at least t, as in "soft_rank 0.5"
 
-The regularity constant alpha is the average of squares over that of cube, both for M of unit diagonal. Norms make the
-diagonal so. Without norms, rows are scaled to norm sqrt(N) first: `ROWWISE` holds the names of the two quantities.
+The regularity constant alpha is the average of squares divided by that of cube, both for M with unit diagonal. With
+norms the diagonal is one. Without norms, rows are scaled to norm sqrt(N) first: `ROWWISE` names these two quantities.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from onlynorm.rank.measures import count_at_least
 from onlynorm.validate import need_items
 
 PLAIN = ("r", "frobenius", "cube", "squares", "offdiagonal")
-_TINY = 1e-30  # a trace below it is zero
+_TINY = 1e-30  # a smaller trace counts as zero
 USUAL = ("r", "frobenius", "cube", "squares", "soft_rank 0.5")
 ROWWISE = {"squares": "squares of unit rows", "cube": "cube of unit rows"}
-"""The parts of alpha where rows do not have equal norms."""
+"""Numerator and denominator of alpha if rows do not have equal norms."""
 
 
 def check_quantities(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, once each is known and none comes twice."""
+    """The names as a tuple; raises unless all are known and distinct."""
     if isinstance(names, str):
         names = (names,)
     names = tuple(need_items("quantities", names, cure="Pass names such as ('r', 'frobenius')."))
@@ -41,7 +41,7 @@ def check_quantities(names: Sequence[str]) -> tuple[str, ...]:
         if not isinstance(name, str) or (name not in PLAIN and not _tau(name) > 0.0):
             raise UnknownNameError("quantity", name, (*PLAIN, "soft_rank 0.5"))
     if not names or len(set(names)) < len(names):
-        raise ValueRangeError(f"a chain needs quantities, each once; got {', '.join(names) or 'none'}. Drop one.")
+        raise ValueRangeError(f"a chain needs distinct quantities; got {', '.join(names) or 'none'}. Drop one.")
     return tuple(names)
 
 
@@ -84,7 +84,7 @@ def _quantity(name: str, M: Tensor, squares: Tensor) -> Tensor:
 
 
 def _tau(name: str) -> float:
-    """tau of "soft_rank 0.5"; NaN where the name is another."""
+    """tau of "soft_rank 0.5"; NaN for other names."""
     word, _, tail = name.partition(" ")
     try:
         return float(tail) if word == "soft_rank" else math.nan

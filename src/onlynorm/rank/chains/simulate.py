@@ -1,38 +1,39 @@
-"""Long runs of chains: a state that can be saved to a file, and averages with error bars at the end.
+"""`simulate`: long runs of chains with checkpoints, and averages with standard errors.
 
-A killed run resumes from the last saved state with bit-identical results: weights depend on the step alone, and sums
-are taken in the same order.
+An interrupted run resumes from the last saved state with bit-identical results: weights depend on the step only, and
+sums are computed in the same order.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from onlynorm.display import Curve, Figure, Panel, ShownResult, Table, View
 from onlynorm.errors import ConversionError, FormatError, ValueRangeError
 from onlynorm.rank.chains.averages import ROOM, BatchMeans, Estimate
 from onlynorm.rank.chains.chain import MAX_STEPS, Chain, steps
 from onlynorm.rank.chains.quantities import ROWWISE, USUAL, check_quantities, observe
 from onlynorm.storage import claiming, digest, make_checked, read_tensors, write_tensors
-from onlynorm.validate import need_callable, need_choice, need_instance, need_integer, need_path
+from onlynorm.validate import Progress, need_choice, need_instance, need_integer, need_path, need_progress
 
 KIND, FORMAT = "chain state", 1
 SAVE_SECONDS = 30.0
 _PAUSE = 1024  # steps between two checks of the time
 _AT_ONCE, _MOST_SLOTS = 2**17, 256  # entries of H, and layers of all chains, that are observed together
-Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class ChainAverages:
-    """Averages along the chains, by quantity, and the regularity constant `alpha` if squares and cube were observed.
+@dataclass(frozen=True, repr=False)
+class ChainAverages(ShownResult):
+    """Averages along the chains by quantity, with the regularity constant `alpha` if squares and cube are observed.
 
-    `per_chain` holds the mean of every chain. `n_dead` chains have become zero: every unit of theirs is dead.
+    `per_chain` has the mean of each chain. `n_dead` is the number of chains that became zero: all their units are dead.
     """
 
     chain: Chain
@@ -47,22 +48,52 @@ class ChainAverages:
         """The estimate of one quantity."""
         return self.estimates[need_choice("quantity", name, self.estimates)]
 
+    def plot(self) -> Figure:
+        """The mean of every chain, and their average, for each quantity."""
+        curves, panels = [], []
+        for name, estimate in self.estimates.items():
+            panels.append(Panel(name, name, "chain", "mean over depth"))
+            found = [(place, y) for place, y in enumerate(self.per_chain.get(name, ()), 1) if math.isfinite(y)]
+            if found:
+                xs, ys = zip(*found, strict=True)
+                curves.append(Curve("mean of a chain", xs, ys, "points", name))
+                if math.isfinite(estimate.value):
+                    ends = (0.5, self.chain.chains + 0.5)
+                    curves.append(Curve("average", ends, (estimate.value,) * 2, panel=name, style="law"))
+        return Figure(curves, panels)
+
+    def view(self) -> View:
+        """The chain and a table of the averages."""
+        rows = [
+            (name, *(f"{value:.5g}" for value in (one.value, one.error, one.deviation)))
+            for name, one in self.estimates.items()
+        ]
+        heads = ("quantity", "average", "standard error", "deviation of one observation")
+        return View(
+            "Averages along random chains", lines=[f"{self.chain}."],
+            facts={
+                "steps": self.n_steps, "observations of every chain": self.n_observed, "chains": self.chain.chains,
+                "chains that became zero": self.n_dead, "seconds": self.seconds,
+            },
+            tables={"Averages": Table(heads, rows)},
+        )  # fmt: skip
+
     def __str__(self) -> str:
-        lines = [str(self.chain), f"{self.n_steps:,} steps, {self.n_observed:,} observations of every chain"]
+        lines = [str(self.chain), f"{self.n_steps:,} steps, {self.n_observed:,} observations per chain"]
         lines += [f"  {name:14s} {estimate}" for name, estimate in self.estimates.items()]
         if self.n_dead:
-            lines.append(f"  {self.n_dead} of {self.chain.chains} chains have become zero")
+            lines.append(f"  {self.n_dead} of {self.chain.chains} chains became zero")
         return "\n".join(lines)
 
 
 class ChainState:
-    """Where chains stand: their H, the step, and the sums of what was observed every `every` steps after `burn_in`."""
+    """The state of a run: H, the step, and sums of observations at every `every`-th step after `burn_in`."""
 
     def __init__(
         self, chain: Chain, *, inputs: Tensor | None, quantities: Sequence[str], every: int, burn_in: int
     ) -> None:
         every = need_integer("every", every, low=1, cure="Pass every=16 to observe every 16th layer.")
-        burn_in = need_integer("burn_in", burn_in, low=0, cure="Pass the number of layers to leave out, such as 100.")
+        burn_in = need_integer("burn_in", burn_in, low=0, cure="Pass the number of layers to skip, such as 100.")
         self.chain, self.every, self.burn_in = chain, every, burn_in
         self.quantities = check_quantities(quantities)
         is_rowwise = chain.norm == "none" and ROWWISE.keys() <= set(self.quantities)
@@ -83,16 +114,16 @@ class ChainState:
         }
 
     def advance(self, n_steps: int) -> None:
-        """Take so many steps further."""
+        """Runs `n_steps` more steps."""
         stop = self.step + n_steps
         for depth, reached in steps(self.chain, self.H, weights=self.weights, start=self.step, stop=stop):
             self.step, self.H = depth, reached
             if depth % self.every == 0 and depth > self.burn_in:
-                self._note(reached)
+                self._store(reached)
         self._observe()
 
-    def _note(self, H: Tensor) -> None:
-        """Keep H in its slot, and observe all of them together once the last slot is taken."""
+    def _store(self, H: Tensor) -> None:
+        """Stores H in its slot; observes all slots together when the last one is filled."""
         slot = (self.averages.n_observed + self._n_waiting) % self._n_slots
         self._slots[slot].copy_(H)
         self._n_waiting += 1
@@ -100,7 +131,7 @@ class ChainState:
             self._observe()
 
     def _observe(self) -> None:
-        """Observe what waits. All slots are computed, so that rounding does not depend on where a run was cut."""
+        """Observes stored slots. All slots are computed, so that rounding is the same in an interrupted run."""
         if not self._n_waiting:
             return
         first = self.averages.n_observed % self._n_slots
@@ -113,7 +144,7 @@ class ChainState:
         if not self.averages.n_observed:
             raise ValueRangeError(
                 f"averages need an observation; got none in {self.step} steps with every={self.every} and "
-                f"burn_in={self.burn_in}. Take more steps, or lower one of them."
+                f"burn_in={self.burn_in}. Run more steps, or lower one of them."
             )
         names = self.quantities
         estimates = {name: self.averages.estimate(place) for place, name in enumerate(names)}
@@ -132,14 +163,14 @@ class ChainState:
         )
 
     def save(self, path: Path) -> None:
-        """Write the state as one sealed file, whole or not at all."""
+        """Saves the state to a file atomically."""
         tensors = {"H": self.H.cpu(), "sums": self.averages.sums, "squares": self.averages.squares}
         counts = {"step": self.step, "length": self.averages.length, "n_observed": self.averages.n_observed}
         document: dict[str, Any] = {"settings": self._settings, "counts": counts}
         write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
     def load(self, path: Path) -> None:
-        """Resumes from a file; one of another chain is refused."""
+        """Loads the state from a file; raises if it is of another chain."""
         cure = "Delete it to start again."
         document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
         saved = document.get("settings")
@@ -147,7 +178,7 @@ class ChainState:
             raise FormatError(f"a {KIND} needs its settings; {path.name} has none. {cure}")
         changed = [name for name, value in self._settings.items() if saved.get(name) != value]
         if changed:
-            text = ", ".join(f"{name}: {saved.get(name)!r} there, {self._settings[name]!r} now" for name in changed[:4])
+            text = ", ".join(f"{name}: {saved.get(name)!r} saved, {self._settings[name]!r} now" for name in changed[:4])
             raise ConversionError(f"resuming needs the chain of {path.name}; got another ({text}). {cure}")
         means = self.averages
         try:
@@ -163,7 +194,7 @@ class ChainState:
         means.length, means.n_observed = counts.length, counts.n_observed
 
     def _need_counts(self, counts: _Counts) -> None:
-        """ValueError unless so many steps make so many observations, in batches of that length."""
+        """Raises ValueError unless steps, observations and batch length are consistent."""
         n_observed = counts.step // self.every - min(counts.step, self.burn_in) // self.every
         length = 1
         while ROOM * length < n_observed:
@@ -174,7 +205,7 @@ class ChainState:
 
 @dataclass(frozen=True)
 class _Counts:
-    """How far a chain is, as its file says."""
+    """The counters in a saved state."""
 
     step: int
     length: int
@@ -195,23 +226,22 @@ def simulate(
 ) -> ChainAverages:
     """Averages of the quantities over `n_steps` layers of all chains, every `every`-th layer after `burn_in`.
 
-    Layers that follow each other are alike, so observing each of them costs much; how little it tells depends on gamma.
-    At width 32, `every` = 16 has 1.2 (gamma 0.1) to 1.7 (gamma 0.5) times the error of every layer, 64 has 2.3 to 3.
-    With `keep`, a file, the state is written there every half minute and at the end; a run that
-    finds it goes on from it, also to more steps than were asked for before. `progress` hears (steps done, steps in
-    all). Theory: daneshmand2020:thm-3
+    Consecutive layers are correlated, so observing all of them is expensive and adds little information, depending on
+    gamma. At width 32, `every` = 16 has 1.2 (gamma 0.1) to 1.7 (gamma 0.5) times the error of every layer, 64 has 2.3
+    to 3. The state is saved to the file `keep` every 30 seconds and at the end; a run resumes from an existing file,
+    and may have more steps than before. `progress` is called with (steps done, total steps, message).
+    Theory: daneshmand2020:thm-3
     """
     need_instance("simulate", chain, Chain, cure="Pass Chain(width=32).")
     n_steps = need_integer("n_steps", n_steps, low=1, high=MAX_STEPS, cure="Pass the number of layers, such as 1000.")
-    if progress is not None:
-        need_callable("progress", progress, cure="Pass a function of (steps done, steps in all), or None.")
+    need_progress(progress)
     state = ChainState(chain, inputs=inputs, quantities=quantities, every=every, burn_in=burn_in)
     path = None if keep is None else need_path("keep", keep)
     if path is not None and path.exists():
         state.load(path)
         if state.step > n_steps:
             raise ValueRangeError(
-                f"simulate needs n_steps >= {state.step}, where {path.name} stands; got {n_steps}. Delete the file."
+                f"simulate needs n_steps >= {state.step}, the step of {path.name}; got {n_steps}. Delete the file."
             )
     start = saved = time.perf_counter()
     while state.step < n_steps:
@@ -220,7 +250,7 @@ def simulate(
             state.save(path)
             saved = time.perf_counter()
         if progress is not None:
-            progress(state.step, n_steps)
+            progress(state.step, n_steps, f"{state.step} of {n_steps} layers")
     if path is not None:
         state.save(path)
     return state.result(seconds=time.perf_counter() - start)

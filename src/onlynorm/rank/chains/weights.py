@@ -1,12 +1,12 @@
-"""The random weights of a chain: those of step t are a fixed slice of one stream of random words.
+"""The random weights of a chain: those of step t are a fixed slice of a random stream.
 
-Steps [start, stop) have the same weights however a run is split: the generator, PCG64 DXSM, can jump to any position of
-its stream. A fast chain spends a third of its time on random bits. This generator takes half the time of the one for
-frozen features, and uniform weights take 16 bits each: odd integers between -32767 and
-32767, a symmetric grid of 2^15 points with mean zero and, after scaling, variance exactly one.
+The weights of a step do not depend on how a run is split, since the generator, PCG64 DXSM, can jump to any position.
+Random bits take a third of the time of a fast chain. This generator is twice as fast as the one for frozen features,
+and uniform weights use 16 bits each: odd integers between -32767 and 32767, a symmetric grid of 2^15 points with mean
+zero and, after scaling, variance one.
 
-The steps of small chains are drawn many at a time, so that a call costs little per step. A step always has the same
-slot of the buffer, wherever a run begins, because the rounding of a matrix product may depend on its alignment.
+Small chains draw many steps at a time to reduce overhead. A step always uses the same slot of the buffer, because the
+rounding of a matrix product may depend on the alignment.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _LAYER = "rank/chain"
 _ODD = np.uint64(0x0001_0001_0001_0001)
 _LEVELS = 2**15
 _AT_ONCE = 2**16
-"""Weights that are drawn together, as far as they are whole steps: more than these leave the cache."""
+"""Maximum number of weights drawn together; more would not fit into the cache."""
 
 
 class ChainWeights:
     """W = scale * entries, entries (chains, width, width) for every step. All distributions have variance one.
 
-    "uniform" is U(-sqrt 3, sqrt 3), the paper's; "normal" is N(0, 1); "asymmetric" is U(0, 2 sqrt 3), the uniform
+    "uniform" is U(-sqrt 3, sqrt 3), as in the paper; "normal" is N(0, 1); "asymmetric" is U(0, 2 sqrt 3), the uniform
     distribution shifted to positive values: mean sqrt 3.
     """
 
@@ -47,7 +47,7 @@ class ChainWeights:
         self._n_words = -(-math.prod(self.shape) // (2 if law == "normal" else 4))
 
     def steps(self, start: int, stop: int) -> Iterator[Tensor]:
-        """The entries of steps start, ..., stop - 1, in a buffer that the next step overwrites."""
+        """Yields the entries of steps start, ..., stop - 1, in a buffer that the next step overwrites."""
         n_entries = math.prod(self.shape)
         n_slots = max(1, _AT_ONCE // n_entries)
         buffer = torch.empty((n_slots, *self.shape), dtype=self.dtype, device=self.device)

@@ -1,4 +1,4 @@
-"""The diagnosis of a network: where and why it cannot learn.
+"""Diagnosis of a network: whether it can be trained, and why not.
 
-The files read in the order: signals, probes, gradients, separability, passes, verdict, result, diagnose, page.
+Reading order: signals, probes, gradients, separability, passes, verdict, result, diagnose.
 """

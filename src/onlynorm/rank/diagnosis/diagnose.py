@@ -1,8 +1,8 @@
-"""`diagnose`: one batch forward and backward through a model, every signal measured, and a verdict.
+"""`diagnose`: measures all signals and gradients of a model on one batch, and returns a verdict.
 
 A second backward pass through the same graph, with the mean output gradient, measures how fast differences between
-samples are learned. A second forward pass on noise, backward no further than the last linear layer, measures whether
-the gradient depends on the inputs at all. The passes cost about as much as two training steps; the measures are extra.
+samples are learned. A second forward pass on noise, with a backward pass to the last linear layer only, measures
+whether the gradient depends on the inputs. The passes cost about as much as two training steps, without the measures.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def diagnose(
 ) -> Diagnosis:
     """Signals and gradients of a batch in every layer, and whether plain SGD is likely to train the model.
 
-    The model is left exactly as it was.
+    The model is not changed.
 
-    `inputs` is a batch (tensor or NumPy array), a tuple of arguments or a dict of named ones, samples first. `targets`
-    are class labels (integers: cross entropy) or real values (mean squared error), unless `loss(output, targets)` is
-    given; without both, gradients are left out. `output` picks the argument of the loss from what the model returns; by
-    default the logits, or the first tensor. `mode="train"` makes batch norms use the batch, as they do in training.
-    `random_inputs` compares gradients with those on noise. Convolutional signals are channels x (samples * positions),
-    of which at most `max_columns` columns are used. The model inside DistributedDataParallel, DataParallel and
-    torch.compile is diagnosed; traced, scripted and exported models are refused. An active autocast applies to the
+    `inputs` is a batch (tensor or NumPy array), a tuple of arguments or a dict of keyword arguments, with samples along
+    the first axis. `targets` are class labels (integers: cross entropy) or real values (mean squared error), unless
+    `loss(output, targets)` is given; without both, gradients are not measured. `output` selects the argument of the
+    loss from the output of the model, by default the logits or the first tensor. With `mode="train"`, batch norms use
+    the statistics of the batch. `random_inputs` compares gradients with those on noise. Convolutional signals are
+    channels x (samples * positions), of which at most `max_columns` columns are used. Wrappers (DDP, DataParallel,
+    torch.compile) are removed first; traced, scripted and exported models raise. Autocast, if enabled, applies to the
     passes through the model, not to the measures. Theory: daneshmand2020:prop-8, daneshmand2020:lemma-1
     """
     started = time.perf_counter()
@@ -62,7 +62,7 @@ def diagnose(
     given = _checked(inputs, arguments)
     wanted = as_tensor("targets", targets) if loss is None and targets is not None else _ready(targets)
     if max_columns is not None:
-        max_columns = need_integer("max_columns", max_columns, low=2, cure="None takes all columns.")
+        max_columns = need_integer("max_columns", max_columns, low=2, cure="Pass None to use all columns.")
     passes = Passes(network, arguments, wanted, loss=loss, output=output, seed=need_seed(seed), max_columns=max_columns)
     need_flag("random_inputs", random_inputs)
     limits = Thresholds() if thresholds is None else thresholds
@@ -77,17 +77,20 @@ def diagnose(
 
 
 def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int, started: float) -> Diagnosis:
-    """The diagnosis, once all passes are done."""
+    """The diagnosis from the measures of all passes."""
     layers = passes.layers
     if not any(layer.has_weights for layer in layers):
         raise ConversionError(
             f"diagnose needs a model that calls layers with weights as modules, on floating-point signals; got "
-            f"{type(passes.model).__name__}, which calls none. Make layers of what it computes by functions."
+            f"{type(passes.model).__name__}, which calls none. Replace functional calls by modules."
         )
     last_signal = None if passes.last is None else measure_last_layer(passes.last, passes.targets)
     skipped = passes.skipped
     if passes.last is not None and last_signal is None:
-        skipped = [*skipped, "what the targets explain in the last layer, because there are too few samples"]
+        skipped = [
+            *skipped,
+            "the variance explained by the targets in the last layer, because there are too few samples",
+        ]
     directions, explained_variance = last_signal or (None, None)
     facts: dict[str, float | None] = {
         "alignment": None if passes.last is None else neuron_alignment(passes.last),
@@ -117,19 +120,19 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
 
 
 def _checked(inputs: Any, arguments: Any) -> list[Tensor]:
-    """The tensors of the arguments, if the first is a batch of two samples or more."""
+    """The tensors of the arguments; raises unless the first is a batch of two samples or more."""
     given = outputs_of(arguments)
     if not given or not given[0].ndim or len(given[0]) < 2:
         got = f"a batch of shape {tuple(given[0].shape)}" if given else f"{type(inputs).__name__} without a tensor"
         raise ShapeError(
             "diagnose needs a batch of two samples or more, since one sample always has rank one; got "
-            f"{got}. Pass 64 samples or so, samples first."
+            f"{got}. Pass about 64 samples along the first axis."
         )
     return given
 
 
 def _ready(value: Any) -> Any:
-    """Nested lists, tuples and dicts with all arrays as dense tensors that gradients can be taken of."""
+    """Nested lists, tuples and dicts with all arrays as dense tensors that support autograd."""
     if isinstance(value, Mapping):
         return {name: _ready(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

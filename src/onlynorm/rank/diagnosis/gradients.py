@@ -1,16 +1,16 @@
-"""Cosines of per-sample gradients of the last linear layer, without forming the gradients; noise to compare with.
+"""Cosines of per-sample gradients of the last linear layer, without forming the gradients, and noise for comparison.
 
 The gradient of sample i is G_i = delta_i h_i^T, h_i its input and delta_i the gradient of its output, so that inner
 products of gradients are products of inner products: <G_i, G_j> = (delta_i . delta_j)(h_i . h_j). With several
-positions, G_i is a sum over them. The gradient of one neuron k is (delta_i)_k h_i: up to sign and length, h_i alone.
+positions, G_i is a sum over them. The gradient of one neuron k is (delta_i)_k h_i, parallel to h_i.
 
-`contrast`: how fast differences between samples are learned, relative to what all samples share.
+`contrast`: how fast differences between samples are learned, relative to their mean.
 
 Let a_i be the gradient of the loss with respect to the output of sample i, and J the Jacobian of the outputs with
 respect to the parameters. A step of gradient descent moves along J^T a, and |J^T a|^2 / |a|^2 is the speed at which the
-outputs follow a. Where signals have collapsed, the mean of a over samples is followed much faster than the rest, so the
-largest learning rate that is stable for the mean is too small for the rest. By linearity one more backward pass, with
-the mean, is enough: the gradient of the rest is the difference.
+outputs follow a. If signals have collapsed, the outputs follow the mean of a over samples much faster than the rest, so
+the largest learning rate that is stable for the mean is too small for the rest. By linearity one more backward pass,
+with the mean, is enough: the gradient of the rest is the difference.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from onlynorm.seeds import seeded
 def contrast(
     output: Tensor, parameters: Sequence[nn.Parameter], *, output_grad: Tensor, gradients: Sequence[Tensor | None]
 ) -> float | None:
-    """The speed of learning what the output gradients of samples do not share, over that of learning their mean.
+    """The speed of learning deviations from the mean output gradient, relative to that of learning the mean.
 
     `output_grad` is the gradient of the loss with respect to the output (samples first), `gradients` that with respect
-    to the parameters. None where the mean or the rest is zero, or no parameter moves the mean. The graph of the output
-    is used up.
+    to the parameters. None if the mean or the rest is zero, or no parameter affects the mean. The graph of the output
+    is freed.
     """
     mean = output_grad.mean(0, keepdim=True).expand_as(output_grad)
     mean_size, rest_size = norm_of(mean), norm_of(output_grad - mean)
@@ -49,9 +49,9 @@ def contrast(
 
 
 MAX_SAMPLES = 1024
-"""Of more samples, an evenly spaced subset is used."""
+"""Maximum number of samples; of more, an evenly spaced subset is used."""
 _OTHER = 0x2D5F91C3
-"""Turns a seed into another one; torch's generator on CPUs uses the low 32 bits only."""
+"""XORed with a seed to give another one; torch's CPU generator uses the low 32 bits only."""
 
 
 def neuron_alignment(last: LastLayer) -> float:
@@ -68,13 +68,13 @@ def neuron_alignment(last: LastLayer) -> float:
 def sample_cosine(last: LastLayer) -> float:
     """Mean cosine between the gradients of two samples of the whole last layer.
 
-    With balanced classes this is near zero even if all samples have the same h: the delta of different classes point
-    away from each other.
+    With balanced classes this is near zero even if all samples have the same h, because the deltas of different classes
+    have opposite signs.
     """
     h, delta = _thinned(last.inputs), _thinned(last.deltas)
     n, n_positions, _ = h.shape
     products = h.new_zeros(n, n)
-    for i in range(n if n_positions > 1 else 0):  # one sample against all, so that memory stays linear in positions
+    for i in range(n if n_positions > 1 else 0):  # one sample at a time, so that memory is linear in positions
         products[i] = ((h[i] @ h.flatten(0, 1).mT) * (delta[i] @ delta.flatten(0, 1).mT)).sum(0).view(n, -1).sum(1)
     if n_positions == 1:
         products = (h[:, 0] @ h[:, 0].mT) * (delta[:, 0] @ delta[:, 0].mT)
@@ -88,7 +88,7 @@ def layer_gradient(last: LastLayer) -> Float[Tensor, "out inp"]:
 
 
 def cosine_between(a: Tensor, b: Tensor) -> float:
-    """The cosine between two tensors as vectors, or NaN where one of them is zero."""
+    """The cosine between two flattened tensors; NaN if one of them is zero."""
     a, b = _scaled(a).flatten(), _scaled(b).flatten().to(a.device)
     return float(a @ b / (torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)))
 
@@ -96,8 +96,8 @@ def cosine_between(a: Tensor, b: Tensor) -> float:
 def noise_like(inputs: Any, *, seed: int) -> Any:
     """Noise of the same shapes and dtypes: normal with equal mean and standard deviation; integers are resampled.
 
-    Every tensor of nested lists, tuples and dicts is replaced; booleans and all else stay as they are. The noise is not
-    that of torch.randn with this seed: a batch that was drawn that way would be compared with itself.
+    Tensors in nested lists, tuples and dicts are replaced, except booleans. The noise differs from torch.randn with
+    this seed, so that a batch drawn that way is not compared with itself.
     """
     return _replaced(inputs, seeded(seed ^ _OTHER))
 
@@ -128,7 +128,7 @@ def _scaled(values: Tensor) -> Tensor:
 
 
 def _cosines(products: Tensor) -> Tensor:
-    """Cosines of all pairs of different vectors with these inner products; zero vectors have none."""
+    """Cosines of all pairs of different nonzero vectors with these inner products."""
     lengths = products.diagonal().clamp(min=0.0).sqrt()
     alive = lengths > 0
     found = products[alive][:, alive] / (lengths[alive][:, None] * lengths[alive])

@@ -1,6 +1,6 @@
-"""`Passes`: one batch forward and backward through a model, with every signal and gradient measured.
+"""`Passes`: forward and backward passes of a batch through a model that measure all signals and gradients.
 
-`diagnose` runs all passes. `repair` runs the first one, `measure_layers`, whenever it has changed the weights.
+`diagnose` runs all passes. `repair` runs the first one, `measure_layers`, after every change of the weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from onlynorm.seeds import seeded
 from onlynorm.validate import need_callable
 
 MIN_UNOBSERVED_NOTE = 0.01
-"""Fraction of the parameters in layers that were not observed from which on it is reported."""
+"""Fraction of parameters in unobserved layers above which it is reported."""
 
 
 class Passes:
-    """The passes of one batch through a model: the signals, the gradients of the last layer, and what was skipped."""
+    """The passes of one batch through a model: signals, gradients of the last layer, and skipped measures."""
 
     def __init__(
         self, model: nn.Module, inputs: Any, targets: Any = None, *, loss: Loss | None = None,
@@ -86,7 +86,7 @@ class Passes:
             self.skipped.append("the alignment of gradients, because no linear layer gets one")
 
     def compare(self, inputs: Any) -> None:
-        """Compares the gradient of the last layer with that on other inputs; the backward pass ends there."""
+        """Compares the gradient of the last layer with that on other inputs; the backward pass stops at this layer."""
         assert self.last is not None
         layer = self.model.get_submodule(self.last.name)
         weights = [p for p in layer.parameters() if p.requires_grad]
@@ -95,7 +95,7 @@ class Passes:
         with probes:
             value, _ = self._forward(inputs, probes)
             if value is not None and math.isfinite(float(value.detach())):
-                torch.autograd.grad(value, reached, allow_unused=True)  # for the hooks
+                torch.autograd.grad(value, reached, allow_unused=True)  # calls the hooks
         if probes.last is None or probes.last.name != self.last.name:
             self.skipped.append("the comparison with random inputs, because they give no gradient")
             return
@@ -105,32 +105,32 @@ class Passes:
         self, output: Any, trained: Sequence[nn.Parameter], *, output_grad: Tensor | None,
         gradients: Sequence[Tensor | None],
     ) -> None:  # fmt: skip
-        """Runs backward once more, with the mean of the output gradients over samples."""
-        reason = "no common part of the gradient moves a parameter"
+        """Runs a second backward pass with the mean of the output gradients over samples."""
+        reason = "the mean output gradient has no effect on a parameter"
         if output is None or output_grad is None:
-            reason = "the loss is not taken of a tensor with a row for each sample"
+            reason = "the output in the loss is not a tensor with a row per sample"
         else:
             try:
                 self.contrast = contrast(output, trained, output_grad=output_grad, gradients=gradients)
-            except RuntimeError as error:  # of layers whose backward pass works once only
+            except RuntimeError as error:  # layers with a single backward pass
                 reason = f"a second backward pass fails ({str(error).splitlines()[0]})"
         if self.contrast is None:
             self.skipped.append(f"the contrast of samples, because {reason}")
 
     def _over_zeros(self, output: Any, loss: float) -> float | None:
-        """The loss over that of zero outputs; default losses only."""
+        """The loss relative to that of zero outputs, for default losses."""
         if self._loss is not default_loss:
             return None
-        nothing = float(default_loss(torch.zeros_like(output), self.targets))
-        return loss / nothing if nothing > 0.0 else None
+        of_zeros = float(default_loss(torch.zeros_like(output), self.targets))
+        return loss / of_zeros if of_zeros > 0.0 else None
 
     def _forward(self, inputs: Any, probes: Probes) -> tuple[Any, Any]:
-        """(loss, output it is taken of), if there is one."""
+        """(loss, output) of a forward pass; (None, None) without a loss."""
         reseed(self.model, self._seed)
         named = inputs if isinstance(inputs, Mapping) else {}
         placed = () if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else (inputs,)
         with ExitStack() as stack:
-            for device, dtype in self._autocasts:  # as in the caller's training
+            for device, dtype in self._autocasts:  # the autocast of the caller
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             try:
                 returned = self.model(*placed, **named)
@@ -145,7 +145,7 @@ class Passes:
             return self._loss(output, self.targets), output
 
     def _obstacle(self, value: Any, trained: Sequence[nn.Parameter]) -> str:
-        """Why there is no backward pass, or nothing."""
+        """The reason why there is no backward pass; empty if there is one."""
         if value is None:
             return "no targets were given"
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
@@ -163,7 +163,7 @@ def measure_layers(
     model: nn.Module, inputs: Any, targets: Any = None, *, loss: Loss | None = None, output: Output | None = None,
     seed: int = 0,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """Every signal of a batch with its gradient, from one forward and one backward pass in training mode."""
+    """All signals of a batch with their gradients, from one forward and one backward pass in training mode."""
     passes = Passes(model, inputs, targets, loss=loss, output=output, seed=seed)
     with full_precision(), untouched(model, is_training=True, tensors=outputs_of(inputs)):
         passes.measure(with_contrast=False)

@@ -1,9 +1,8 @@
-"""`Probes`: hooks that measure every signal of a forward pass once, and the gradient of each in the backward pass.
+"""`Probes`: hooks that measure every signal of a forward pass once, and its gradient in the backward pass.
 
-Signals are the outputs of all layers that compute, the inputs of layers with weights, and the outputs of blocks: where
-a network adds skips or calls activations as functions, no layer's output shows the result. A tensor is measured again
-only if it was changed in place since. Everything is measured when it is computed, so in-place layers change nothing,
-and no activation is stored.
+Signals are the outputs of all layers that compute, the inputs of layers with weights, and the outputs of blocks, which
+include skip connections and functional activations. A tensor is measured again only if it was changed in place since.
+Signals are measured when they are computed, before in-place layers change them, and activations are not stored.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from onlynorm.frozen import NormOnlyLinear
+from onlynorm.frozen.form import FrozenLayer, find_frozen
 from onlynorm.modules import tensors_in
 from onlynorm.modules.norms import channel_axis, norm_kind
 from onlynorm.modules.untouched import full_precision
@@ -29,14 +30,17 @@ CHANNELS_FIRST = (
     nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd, nn.modules.pooling._AdaptiveMaxPoolNd,
 )  # fmt: skip
-WEIGHTY = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+LINEAR = (nn.Linear, NormOnlyLinear)
+WEIGHTY = (
+    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, FrozenLayer,
+)  # fmt: skip
 CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.RNNBase, nn.MultiheadAttention)
 INPUT, BLOCK = "input", "block"
 
 
 @dataclass
 class Reading:
-    """A `Layer` to be completed by the backward pass, with the module whose output it is."""
+    """The measures of a signal, completed in the backward pass, and the module that computed it."""
 
     name: str
     kind: str
@@ -70,9 +74,9 @@ class LastLayer:
 
 @dataclass
 class Probes:
-    """The hooks on a model, and their measures so far; a context manager that removes the hooks.
+    """A context manager that registers hooks on a model and collects their measures.
 
-    Without `is_reading` nothing is measured, and only the gradient of the last linear layer is recorded.
+    Without `is_reading` only the gradient of the last linear layer is recorded.
     """
 
     model: nn.Module
@@ -92,10 +96,11 @@ class Probes:
         self._is_forward = self._is_recording = True
 
     def __enter__(self) -> Probes:
+        frozen = {part for layer in find_frozen(self.model).values() for part in layer.modules() if part is not layer}
         for name, module in self.model.named_modules():
-            if "parametrizations" in name.split("."):
+            if "parametrizations" in name.split(".") or module in frozen:
                 continue  # computes a weight, not a signal
-            if isinstance(module, nn.Linear) or (self.is_reading and not isinstance(module, SHAPES_ONLY)):
+            if isinstance(module, LINEAR) or (self.is_reading and not isinstance(module, SHAPES_ONLY)):
                 self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
         return self
 
@@ -104,33 +109,33 @@ class Probes:
             handle.remove()
 
     def end_forward(self) -> None:
-        """Stops measuring: checkpointed layers run again in the backward pass."""
+        """Stops measuring, because checkpointed layers run again in the backward pass."""
         self._is_forward = False
 
     def end_backward(self) -> None:
-        """Stops recording gradients of signals: later backward passes are of something else."""
+        """Stops recording gradients of signals, before further backward passes."""
         self._is_recording = False
 
     def add_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Adds to every reading of a layer the norm of the gradients of the layer's parameters."""
+        """Sets the norm of the parameter gradients in the readings of all layers."""
         for reading in self.readings:
             if reading.module is not None and reading.kind != BLOCK:
                 found = [gradients[p] for p in reading.module.parameters() if p in gradients]
                 reading.gradient = math.hypot(*map(norm_of, found)) if found else None
 
     def unobserved(self) -> float:
-        """The fraction of the model's parameters that belong to no layer that was called."""
-        seen = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
+        """The fraction of the model's parameters outside the layers that were called."""
+        observed = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
                 for p in reading.module.parameters()}  # fmt: skip
         sizes = {p: p.numel() for p in self.model.parameters()}
         total = sum(sizes.values())
-        return sum(size for p, size in sizes.items() if p not in seen) / total if total else 0.0
+        return sum(size for p, size in sizes.items() if p not in observed) / total if total else 0.0
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
             if not self._is_forward:
                 return
-            if isinstance(module, nn.Linear):
+            if isinstance(module, LINEAR):
                 self._record_last(name, next(tensors_in((args, kwargs)), None), output)
             if self.is_reading:
                 with full_precision():
@@ -142,7 +147,7 @@ class Probes:
         is_weighted = is_weighty(module)
         self._channels = _channels(module, self._channels)
         if is_weighted:
-            received = next(tensors_in(given), None)  # further inputs may be masks
+            received = next(tensors_in(given), None)  # other inputs may be masks
             is_first = any(received is tensor for tensor in self.inputs)
             reading = (
                 None if received is None else self._read("input" if is_first else f"input of {name}", INPUT, received)
@@ -151,16 +156,16 @@ class Probes:
                 reading.is_layer_input = True
             self._depth += 1
         kind = _kind(module) if is_weighted or next(module.children(), None) is None else BLOCK
-        made = next(tensors_in(output), None)  # further outputs, such as an LSTM's states, repeat it
+        made = next(tensors_in(output), None)  # other outputs, such as the states of an LSTM, repeat it
         if made is not None:
             self._read(name or type(module).__name__, kind, made, module)
 
     def _read(self, name: str, kind: str, tensor: Tensor, module: nn.Module | None = None) -> Reading | None:
-        """The reading of the tensor; measured unless it was before and has not been changed since."""
+        """The reading of the tensor; measured only once unless it was changed in place."""
         if tensor.ndim < 2 or tensor.numel() == 0:
             return None
         known = self._seen.get(id(tensor))
-        # the id alone could be that of a tensor that was freed since
+        # the id alone may belong to a tensor that was freed
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
         call = self._calls[name] = self._calls.get(name, 0) + 1
@@ -184,7 +189,7 @@ class Probes:
         return record
 
     def _record_last(self, name: str, inputs: Tensor | None, output: Any) -> None:
-        """Records inputs and output gradients of the linear layer whose gradient comes first: the last one."""
+        """Records inputs and output gradients of the last linear layer, whose gradient is computed first."""
         if inputs is None or inputs.ndim < 2 or not isinstance(output, Tensor) or not output.requires_grad:
             return
 
@@ -197,7 +202,7 @@ class Probes:
 
 
 def is_weighty(module: nn.Module) -> bool:
-    """Whether the module is a layer with weights: one of torch, or any module with a parameter of two axes or more."""
+    """Whether the module is a layer with weights: one of torch, or any module with a parameter of two or more axes."""
     if isinstance(module, WEIGHTY):
         return True
     if next(module.children(), None) is not None or isinstance(module, nn.Embedding) or norm_kind(module) is not None:
@@ -206,18 +211,20 @@ def is_weighty(module: nn.Module) -> bool:
 
 
 def norm_of(values: Tensor) -> float:
-    """The norm; in float64, which needs a copy, only where squares may overflow or underflow in float32."""
+    """The norm, in float64 (with a copy) only if squares may overflow or underflow in float32."""
     found = float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
     return found if 1e-15 < found < math.inf else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _channels(module: nn.Module, before: int) -> int:
-    """The axis of the channels of the module's output: its own convention, or that of the layers before it."""
+    """The channel axis of the module's output: its own convention, or that of the layers before it."""
     if isinstance(module, CHANNELS_FIRST):
         return 1
+    if isinstance(module, FrozenLayer):
+        return 1 if getattr(module, "axes", 0) else -1
     return -1 if isinstance(module, CHANNELS_LAST) else channel_axis(module) or before
 
 
 def _kind(module: nn.Module) -> str:
-    norm = norm_kind(module)
+    norm = None if isinstance(module, FrozenLayer) else norm_kind(module)
     return f"{norm} norm" if norm is not None else type(module).__name__

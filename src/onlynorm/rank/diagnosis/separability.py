@@ -1,8 +1,8 @@
-"""`measure_last_layer`: in how many directions the inputs of the last layer vary, and what the targets explain of it.
+"""`measure_last_layer`: the number of directions in which the inputs of the last layer vary, and explained variance.
 
-A signal may vary widely and still be useless: with positive weights only, each sample is reduced to a single value, and
-the network cannot learn more than this value says about the targets. The mean over samples is removed first; whether
-the rest is large enough relative to the mean is measured by `contrast`.
+A signal may have a large variance and still be useless: with positive weights only, each sample is reduced to one
+value, and the network cannot learn more than this value contains about the targets. The mean over samples is removed
+first; `contrast` measures whether the rest is large enough relative to the mean.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from onlynorm.rank.diagnosis.gradients import MAX_SAMPLES
 from onlynorm.rank.diagnosis.probes import LastLayer
 
 MAX_CHANCE = 0.5
-"""If the targets would explain a larger fraction of noise than this, there are too few samples."""
+"""Maximum fraction of noise that the targets may explain by chance; above it there are too few samples."""
 
 
 def measure_last_layer(last: LastLayer, targets: Any) -> tuple[float, float] | None:
-    """(directions, explained variance) of the inputs of the last linear layer; None if the targets do not allow it.
+    """(directions, explained variance) of the inputs of the last linear layer; None for unsuitable targets.
 
     With H the centred inputs, directions is tr(HH^T)^2 / |HH^T|_F^2, corrected for the number m of samples:
     1 / directions = 1 / ratio - 1 / (m - 1). The explained variance is the fraction of the squares of H that a linear
@@ -53,9 +53,9 @@ def measure_last_layer(last: LastLayer, targets: Any) -> tuple[float, float] | N
 
 
 def _target_rows(targets: Any, last: LastLayer) -> Float[Tensor, "rows targets"] | None:
-    """The targets as a matrix with a row for each sample or position: real values, or one-hot classes.
+    """The targets as a matrix with a row per sample or position: real values, or one-hot classes.
 
-    Classes below zero, which losses ignore, give rows of NaN.
+    Negative classes, which losses ignore, give rows of NaN.
     """
     n_samples, n_positions, _ = last.inputs.shape
     if not isinstance(targets, Tensor) or not targets.ndim or len(targets) != n_samples:

@@ -1,13 +1,13 @@
 """`judge`: the verdict on the measures of a diagnosis, by fixed thresholds.
 
-Every criterion is a value v that is good when large, with a threshold t: its part of the score is v / (v + t), one half
-at the threshold and 0.9 at nine times it. The score is the smallest part. Below one half the network is called
-unhealthy, below 0.9 suspect. The thresholds come from training with plain SGD for some hundred steps: an unhealthy
-network is unlikely to learn that way. They say nothing about Adam, which trained half of the unhealthy networks.
+Every criterion is a value v, the larger the better, with a threshold t: its part of the score is v / (v + t), one half
+at the threshold and 0.9 at nine times the threshold. The score is the smallest part. Below one half the network is
+unhealthy, below 0.9 suspect. The thresholds were calibrated by training with plain SGD for a few hundred steps; they do
+not apply to Adam, which trained half of the unhealthy networks.
 
-Where `contrast` and `directions` were both measured, rank, alignment and vanishing gradients explain a low score and do
-not cause one. They would be too strict: a signal of rank one may separate classes, and the last layers may learn while
-the first do not.
+If `contrast` and `directions` were both measured, rank, alignment and vanishing gradients only explain a low score.
+They would be too strict: a signal of rank one may separate classes, and the last layers may learn while the first do
+not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from onlynorm.display import Result
 from onlynorm.errors import ShapeError
 from onlynorm.rank.diagnosis.signals import Layer
 from onlynorm.validate import need_instance, need_items, need_number
@@ -28,18 +29,18 @@ MIN_HEALTHY = 0.9
 DIFFERENCES = frozenset({"contrast", "directions"})
 """Criteria for the differences between samples."""
 EXPLANATIONS = frozenset({"rank", "alignment", "vanishing"})
-"""Criteria that replace them where they were not measured, and explain them where they were."""
+"""Criteria that replace `DIFFERENCES` if these were not measured, and else explain them."""
 UNLIKELY = "Plain SGD is unlikely to train this network; Adam may."
-"""What a score below one half means."""
+"""The meaning of a score below one half."""
 ADVICE_ON_LOSS = "Check the targets (NaN, or too large for the precision), and the loss for labels that it ignores."
 MAX_UNOBSERVED = 0.1
-"""Fraction of unobserved parameters from which on a healthy verdict mentions them."""
+"""Fraction of unobserved parameters above which a healthy verdict mentions them."""
 MIN_EXPLAINED = 0.1
-"""Added to the explained variance: earlier layers may learn what the targets do not explain at first."""
+"""Added to the explained variance, because earlier layers may increase it during training."""
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class Thresholds(Result):
     """The value of each criterion at which its part of the score is one half; see docs/diagnose.md for the defaults.
 
     `contrast` is for contrast * (explained_variance + 0.1), `directions` for (directions - 1 + explained_variance)^2,
@@ -65,8 +66,8 @@ class Thresholds:
 
 
 @dataclass(frozen=True)
-class HealthVerdict:
-    """Whether plain SGD is likely to train a network: a word, a score from 0 to 1, its parts by name, and advice."""
+class HealthVerdict(Result):
+    """Whether plain SGD is likely to train a network: a score from 0 to 1, its parts by name, findings and advice."""
 
     score: float
     parts: Mapping[str, float]
@@ -76,16 +77,16 @@ class HealthVerdict:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the score is one half or more: nothing was found that makes it unlikely that plain SGD trains it."""
+        """Whether the score is at least one half, so that plain SGD may train the network."""
         return self.score >= MIN_TRAINABLE
 
     @property
     def word(self) -> str:
-        """healthy, suspect or unhealthy."""
+        """The verdict: "healthy", "suspect" or "unhealthy"."""
         return "healthy" if self.score >= MIN_HEALTHY else ("suspect" if self.is_trainable else "unhealthy")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """All fields as JSON types."""
         return {
             "verdict": self.word, "is_trainable": self.is_trainable, "score": self.score, "parts": dict(self.parts),
             "findings": list(self.findings), "advice": self.advice, "thresholds": asdict(self.thresholds),
@@ -111,31 +112,31 @@ def judge(
 ) -> HealthVerdict:
     """The verdict on these measures; None means not measured.
 
-    `unobserved` is the fraction of the parameters in layers that were not observed. `can_repair` is called before a
-    repair is recommended. Theory: daneshmand2020:prop-8
+    `unobserved` is the fraction of the parameters in unobserved layers. `can_repair` is called before a repair is
+    recommended. Theory: daneshmand2020:prop-8
     """
     layers = need_items("layers", layers, cure="Pass those of a Diagnosis.")
     for layer in layers:
         need_instance("layers", layer, Layer, cure="Pass those of a Diagnosis.")
     if not layers:
-        raise ShapeError("judge needs a layer or more; got none. Pass those of a Diagnosis.")
+        raise ShapeError("judge needs at least one layer; got none. Pass those of a Diagnosis.")
     need_instance("thresholds", thresholds, Thresholds, cure="Pass onlynorm.rank.Thresholds().")
     values = {"alignment": alignment, "input_cosine": input_cosine, "contrast": contrast, "directions": directions,
               "explained_variance": explained_variance, "initial_loss_ratio": initial_loss_ratio,
               "loss": loss}  # fmt: skip
     alignment, input_cosine, contrast, directions, explained_variance, initial_loss_ratio, loss = (
         value if value is None or (isinstance(value, float) and not math.isfinite(value))
-        else need_number(name, value, cure="Pass None where it was not measured.")
+        else need_number(name, value, cure="Pass None if it was not measured.")
         for name, value in values.items()
     )  # fmt: skip
-    unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out where all was observed.")
+    unobserved = need_number("unobserved", unobserved, low=0.0, high=1.0, cure="Leave it out if all were observed.")
     broken = next((layer for layer in layers if not layer.is_finite), None)
     if broken is not None:
         where = f"{broken.label} ({broken.kind}), layer {broken.depth} of {layers[-1].depth}"
         return HealthVerdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
                        _advice_on_nonfinite(broken), thresholds)  # fmt: skip
     if loss is not None and not math.isfinite(loss):
-        finding = f"the loss is {loss}, though every signal is finite"
+        finding = f"the loss is {loss}, but every signal is finite"
         return HealthVerdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
     differences = [
         *_contrast(contrast, explained_variance, thresholds),
@@ -232,7 +233,7 @@ def _gradients(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
         yield _Criterion("gradient", 0.0, 1.0, "some gradients are NaN or infinite, but the loss is finite")
     elif last == 0.0:
         yield _Criterion("gradient", 0.0, 1.0, "the gradient of the last layer is zero")
-    elif layers[-1].scale > 0.0:  # a last layer of zeros holds back all gradients in the first step only
+    elif layers[-1].scale > 0.0:  # a zero last layer blocks all gradients in the first step only
         ratio = first / last
         yield _Criterion(
             "vanishing", ratio, t.vanishing, f"the gradient of the first layer is {ratio:.1e} times that of the last"
@@ -248,7 +249,7 @@ def _scales(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
         return
     first = hidden[0].scale
     largest = max([*hidden, *_last(layers)], key=lambda layer: layer.scale)
-    smallest = min(hidden, key=lambda layer: layer.scale)  # a small last layer is a choice
+    smallest = min(hidden, key=lambda layer: layer.scale)  # without the last layer, which is often small by design
     grown, shrunk = largest.scale / first, smallest.scale / first
     words = f"the signal grows by a factor of {grown:.1e} from the first layer to {largest.label}"
     yield _Criterion("growing", 1.0 / grown, 1.0 / t.growing, words)
@@ -265,12 +266,12 @@ def _dead(layers: Sequence[Layer], t: Thresholds) -> Iterable[_Criterion]:
 
 
 def _layer_inputs(layers: Sequence[Layer]) -> list[Layer]:
-    """The inputs of layers with weights after the first: outputs of norms, activations and skips."""
+    """The inputs of layers with weights after the first: outputs of norms, activations and skip connections."""
     return [layer for layer in layers if layer.is_layer_input and layer.depth]
 
 
 def _hidden(layers: Sequence[Layer]) -> list[Layer]:
-    """Those of them that have a rank: a single unit always has rank one, a zero signal has none."""
+    """The layer inputs with a rank: a single unit always has rank one, and a zero signal has none."""
     return [layer for layer in _layer_inputs(layers) if layer.n_units > 1 and not math.isnan(layer.r)]
 
 
@@ -288,11 +289,11 @@ def _no_problem(layers: Sequence[Layer], unobserved: float) -> tuple[str, ...]:
     finding = f"the signal survives all {layers[-1].depth} layers{least}"
     if unobserved < MAX_UNOBSERVED:
         return (finding,)
-    return (finding, f"{unobserved:.0%} of the parameters belong to no layer that was called, and were not measured")
+    return (finding, f"{unobserved:.0%} of the parameters are outside the called layers, and were not measured")
 
 
 def _advice(problems: Sequence[str], *, has_norms: bool, is_fatal: bool, can_repair: Callable[[], bool] | None) -> str:
-    """What to do about the first problem, which causes the others."""
+    """Advice on the first problem, which causes the others."""
     if not problems:
         return ""
     outlook = f"{UNLIKELY} " if is_fatal else ""

@@ -1,4 +1,4 @@
-"""Repairs of a network that does not learn.
+"""Repairs of networks that cannot be trained.
 
-The files read in the order: visits, rescale, redraw, ascent, insert_norms, repair.
+Reading order: visits, rescale, redraw, ascent, insert_norms, repair, checkpoint.
 """

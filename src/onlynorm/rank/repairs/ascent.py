@@ -1,4 +1,4 @@
-"""Repairs by gradient ascent on the ratio r: as in the paper, with a bound on the gradient ratio, and of all layers.
+"""Repairs by gradient ascent on the rank ratio r: as in the paper, with a bound on the gradient ratio, or jointly.
 
 A step moves a weight W along the gradient of r by a fixed fraction of its norm: r does not depend on the scale of W, so
 the size of its gradient does not give a step size. Rank alone is not enough: the higher the rank of ReLU layers, the
@@ -24,16 +24,16 @@ from onlynorm.rank.repairs.visits import LayerModule, Route, RouteLayer, output_
 from onlynorm.seeds import seeded
 
 PAPER_STEP, STEP = 0.02, 0.005
-"""Fractions of its norm by which a weight moves in one step."""
+"""Step sizes, as fractions of the norm of the weight."""
 MAX_STEPS = 100
 N_TARGETS = 8
-"""Targets that are tried: each halves the rank beyond one."""
+"""Number of targets that are tried; each halves the rank above one."""
 
 
 def paper_ascent(route: Route, *, n_steps: int, seed: int) -> None:
-    """Takes `n_steps` stochastic steps on r in every hidden layer, one layer after the other; nothing is rescaled.
+    """Takes `n_steps` stochastic ascent steps on r in every hidden layer, one layer after the other, without rescaling.
 
-    Each step uses half of the batch. The paper gives the number of steps, 25 or 75, but not their size: it is ours.
+    Each step uses half of the batch. The paper gives the number of steps, 25 or 75, but not the step size.
     """
     generator = seeded(seed)
 
@@ -55,16 +55,16 @@ def rank_ascent(
     n_steps: int,
     ratio: Callable[[], float],
 ) -> tuple[float, float]:
-    """(fraction, gradient ratio): the fraction of the target rank that keeps the gradient ratio within its bound.
+    """(fraction, gradient ratio): the fraction of the target rank at which the gradient ratio is within its bound.
 
-    Layer by layer: zero bias, steps until r has reached its target (sqrt of the width if none is given), unit scale.
-    If the gradient then grows more than `max_ratio` from the last hidden layer to the first, everything is done again
-    with half the rank beyond one.
+    Layer by layer: zero bias, steps until r reaches its target (by default the square root of the width), unit scale.
+    If the gradient ratio of the first to the last hidden layer then exceeds `max_ratio`, this is repeated with half the
+    rank above one.
     """
     start = [layer.module.weight.detach().clone() for layer in route.free]
     fraction, reached = 1.0, math.nan
-    for turn in range(N_TARGETS):
-        fraction = 0.5**turn if turn < N_TARGETS - 1 else 0.0
+    for attempt in range(N_TARGETS):
+        fraction = 0.5**attempt if attempt < N_TARGETS - 1 else 0.0
         with torch.no_grad():
             for layer, weight in zip(route.free, start, strict=True):
                 layer.module.weight.copy_(weight)
@@ -84,10 +84,10 @@ def whole_ascent(
     n_steps: int,
     ratio: Callable[[], float],
 ) -> tuple[int, float]:
-    """(steps, gradient ratio): all layers ascend together, from unit scales, up to their targets or `max_ratio`.
+    """(steps, gradient ratio) of a joint ascent of all layers, from unit scales, up to their targets or `max_ratio`.
 
-    The ascent is on the sum of ln r over the hidden layers that are below their targets; the step that exceeds
-    `max_ratio` is undone and ends it.
+    The objective is the sum of ln r over the hidden layers below their targets. The ascent stops before the step that
+    exceeds `max_ratio`.
     """
     with torch.no_grad():
         for layer in route.free:
@@ -144,7 +144,7 @@ def _move(weight: Tensor, gradient: Tensor, fraction: float) -> None:
 
 
 def _joint_gradients(route: Route, target: float | None) -> dict[str, Tensor]:
-    """The gradient of the sum of ln r over hidden layers below their targets, by layer; nothing if there is none."""
+    """The gradient of the sum of ln r over hidden layers below their targets, by layer; empty if there are none."""
     ranks: dict[str, Tensor] = {}
     hooks = []
     for layer in route.hidden:

@@ -1,9 +1,10 @@
-"""Repairs that draw new weights: orthogonal, near the identity, and mirrored, which makes the network linear at first.
+"""Repairs that draw new weights: orthogonal, near the identity, and mirrored, for an initially linear network.
 
-Mirrored weights (Balduzzi et al., 2017, "looks linear"): half of the channels carry u, the other half -u. Since
+Mirrored weights (Balduzzi et al., 2017, "looks linear"): half of the channels are u, the other half -u. Since
 phi(u) - phi(-u) = u for ReLU, GELU and SiLU, a layer [[V, -V], [-V, V]] after them gives (V u, -V u): with V
-orthogonal the signal keeps its rank and the gradient its norm through any number of layers. For odd activations such
-as tanh it is 2 phi(u), which is nearly linear while u is small; `mirrored` chooses the scale by the gradient ratio.
+orthogonal the rank of the signal and the norm of the gradient are preserved through any number of layers. For odd
+activations such as tanh it is 2 phi(u), which is nearly linear for small u; `mirrored` chooses the scale by the
+gradient ratio.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from onlynorm.rank.repairs.visits import LayerModule, Route, RouteLayer, channel
 from onlynorm.seeds import seeded
 
 NOISE = 0.1
-"""How far near-identity weights are from the identity, relative to a random matrix of unit scale."""
+"""Distance of near-identity weights from the identity, relative to a random matrix of unit scale."""
 MIRRORED_SCALES = (1.0, 0.5, 0.25, 0.125)
 _CANCELLED = 1e-3
 
 
 def orthogonal(route: Route, *, seed: int) -> None:
-    """Orthogonal weights and zero biases, scaled by the gain that the batch needs at the second layer.
+    """Draws orthogonal weights and zero biases, scaled by the gain of the second layer on the batch.
 
-    That gain is sqrt(2) for ReLU on centred signals: one gain for the network, where LSUV has one per layer.
+    That gain is sqrt(2) for ReLU on centred signals. It is the same for all layers, while LSUV has one per layer.
     """
     generator = seeded(seed)
     gains: list[float] = []
@@ -47,10 +48,9 @@ def orthogonal(route: Route, *, seed: int) -> None:
 
 
 def near_identity(route: Route, *, seed: int) -> None:
-    """The identity plus a little noise in layers that keep the number of channels, orthogonal weights in others.
+    """Sets layers with equal numbers of channels to the identity plus noise; draws orthogonal weights for others.
 
-    The identity of a convolution has its ones in the middle of the kernel. Only layers that are not identities are
-    scaled to unit output.
+    The identity of a convolution is at the middle of the kernel. Only the other layers are scaled to unit output.
     """
     generator = seeded(seed)
 
@@ -70,9 +70,9 @@ def near_identity(route: Route, *, seed: int) -> None:
 
 
 def mirrored(route: Route, *, seed: int, ratio: Callable[[], float]) -> tuple[float, float]:
-    """(scale, gradient ratio) of the signals for which mirrored orthogonal weights keep the gradient ratio nearest one.
+    """(scale, gradient ratio): the signal scale at which mirrored orthogonal weights have a gradient ratio nearest one.
 
-    Scales are tried from one downwards; with ReLU, GELU and SiLU the first is used. `ratio` measures it.
+    Scales are tried from one downwards; with ReLU, GELU and SiLU the first is used. `ratio` measures the ratio.
     """
     tried: dict[float, float] = {}
     for scale in MIRRORED_SCALES:
@@ -87,7 +87,7 @@ def mirrored(route: Route, *, seed: int, ratio: Callable[[], float]) -> tuple[fl
 
 
 def draw_mirrored(route: Route, *, seed: int, scale: float) -> None:
-    """Mirrored orthogonal weights and zero biases; every hidden output has this root mean square, the last has one."""
+    """Draws mirrored orthogonal weights and zero biases; hidden outputs have this root mean square, the last one."""
     generator = seeded(seed)
 
     def change(layer: RouteLayer, received: Tensor) -> None:
@@ -102,7 +102,7 @@ def draw_mirrored(route: Route, *, seed: int, scale: float) -> None:
 
 
 def _fill_mirrored(module: LayerModule, generator: torch.Generator, *, is_mirrored: bool, is_last: bool) -> None:
-    """Draws the weight; `is_mirrored` says whether the input comes in halves. Odd and grouped sides are not halved."""
+    """Draws the weight; `is_mirrored` for an input of mirrored halves. Odd and grouped sides are not split."""
     weight = weight_of(module)
     n_out, n_in = weight.shape[0], weight.shape[1]
     rows = n_out // 2 if not is_last and n_out % 2 == 0 and _groups(module) == 1 else n_out
@@ -120,7 +120,7 @@ def _fill_mirrored(module: LayerModule, generator: torch.Generator, *, is_mirror
 
 
 def _differs(received: Tensor, module: LayerModule) -> bool:
-    """Whether the halves of the channels differ: if they were equal, mirrored weights would cancel everything."""
+    """Whether the halves of the channels differ: for equal halves, mirrored weights would give zero."""
     axis = channel_axis(module)
     if received.shape[axis] % 2:
         return True
@@ -130,7 +130,7 @@ def _differs(received: Tensor, module: LayerModule) -> bool:
 
 
 def _overlaps(module: LayerModule) -> bool:
-    """Whether the windows of a convolution overlap, so that the middle of each is enough to see everything."""
+    """Whether the windows of a convolution overlap, so that their middle positions cover the input."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     pairs = zip(module.kernel_size, module.stride, strict=True)
@@ -138,7 +138,7 @@ def _overlaps(module: LayerModule) -> bool:
 
 
 def _spreads(module: LayerModule) -> bool:
-    """Whether a transposed convolution makes more positions than it gets, of which one kernel entry fills few."""
+    """Whether a transposed convolution increases the number of positions, so that one kernel entry is not enough."""
     return isinstance(module, TRANSPOSED) and max(module.stride) > 1
 
 

@@ -1,8 +1,8 @@
 """`repair`: new initial weights for a deep network that cannot be trained, with a diagnosis before and after.
 
-Repairs are for networks before training: they replace the weights of a trained network, except "batch_norm" and, on a
-network without residual blocks, "residual", which keep the weights and change the function. A network
-that looks trained, and a weight that is tied to an embedding, are not changed without `force`.
+Repairs are for networks before training: they replace the weights, except "batch_norm" and, for a network without
+residual blocks, "residual", which change the function only. Networks that look trained, and weights tied to an
+embedding, are not changed without `force`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from onlynorm.display import Curve, Figure, Panel, ShownResult, Table, View
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.modules import Loss, Output
 from onlynorm.modules.losses import random_projection
@@ -26,7 +27,7 @@ from onlynorm.modules.walk import copy_network
 from onlynorm.rank.coverage import Unseen, tie_like
 from onlynorm.rank.diagnosis.diagnose import diagnose
 from onlynorm.rank.diagnosis.passes import measure_layers
-from onlynorm.rank.diagnosis.result import Diagnosis
+from onlynorm.rank.diagnosis.result import TONES, Diagnosis
 from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
 from onlynorm.rank.repairs.ascent import MAX_STEPS, paper_ascent, rank_ascent, whole_ascent
 from onlynorm.rank.repairs.insert_norms import insert_batch_norms
@@ -37,12 +38,20 @@ from onlynorm.rank.trained import find_training
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_integer, need_number, need_seed
 
 MAX_RATIO = 10.0
-"""Largest growth of gradients from the last hidden layer to the first that a rank ascent may cause."""
+"""Maximum gradient ratio of the first to the last hidden layer in a rank ascent."""
 PAPER_STEPS = 25
 NOTHING = "nothing"
 _COMPARED = ("r", "scale", "signal_gradient")
+COLUMNS = ("layer", "rank before", "after", "scale before", "after", "gradient before", "after")
+"""Columns of the rows of a `Repaired`."""
+_DEPTH = "layers with weights so far"
+PANELS = (
+    Panel("r", "Rank ratio", _DEPTH, y_log=True),
+    Panel("scale", "Scale of the signal", _DEPTH, "root mean square", y_log=True),
+    Panel("signal_gradient", "Gradient of the signal", _DEPTH, "norm", y_log=True),
+)
 MAX_NAMED = 4
-"""Unseen modules that the text names; `unseen` has all."""
+"""Number of unchanged modules listed in the text; `unseen` has all."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class _Job:
         return self.route.model
 
     def find_training(self) -> str:
-        """The first sign that the network was trained, or nothing where that does not matter."""
+        """The first sign that the network was trained; empty if there is none or with `force`."""
         if self.force:
             return ""
         free = self.route.free
@@ -89,7 +98,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Method:
-    """A function that repairs in place and returns a remark, and whether it inserts modules."""
+    """A function that repairs in place and returns a remark; `is_structural` if it inserts modules."""
 
     run: Callable[[_Job], str]
     is_structural: bool = False
@@ -102,18 +111,18 @@ def _run_mirrored(job: _Job) -> str:
 
 def _run_rank(job: _Job) -> str:
     fraction, _ = rank_ascent(job.route, **job.ascent)
-    return f"ascent to {100 * fraction:.3g} % of the target rank beyond one, as far as gradients allow"
+    return f"ascent to {100 * fraction:.3g} % of the target rank above one, limited by the gradient ratio"
 
 
 def _run_whole(job: _Job) -> str:
     n_steps, _ = whole_ascent(job.route, **job.ascent)
-    return f"{n_steps} steps of ascent with all layers at once"
+    return f"{n_steps} ascent steps of all layers together"
 
 
 def _run_paper(job: _Job) -> str:
     n_steps = PAPER_STEPS if job.n_steps is None else job.n_steps
     paper_ascent(job.route, n_steps=n_steps, seed=job.seed)
-    return f"{n_steps} steps of ascent per layer, as in the paper"
+    return f"{n_steps} ascent steps per layer, as in the paper"
 
 
 def _run_batch_norm(job: _Job) -> str:
@@ -141,20 +150,22 @@ METHODS: Mapping[str, _Method] = {
     "lsuv": _Method(_drawing(lsuv, "orthogonal weights, every output of unit scale")),
     "orthogonal": _Method(_drawing(orthogonal, "orthogonal weights with one gain")),
     "residual": _Method(_run_residual, is_structural=True),
-    "near_identity": _Method(_drawing(near_identity, "the identity and a little noise")),
+    "near_identity": _Method(_drawing(near_identity, "the identity plus noise")),
 }
 """Repairs by name."""
 AUTO = ("mirrored", "rank")
-"""Repairs that "auto" tries, in the order of what networks learn after them."""
+"""Repairs that "auto" tries, best accuracy after training first."""
 
 
-@dataclass(frozen=True, eq=False)
-class Repaired:
+@dataclass(frozen=True, eq=False, repr=False)
+class Repaired(ShownResult):
     """The repaired model, the method, and the diagnoses before and after.
 
-    `unseen` are modules with weights that a repair cannot change, with the reason, largest first; `n_parameters` counts
-    all parameters of the model.
+    `unseen` lists modules with weights that a repair cannot change, with the reason, largest first; `n_parameters` is
+    the number of all parameters of the model.
     """
+
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
 
     model: nn.Module
     method: str
@@ -171,14 +182,14 @@ class Repaired:
         return sum(one.n_parameters for one in self.unseen) / max(self.n_parameters, 1)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """For every layer with weights its name, then rank, scale and gradient, each before and after, as text."""
+        """For every layer with weights its name, and rank, scale and gradient before and after, as text."""
         return [
             (old.label, *(_shown(getattr(layer, name)) for name in _COMPARED for layer in (old, new)))
             for old, new in self._pairs()
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: everything but the model."""
+        """All fields except the model as JSON types."""
         return {
             "method": self.method, "remark": self.remark, "seconds": self.seconds,
             "n_parameters": self.n_parameters, "unseen_fraction": self.unseen_fraction,
@@ -186,8 +197,33 @@ class Repaired:
             "before": self.before.as_dict(), "after": self.after.as_dict(),
         }  # fmt: skip
 
+    def plot(self) -> Figure:
+        """Rank, scale and gradient of the layers with weights over depth, before and after."""
+        curves = []
+        for name, panel in zip(_COMPARED, PANELS, strict=True):
+            for label, found in (("before", self.before), ("after", self.after)):
+                pairs = [(layer.depth, getattr(layer, name)) for layer in found.weighted_layers]
+                points = [(x, y) for x, y in pairs if y is not None and math.isfinite(y) and y > 0]
+                if points:
+                    xs, ys = zip(*points, strict=True)
+                    curves.append(Curve(label, xs, ys, "line+points", panel.name))
+        return Figure(curves, PANELS)
+
+    def view(self) -> View:
+        """The method, the verdicts before and after, and every layer with weights."""
+        before, after = self.before.verdict, self.after.verdict
+        lines = [f"{label}: {', '.join(found.findings)}." for label, found in (("Before", before), ("After", after))]
+        return View(
+            "Repaired network", f"{before.word} → {after.word}", TONES[after.word], lines, after.advice,
+            facts={
+                "method": self.method, "remark": self.remark, "score before": before.score, "score after": after.score,
+                "seconds": self.seconds, "parameters in unchanged modules": f"{self.unseen_fraction:.1%}",
+            },
+            tables={"Layers": Table(COLUMNS, self.rows())},
+        )  # fmt: skip
+
     def __str__(self) -> str:
-        done = "left as it is" if self.method == NOTHING else f"repaired by {self.method}"
+        done = "not changed" if self.method == NOTHING else f"repaired by {self.method}"
         words = " -> ".join(f"{found.verdict.word} (score {found.score:.2f})" for found in (self.before, self.after))
         pairs = self._pairs()
         chosen = sorted({0, (len(pairs) - 1) // 2, max(0, len(pairs) - 2)})
@@ -199,11 +235,11 @@ class Repaired:
         if self.unseen:
             more = f" and {len(self.unseen) - MAX_NAMED} more" if len(self.unseen) > MAX_NAMED else ""
             named = ", ".join(map(str, self.unseen[:MAX_NAMED]))
-            parts.append(f"not seen, with {self.unseen_fraction:.1%} of the parameters: {named}{more}")
+            parts.append(f"modules without repair, with {self.unseen_fraction:.1%} of the parameters: {named}{more}")
         return "; ".join(parts)
 
     def _pairs(self) -> list[tuple[Layer, Layer]]:
-        """Every layer with weights before and after; names may differ where modules were inserted."""
+        """Every layer with weights before and after; names may differ if modules were inserted."""
         return list(zip(self.before.weighted_layers, self.after.weighted_layers, strict=False))
 
 
@@ -222,19 +258,18 @@ def repair(
     in_place: bool = False,
     force: bool = False,
 ) -> Repaired:
-    """A copy of the model whose layers pass on signals and gradients, or the model itself, diagnosed before and after.
+    """A copy of the model, or the model itself if `in_place`, repaired for training, with diagnoses before and after.
 
-    `inputs` is a batch of some hundred samples, or a tuple of batches (tensors or NumPy arrays). `method` is one of
-    `METHODS`, or "auto": a network that `diagnose` calls healthy is left alone; else the first repair of `AUTO` is used
-    that raises its score to one half or more, or the one with the best score, if any raises it. `n_steps` are the
-    steps of an ascent per layer, `target_rank` the rank that "rank" and "whole" aim at (sqrt of the width), as far as
-    gradients grow no more than `max_ratio`. Gradients are those of the loss of `output(returned)` and `targets`, as in
-    `diagnose`, or of a random projection of the outputs.
+    `inputs` is a batch of a few hundred samples, or a tuple of batches (tensors or NumPy arrays). `method` is one of
+    `METHODS`, or "auto": a network with a healthy diagnosis is not changed; else the first repair of `AUTO` is used
+    that raises its score to one half or more, or the one with the highest score, if any raises it. `n_steps` is the
+    number of ascent steps per layer, `target_rank` the target of "rank" and "whole" (by default the square root of the
+    width), subject to a gradient ratio of at most `max_ratio`. Gradients are those of the loss of `output(returned)`
+    and `targets`, as in `diagnose`, or of a random projection of the outputs.
 
-    Without `force`, weights that are tied to another module's stay as they are, and so does a network that looks
-    trained: "auto" returns it unchanged, other methods raise. `unseen` of the result lists the modules that were not
-    changed for such reasons. The model inside DistributedDataParallel, DataParallel and torch.compile is repaired.
-    Autocast is switched off.
+    Without `force`, weights tied to another module are not changed, and neither is a network that looks trained:
+    "auto" returns it unchanged, other methods raise. `unseen` of the result lists the modules that were not changed.
+    Wrappers (DDP, DataParallel, torch.compile) are removed first. Autocast is disabled.
     """
     started = time.perf_counter()
     network = need_layers("repair", model)
@@ -273,7 +308,7 @@ def repair(
 def _choose(
     work: nn.Module, before: Diagnosis, method: str, *, job: Callable[[nn.Module], _Job]
 ) -> tuple[nn.Module, str, str]:
-    """(network, method, remark) of the repair that was asked for, or of the one that "auto" chooses."""
+    """(network, method, remark) of the given method, or of the one that "auto" chooses."""
     if method == "auto" and before.verdict.word == "healthy":
         return work, NOTHING, f"the diagnosis is healthy, score {before.score:.2f}"
     first = job(work)
@@ -282,8 +317,8 @@ def _choose(
         return work, NOTHING, f"it looks trained: {sign}; force=True changes it anyway"
     if sign:
         raise ConversionError(
-            f"repair needs a network before training; this one looks trained: {sign}. What it has learned would be "
-            "lost. Pass force=True if it is not trained, or to change it anyway."
+            f"repair needs a network before training; this one looks trained: {sign}. Its weights would be "
+            "lost. Pass force=True to change it anyway."
         )
     if method != "auto":
         return work, method, METHODS[method].run(first)
@@ -292,7 +327,7 @@ def _choose(
         made = _copy(work)
         remark = METHODS[name].run(job(made))
         after = job(made).diagnose()
-        # the score says whether a network learns, not how well: the order of `AUTO` is that of accuracies
+        # the score predicts whether a network learns, not how well; `AUTO` is ordered by accuracy
         if after.is_trainable and after.score > before.score:
             return made, name, remark
         tried.append((after.score, made, name, remark))
@@ -300,7 +335,7 @@ def _choose(
 
 
 def _need_signals(found: Diagnosis) -> None:
-    """Raises unless the outputs of all layers with weights are finite, and get gradients of a finite loss."""
+    """Raises unless the outputs of all layers with weights are finite, and have gradients of a finite loss."""
     is_finite = all(layer.is_finite for layer in found.weighted_layers)
     if not is_finite or (found.loss is not None and not math.isfinite(found.loss)):
         raise ValueRangeError(f"repair needs finite signals; {found.verdict.findings[0]}. {found.verdict.advice}")
@@ -322,33 +357,33 @@ def _copy(network: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _copy_parameters(source: nn.Module, network: nn.Module) -> None:
-    """Copies the parameters that were changed, and touches no other."""
+    """Copies only the parameters that were changed."""
     for old, new in zip(network.parameters(), source.parameters(), strict=True):
         if not torch.equal(old, new):
             old.copy_(new)
 
 
 def _ready(network: nn.Module, inputs: Any) -> tuple[Tensor, ...]:
-    """The inputs as a tuple of tensors, if they are batches of two samples or more."""
+    """The inputs as a tuple of tensors; raises unless they are batches of two samples or more."""
     items = inputs if isinstance(inputs, tuple | list) else (inputs,)
     if isinstance(inputs, Mapping):
         raise ConversionError(
             "repair needs a batch, or a tuple of batches in the order of the model's arguments; got a dict. Pass "
-            "tuple(inputs.values()), or a module that calls the model with its names."
+            "tuple(inputs.values()), or wrap the model in a module that passes keyword arguments."
         )
     given = tuple(as_tensor("inputs of repair", x) if isinstance(x, np.ndarray | Tensor) else x for x in items)
     need_batch("repair", network, given)
     if min(x.shape[0] if x.ndim else 0 for x in given) < 2:
         raise ShapeError(
-            f"repair needs two samples or more, since one has rank one in every network; got shapes "
-            f"{', '.join(str(tuple(x.shape)) for x in given)}. Pass some hundred samples."
+            f"repair needs two samples or more, since one sample always has rank one; got shapes "
+            f"{', '.join(str(tuple(x.shape)) for x in given)}. Pass a few hundred samples."
         )
     with torch.inference_mode(False):
         return tuple(x.clone() if x.is_inference() else x for x in given)
 
 
 def _check(*, method: str, n_steps: int | None, target: float | None, max_ratio: float) -> dict[str, Any]:
-    """The settings of a job in their plain types."""
+    """The validated settings of a job."""
     need_choice("method", method, ("auto", *METHODS))
     if n_steps is not None:
         n_steps = need_integer("n_steps", n_steps, low=0, cure="The paper takes 25 or 75.")

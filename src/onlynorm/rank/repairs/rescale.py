@@ -1,4 +1,4 @@
-"""Repairs that rescale: every layer to unit output, LSUV, and the branches of residual networks; all in place.
+"""Repairs that rescale layers to unit output, LSUV, and the branches of residual networks; all in place.
 
 Layers are visited once, in the order of the forward pass.
 """
@@ -23,7 +23,7 @@ def set_scale(layer: RouteLayer, received: Tensor, *, scale: float = 1.0) -> Non
     if own == 0.0:
         raise ValueRangeError(
             f"a repair needs a signal in every layer; {layer.name!r} ({layer.number + 1} of {layer.n_layers}) gives "
-            "only zeros. Are all units before it dead? Try method='batch_norm', or another batch."
+            "only zeros. Check for dead units before it, try method='batch_norm', or another batch."
         )
     layer.module.weight.mul_(scale / own)
     if layer.module.bias is not None:
@@ -31,24 +31,24 @@ def set_scale(layer: RouteLayer, received: Tensor, *, scale: float = 1.0) -> Non
 
 
 def root_mean_square(values: Tensor) -> float:
-    """The root of the mean of the squares, which may themselves be too large or too small for float64."""
+    """The root mean square, without overflow or underflow of the squares."""
     largest = float(values.abs().max())
     return largest * float((values.double() / largest).square().mean().sqrt()) if largest > 0.0 else 0.0
 
 
 def clear_bias(module: LayerModule) -> None:
-    """Sets the bias to zero: it adds the same to all samples, which makes them more alike."""
+    """Sets the bias to zero, since it increases the similarity of samples."""
     if module.bias is not None:
         module.bias.zero_()
 
 
 def scale_layers(route: Route) -> None:
-    """Scales every layer to unit output, in place; directions of weights stay as they are."""
+    """Scales every layer to unit output, in place."""
     route.visit(set_scale)
 
 
 def lsuv(route: Route, *, seed: int) -> None:
-    """Orthogonal weights, zero biases, every output scaled to unit root mean square (Mishkin and Matas, 2016)."""
+    """Draws orthogonal weights and zero biases, scaled to unit root mean square outputs (Mishkin and Matas, 2016)."""
     generator = seeded(seed)
 
     def change(layer: RouteLayer, received: Tensor) -> None:
@@ -60,13 +60,13 @@ def lsuv(route: Route, *, seed: int) -> None:
 
 
 def draw_orthogonal(weight: Tensor, generator: torch.Generator) -> None:
-    """Draws a weight (out, ...) with orthonormal rows, or columns if it has fewer of them, in place."""
-    drawn = torch.empty(weight.shape)  # on the CPU, so that a seed means the same on every device
+    """Draws a weight (out, ...) with orthonormal rows, or columns if there are fewer, in place."""
+    drawn = torch.empty(weight.shape)  # on the CPU, so that a seed gives the same weight on every device
     weight.copy_(nn.init.orthogonal_(drawn, generator=generator))
 
 
 class Skip(nn.Module):
-    """A layer with a skip around it: x + scale * layer(x)."""
+    """A layer with a skip connection: x + scale * layer(x)."""
 
     def __init__(self, module: nn.Module, scale: float) -> None:
         super().__init__()
@@ -82,10 +82,10 @@ class Skip(nn.Module):
 
 
 def rescale_residuals(route: Route) -> int:
-    """The number of residual branches, each divided by the square root of that number, in place.
+    """Divides residual branches by the square root of their number, in place, and returns that number.
 
-    A network without residual blocks gets skips around the layers that keep the shape of their input, except the first
-    and the last; each branch has unit output before it is scaled.
+    In a network without residual blocks, skip connections are added to layers with equal input and output shapes,
+    except the first and the last; each branch has unit output before it is scaled.
     """
     branches = find_branches(route.model, route.inputs)
     if branches:
@@ -100,8 +100,8 @@ def rescale_residuals(route: Route) -> int:
     inner = [layer for layer in route.hidden[1:] if layer.input_shape == layer.output_shape]
     if not inner:
         raise ConversionError(
-            "method='residual' needs residual blocks, or layers that keep the shape of their input; this network has "
-            "neither. Try method='mirrored'."
+            "method='residual' needs residual blocks, or layers that keep the shape of their input; got neither. Try "
+            "method='mirrored'."
         )
     for layer in inner:
         replace_module(route.model, layer.module, new=Skip(layer.module, 1.0 / math.sqrt(len(inner))))
@@ -112,8 +112,8 @@ def rescale_residuals(route: Route) -> int:
 def find_branches(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[nn.Module]:
     """The last layer or norm of every residual branch.
 
-    A block is residual if it keeps the shape of its input and, with its last layer or norm set to zero, returns its
-    input, or the positive part of it. Blocks that change the shape are not found.
+    A block is residual if its output has the shape of its input and, with its last layer or norm set to zero, equals
+    the input or its positive part. Blocks that change the shape are not found.
     """
     found: dict[nn.Module, None] = {}
     for block, received in _blocks(model, inputs):
@@ -124,17 +124,17 @@ def find_branches(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[nn.Modul
 
 
 def _blocks(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[tuple[nn.Module, Tensor]]:
-    """Every module with children that keeps the shape of its one input, with its first input."""
-    seen: dict[nn.Module, Tensor] = {}
+    """All modules with children, one input and an output of the same shape, with their first input."""
+    found: dict[nn.Module, Tensor] = {}
 
-    def note(module: nn.Module, given: tuple[object, ...], output: object) -> None:
+    def record(module: nn.Module, given: tuple[object, ...], output: object) -> None:
         received = given[0] if len(given) == 1 else None
         if isinstance(received, Tensor) and isinstance(output, Tensor) and received.shape == output.shape:
-            seen.setdefault(module, received.detach().clone())
+            found.setdefault(module, received.detach().clone())
 
-    hooks = [m.register_forward_hook(note) for m in model.modules() if next(m.children(), None) is not None]
+    hooks = [m.register_forward_hook(record) for m in model.modules() if next(m.children(), None) is not None]
     run_hooked(model, inputs, hooks)
-    return list(seen.items())
+    return list(found.items())
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """`Route.visit`: one forward pass in which every layer is changed just before its first call.
 
-A layer is a Linear or a convolution (transposed ones and Hugging Face's Conv1D too) that the model calls as a module;
-skips, pooling, hooks and functional calls between layers do not matter. Later layers receive the outputs of layers that
-are already changed, and a layer that is called twice is changed once.
+A layer is a Linear or a convolution (including transposed ones and Hugging Face's Conv1D) that the model calls as a
+module, with any operations between layers. Later layers receive the outputs of changed layers, and a layer that is
+called twice is changed once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from onlynorm.rank.coverage import Unseen, find_unseen, is_conv1d, is_layer, wei
 from onlynorm.rank.measures import as_matrix
 
 LayerModule: TypeAlias = Any
-"""A module that `coverage.is_layer` accepts: it has a weight, and a bias that may be None."""
+"""A module for which `coverage.is_layer` is True: it has a weight, and a bias that may be None."""
 MAX_COLUMNS = 4096
-"""Columns that a rank is computed from; of more, evenly spaced ones are used."""
+"""Maximum number of columns for computing a rank; of more, evenly spaced ones are used."""
 
 
 @dataclass(frozen=True)
 class RouteLayer:
-    """A layer that the model calls: its first name, its position in the order of calls, and its shapes.
+    """A layer that the model calls: its first name, its index in the order of calls, and its shapes.
 
-    The weight of a fixed layer is tied to that of another module, so it is not changed.
+    A fixed layer is not changed, because its weight is tied to that of another module.
     """
 
     name: str
@@ -48,12 +48,12 @@ class RouteLayer:
 
     @property
     def is_first(self) -> bool:
-        """Whether it sees the inputs of the model."""
+        """Whether it is the first layer."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it makes the outputs of the model."""
+        """Whether it is the last layer."""
         return self.number == self.n_layers - 1
 
 
@@ -63,7 +63,7 @@ Change = Callable[[RouteLayer, Tensor], None]
 
 @dataclass(frozen=True)
 class Route:
-    """The layers that a batch passes in a model, in the order of their first calls, and the modules left out."""
+    """The layers of a model in the order of their first calls on a batch, and the modules that cannot be changed."""
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -72,7 +72,7 @@ class Route:
 
     @property
     def hidden(self) -> tuple[RouteLayer, ...]:
-        """All layers but the last."""
+        """All layers except the last."""
         return self.layers[:-1]
 
     @property
@@ -86,34 +86,34 @@ class Route:
         hooks = []
         for layer in self.free:
 
-            def act(
+            def apply(
                 module: LayerModule, given: tuple[Any, ...], named: dict[str, Any], layer: RouteLayer = layer
             ) -> None:
                 if id(module.weight) not in done:
                     done.add(id(module.weight))
                     change(layer, _received(given, named))
 
-            hooks.append(layer.module.register_forward_pre_hook(act, with_kwargs=True))
+            hooks.append(layer.module.register_forward_pre_hook(apply, with_kwargs=True))
         run_hooked(self.model, self.inputs, hooks)
 
 
 def find_route(model: nn.Module, inputs: tuple[Tensor, ...], *, force: bool = False) -> Route:
-    """The layers that the model calls on these inputs and that a repair can see; `force` frees tied weights."""
+    """The layers that the model calls on these inputs and a repair can change; `force` includes tied weights."""
     shapes: dict[str, tuple[LayerModule, tuple[int, ...], tuple[int, ...]]] = {}
     called: set[nn.Module] = set()
     hooks = []
     for name, module in model.named_modules():
-        is_seen = is_layer(module) and isinstance(module._parameters.get("weight"), Tensor)
+        is_usable = is_layer(module) and isinstance(module._parameters.get("weight"), Tensor)
 
-        def note(
+        def record(
             module: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any, name: str = name,
-            is_seen: bool = is_seen,
+            is_usable: bool = is_usable,
         ) -> None:  # fmt: skip
             called.add(module)
-            if is_seen and module.weight.requires_grad and name not in shapes:
+            if is_usable and module.weight.requires_grad and name not in shapes:
                 shapes[name] = (module, tuple(_received(given, named).shape), tuple(output.shape))
 
-        hooks.append(module.register_forward_hook(note, with_kwargs=True))
+        hooks.append(module.register_forward_hook(record, with_kwargs=True))
     run_hooked(model, inputs, hooks)
     unseen = find_unseen(model, called, force=force)
     fixed = {one.name for one in unseen}
@@ -125,13 +125,13 @@ def find_route(model: nn.Module, inputs: tuple[Tensor, ...], *, force: bool = Fa
         got = ", ".join(map(str, unseen[:4])) or f"{type(model).__name__}, which calls none"
         raise ConversionError(
             f"a repair needs Linear or convolutional layers that the model calls as modules and that can be trained; "
-            f"got {got}. Pass a model with layers as modules, and unfreeze what should change."
+            f"got {got}. Pass a model with layers as modules, and unfreeze the layers to repair."
         )
     return Route(model, inputs, layers, unseen)
 
 
 def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[RemovableHandle]) -> None:
-    """Runs the model once without gradients, as in training, and removes the hooks whatever happens."""
+    """Runs the model once in training mode without gradients, and removes the hooks."""
     try:
         with untouched(model, is_training=True, tensors=inputs), torch.no_grad():
             model(*inputs)
@@ -145,18 +145,18 @@ def run_hooked(model: nn.Module, inputs: tuple[Tensor, ...], hooks: list[Removab
 
 
 def signal(module: LayerModule, output: Tensor) -> Tensor:
-    """The output of a layer as H, channels x columns; of many positions only some, evenly spaced."""
+    """The output of a layer as a matrix H, channels x columns, with at most `MAX_COLUMNS` evenly spaced columns."""
     matrix = as_matrix(output if output.ndim > 1 else output[None], channels=channel_axis(module))
     return matrix[:, :: -(-matrix.shape[1] // MAX_COLUMNS)]
 
 
 def channel_axis(module: LayerModule) -> int:
-    """The axis of the channels of a layer's output: last for Linear, second for convolutions."""
+    """The channel axis of a layer's output: last for Linear, second for convolutions."""
     return -1 if isinstance(module, nn.Linear) or is_conv1d(module) else 1
 
 
 def output_with(module: LayerModule, weight: Tensor, received: Tensor) -> Tensor:
-    """The output of the layer, without hooks, for another weight (in its own layout)."""
+    """The output of the layer, without hooks, for another weight in the same layout."""
     own = module._parameters["weight"]
     module._parameters["weight"] = weight
     try:

@@ -1,12 +1,12 @@
-"""The low-rank construction: a target of rank r from four frozen layers with of the order of d r features.
+"""The low-rank construction: a target of rank r from four frozen layers with O(d r) features.
 
-    T = A B,   B (r, inp * kernel) holds the kernel, stride and padding,   A (out, r) is 1 x 1
+    T = A B,   B (r, inp * kernel) has the kernel, stride and padding,   A (out, r) is 1 x 1
 
-Both factors come from the singular value decomposition of T, sqrt of the singular values to each: balanced, so that
-errors of either count the same. Each is rebuilt by the wide construction. B takes r inp k features per group and A
-out r, together fewer than the wide construction's out inp k where r < out inp k / (out + inp k).
+Both factors come from the singular value decomposition of T, with the square root of the singular values in each, so
+that their errors have equal weight. Each is rebuilt by the wide construction. B needs r inp k features per group and A
+out r, together fewer than the out inp k of the wide construction if r < out inp k / (out + inp k).
 
-The rank is that of the weight as it stands in the layer: outputs that are zero cost nothing in it.
+The rank is that of the weight of the layer; zero outputs do not increase it.
 
 Theory: giannou2023:cor-1, giannou2023:remark-7
 """
@@ -26,77 +26,88 @@ from onlynorm.frozen.pair import LowRankBlock, NormOnlyBlock
 from onlynorm.intervals.propagate import propagate
 from onlynorm.modules.layers import TargetLayer, layer_options, plain_layer, weight_of
 from onlynorm.reconstruction.constructions import wide
-from onlynorm.reconstruction.constructions.base import Rebuilt, Recipe, construction
+from onlynorm.reconstruction.constructions.base import Rebuilt
+from onlynorm.reconstruction.constructions.options import LowRank, Settings
 from onlynorm.reconstruction.costs import ALONE, Costs, Load, add_costs, grid_pass_memory, pass_memory, pass_seconds
-from onlynorm.reconstruction.ranges import Seen
-from onlynorm.solvers.operator import Progress
-
-FIELDS = (*wide.FIELDS, "rank", "rank_tolerance")
+from onlynorm.reconstruction.ranges import LayerInputs
+from onlynorm.solvers.operator import OnStep
 
 
-def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
-    """What the low-rank construction of this layer takes; of full rank where none is given."""
-    _need_rank(recipe.rank)
+def estimate(target: TargetLayer, construction: LowRank, settings: Settings, load: Load = ALONE) -> Costs:
+    """The cost of the low-rank construction of this layer, of full rank by default."""
     largest = _largest_rank(target)
-    rank = largest if recipe.rank is None else min(recipe.rank, largest)
+    rank = largest if construction.rank is None else min(construction.rank, largest)
     parts = _factor_targets(target, rank)
-    recipes = (recipe, _without_kernel(recipe))
+    constructions = (construction, _without_kernel(construction))
     between = rank * target.groups * load.n_positions
     loads = (load, dataclasses.replace(load, n_inputs=between))
-    first, second = (wide.estimate(*one) for one in zip(parts, recipes, loads, strict=True))
-    # The whole batch passes through the first block, and what comes out of it is held while the second is made.
-    is_stored, groups = recipe.storage == "dense", wide.draw_groups(parts[0], recipe)
+    first, second = (
+        wide.estimate(part, own, settings, one) for part, own, one in zip(parts, constructions, loads, strict=True)
+    )
+    # The output of the first block for the whole batch is in memory while the second is built.
+    is_stored, groups = settings.storage == "dense", wide.draw_groups(parts[0], construction, settings)
     is_grid = groups[0].is_structured
     if is_grid:
-        passing = grid_pass_memory(groups, load, is_linear=wide.is_linear(recipe))
+        passing = grid_pass_memory(groups, load, is_linear=wide.is_linear(construction))
     else:
         passing = pass_memory(groups[0], first.n_features, load, is_stored=is_stored)
     held = 8 * load.n_samples * between
     seconds = second.seconds + pass_seconds(first, load, is_grid=is_grid)
     second = dataclasses.replace(second, memory=max(passing, second.memory) + held, seconds=seconds)
     costs = add_costs((first, second))
-    n_wide = sum(one.n_features for one in wide.draw_groups(target, recipe))
-    words = f"rank {rank}" if recipe.rank is not None else f"rank {rank} or less, as the weights show"
-    note = f"{words}; the wide construction takes {n_wide} features"
+    n_wide = sum(one.n_features for one in wide.draw_groups(target, construction, settings))
+    text = f"rank {rank}" if construction.rank is not None else f"rank {rank} or less, depending on the weights"
+    note = f"{text}; the wide construction needs {n_wide} features"
     return dataclasses.replace(costs, note=f"{note}; {costs.note}" if costs.note else note)
 
 
-@construction("low_rank", estimate=estimate, fields=FIELDS)
 def build(
-    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, progress: Progress | None = None
+    target: TargetLayer,
+    layer: nn.Module,
+    received: LayerInputs,
+    construction: LowRank,
+    settings: Settings,
+    on_step: OnStep | None = None,
 ) -> Rebuilt:
-    """The block that computes the layer from its two factors. Theory: giannou2023:cor-1"""
+    """The block of the layer from its two factors. Theory: giannou2023:cor-1"""
     weight, bias = weight_of(layer)
-    factors = factorise(weight, target.groups, rank=recipe.rank, tolerance=recipe.rank_tolerance)
-    # A tolerance is shared out: half to what the rank leaves out, half to solving for the factors.
-    allowed = recipe.rank_tolerance if recipe.tolerance is None else recipe.tolerance / 2
+    factors = factorise(weight, target.groups, rank=construction.rank, tolerance=construction.rank_tolerance)
+    # Half of the tolerance is for the truncation to the rank, half for solving for the factors.
+    allowed = construction.rank_tolerance if settings.tolerance is None else settings.tolerance / 2
     short = factors.shortfall(allowed) if factors.error > allowed else ""
-    if short and recipe.tolerance is not None:
+    if short and settings.tolerance is not None:
         raise ToleranceError(
-            f"the low-rank construction needs a relative residual of {recipe.tolerance:.0e} at {target.name!r}; got a "
-            f"weight of which {short}. Raise the rank, leave it out, or leave the tolerance out."
+            f"the low-rank construction needs a relative residual of {settings.tolerance:.0e} at {target.name!r}; "
+            f"{short}. Raise the rank, leave it out, or leave the tolerance out."
         )
-    # Relative errors e of the factors make at most 2 e rank^(1/4): |A| |B|_2 is the square root of the sum of singular
+    # Relative errors e of the factors give at most 2 e rank^(1/4): |A| |B|_2 is the square root of the sum of singular
     # values times the largest, at most rank^(1/4) |T|, and so is |A|_2 |B|.
-    recipe_of_factors = wide.sharper(recipe, 4 * factors.rank**0.25)
+    tightened = wide.tightened(settings, 4 * factors.rank**0.25)
     targets = _factor_targets(target, factors.rank)
     options = layer_options(layer)
-    first = wide.build(targets[0], plain_layer(factors.right, None, options), seen, recipe_of_factors, progress)
+    first = wide.build(
+        targets[0], plain_layer(factors.right, None, options), received, construction, tightened, on_step
+    )
     assert isinstance(first.block, NormOnlyBlock)
     small = {**options, "stride": _ones(options), "padding": 0, "dilation": _ones(options), "padding_mode": "zeros"}
     second_layer = plain_layer(factors.left, bias, small if options else {})
     with torch.no_grad():
-        inputs = first.block(seen.inputs.double())
+        inputs = first.block(received.inputs.double())
     box = None
-    if seen.box is not None:
-        box = propagate(nn.Sequential(first.block.to_plain(), second_layer), ["1"], seen.box)["1"]
+    if received.box is not None:
+        box = propagate(nn.Sequential(first.block.to_plain(), second_layer), ["1"], received.box)["1"]
     second = wide.build(
-        targets[1], second_layer, Seen(inputs, box, seen.held_back), _without_kernel(recipe_of_factors), progress
+        targets[1],
+        second_layer,
+        LayerInputs(inputs, box, received.leave_one_out),
+        _without_kernel(construction),
+        tightened,
+        on_step,
     )
     assert isinstance(second.block, NormOnlyBlock)
     block = LowRankBlock(first.block, second.block)
     residual = wide.relative_error(block.to_plain(), weight)
-    wide.need_reached(residual, recipe, target)
+    wide.need_reached(residual, construction, settings, target)
     shortfall = "; ".join(text for text in (short, first.shortfall, second.shortfall) if text)
     return Rebuilt(
         block, ", ".join(dict.fromkeys((first.method, second.method))), residual,
@@ -106,7 +117,7 @@ def build(
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Balanced factors with left right = weight, group by group, up to the relative truncation `error`.
+    """Balanced factors with left @ right = weight, group by group, up to the relative truncation `error`.
 
     `errors` are the truncation errors of ranks 0, 1, 2, ...
     """
@@ -118,7 +129,7 @@ class Factors:
 
     @property
     def error(self) -> float:
-        """What the rank leaves out, relative to the weight."""
+        """The truncation error, relative to the weight."""
         return self.errors[self.rank]
 
     def shortfall(self, tolerance: float) -> str:
@@ -130,9 +141,9 @@ class Factors:
 def factorise(
     weight: Float[Tensor, "out inp *kernel"], groups: int = 1, *, rank: int | None = None, tolerance: float = 1e-12
 ) -> Factors:
-    """Balanced factors of a layer's weight, of the given rank in every group or of the smallest within the tolerance.
+    """Balanced factors of a layer's weight, of the given rank in every group or the smallest within the tolerance.
 
-    Errors are relative Frobenius norms of what is cut off. Theory: giannou2023:cor-1
+    Truncation errors are relative Frobenius norms. Theory: giannou2023:cor-1
     """
     _need_rank(rank)
     if not 0.0 <= tolerance < 1.0:
@@ -151,11 +162,11 @@ def factorise(
 
 def _need_rank(rank: int | None) -> None:
     if rank is not None and rank < 1:
-        raise ValueRangeError(f"rank needs a positive whole number; got {rank}. Leave it out to have it found.")
+        raise ValueRangeError(f"rank needs a positive integer; got {rank}. Leave it out to choose it automatically.")
 
 
 def _factor_targets(target: TargetLayer, rank: int) -> tuple[TargetLayer, TargetLayer]:
-    """B and A as layers of their own, with random streams of their own."""
+    """B and A as separate layers, with separate random streams."""
     n_middle = rank * target.groups
     axes = len(target.shape) - 2
     first = dataclasses.replace(
@@ -173,9 +184,9 @@ def _first_below(errors: tuple[float, ...], tolerance: float) -> int:
     return next(rank for rank, error in enumerate(errors) if error <= tolerance)
 
 
-def _without_kernel(recipe: Recipe) -> Recipe:
-    """The recipe of the 1 x 1 factor."""
-    return dataclasses.replace(recipe, source_kernel=None)
+def _without_kernel(construction: LowRank) -> LowRank:
+    """The options of the 1 x 1 factor."""
+    return dataclasses.replace(construction, source_kernel=None)
 
 
 def _ones(options: dict[str, Any]) -> tuple[int, ...]:

@@ -1,28 +1,28 @@
-"""The multilayer construction: one target layer from L = `n_layers` frozen layers in a row, by their L norms.
+"""The multilayer construction: one target layer from L = `n_layers` frozen layers in sequence, by their L norms.
 
-A wide construction needs one layer with a feature per weight; here the same number of features is spread over L - 1
-hidden layers of about weights / (L - 1) features each: far narrower layers, at more multiplications per input, because
-the layers between them are dense (`tradeoff` shows both). Widths follow `solvers.multilayer.widths_for`; `excess` is
-the number of gammas over equations + L, 1.1 by default.
+The wide construction needs one layer with a feature per weight. Here the same number of features is distributed over
+L - 1 hidden layers of about weights / (L - 1) features each. Layers are much narrower, but need more multiplications
+per input, because the layers between them are dense. Widths are those of `solvers.multilayer.widths_for`; `excess` is
+the number of gammas divided by equations + L, 1.1 by default.
 
-`features` may be any random distribution. "orthogonal" needs the fewest steps, but a Haar matrix of n features takes
-n^3 operations to draw; for few and wide layers "he_normal" is as good.
+`features` may be any random distribution. "orthogonal" needs the fewest steps, but drawing a Haar matrix of n features
+takes n^3 operations; for few and wide layers "he_normal" is as good.
 
-Read on in multilayer_block (the layers), multilayer_norms (their norms), solvers.multilayer (their gammas).
+See also `frozen.sequence` (the layers) and `solvers.multilayer` (their gammas).
 
 Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.4
 
-The norms of a multilayer block, from its gammas: every activation on its linear piece, every constant cancelled.
+The norms of a multilayer block, from its gammas: every activation is in its linear range, and all constants cancel.
 
-What layer i carries is one linear map of the input, R_i = W_i diag(gamma_(i-1)) R_(i-1), so its range comes from the
-input directly and does not widen with depth. With u = R_i x, the frozen layer gives g u + c, where g is the gain of the
-activations in front and c what their constants add:
+Layer i is one linear map of the input, R_i = W_i diag(gamma_(i-1)) R_(i-1), so its range follows from the input
+directly and does not widen with depth. With u = R_i x, the output of the frozen layer is g u + c, where g is the gain
+of the activation before it and c the sum of the constants:
 
     s, b, m, o       with phi(s gamma u + b) = m (s gamma u + b) + o for all features of the layer    (linearize)
     norm_i           scale s gamma / g, shift b - scale c
     norm_L           scale gamma_L / g, shift bias - scale c
 
-Each norm takes away what came before it, so constants do not grow from layer to layer.
+Each norm removes the constants before it, so they do not grow from layer to layer.
 
 Theory: burkholz2024:thm-2.4, burkholz2024:thm-2.5
 """
@@ -36,14 +36,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from onlynorm.errors import ValueRangeError
 from onlynorm.features import Features, draw
-from onlynorm.features.distributions import STRUCTURED
 from onlynorm.frozen.pair import CHUNK_BYTES
 from onlynorm.frozen.sequence import MultilayerBlock
 from onlynorm.modules.affine import affine, set_affine
 from onlynorm.modules.layers import TargetLayer, layer_options, weight_of
-from onlynorm.reconstruction.constructions.base import Rebuilt, Recipe, construction
+from onlynorm.reconstruction.constructions.base import Rebuilt
+from onlynorm.reconstruction.constructions.options import Multilayer, Settings
 from onlynorm.reconstruction.costs import (
     ALONE,
     LAYER_SECONDS,
@@ -57,10 +56,17 @@ from onlynorm.reconstruction.costs import (
     hidden_costs,
 )
 from onlynorm.reconstruction.linearize import linearize
-from onlynorm.reconstruction.ranges import CERTIFIED_MARGIN, Ranges, Seen, default_margin, extremes_of_rows, widen
+from onlynorm.reconstruction.ranges import (
+    CERTIFIED_MARGIN,
+    FeatureRanges,
+    LayerInputs,
+    default_margin,
+    extremes_of_rows,
+    widen,
+)
 from onlynorm.solvers.choose import RATES
 from onlynorm.solvers.multilayer.gammas import DEFAULT_EXCESS, DENSE, solve_multilayer, widths_for
-from onlynorm.solvers.operator import Progress
+from onlynorm.solvers.operator import OnStep
 from onlynorm.solvers.prepare import need_tolerance
 from onlynorm.solvers.spectrum import condition_number
 
@@ -71,20 +77,20 @@ def choose_norms(
     gammas: list[Tensor],
     bias: Float[Tensor, " out"] | None,
     *,
-    seen: Seen,
+    received: LayerInputs,
     window: float,
     margin: float | None = None,
 ) -> float:
-    """Sets all norms of the block; returns the certified error of its worst activation, in the units it carries.
+    """Sets all norms of the block; returns the largest certified error of an activation, in the units of its input.
 
-    The activations of a block share the error `window`, which is relative to the widest range of each layer.
+    The error `window`, relative to the widest range of each layer, is divided among the activations of a block.
     """
     last, error = block.n_layers - 1, 0.0
     carried = block.weight(0).double()
     constant = torch.zeros_like(carried[:, 0])
     gain = carried.new_ones(())
     for i, gamma in enumerate(gammas[:-1]):
-        ranges = _ranges(block, carried, seen, margin)
+        ranges = _ranges(block, carried, received, margin)
         ends = torch.stack([gamma * ranges.low, gamma * ranges.high])
         low, high = ends.amin(0), ends.amax(0)
         tolerance = window * max(float((high - low).max()), 1e-300) / last
@@ -92,12 +98,12 @@ def choose_norms(
         scale = line.scale * gamma / gain
         mean, variance = gain * ranges.mean + constant, gain.square() * ranges.variance
         set_affine(block.norm(i), scale, line.shift - scale * constant, mean=mean, variance=variance)
-        which = block.where(i)
+        which = block.feature_slice(i)
         block.slope[which], block.offset[which] = line.slope, line.offset
         if not isinstance(block.activation, nn.Identity):
             ends = torch.stack([gain * ranges.low + constant, gain * ranges.high + constant])
             block.low[which], block.high[which] = ends.amin(0), ends.amax(0)
-        # Constants are taken from the norm as it was stored, so that its rounding cancels too.
+        # Constants are computed from the stored norm, so that its rounding errors cancel too.
         stored_scale, stored_shift = affine(block.norm(i))
         constant = block.mapped(i + 1, line.slope * (stored_scale * constant + stored_shift) + line.offset)
         carried = block.mapped(i + 1, gamma[:, None] * carried)
@@ -109,51 +115,55 @@ def choose_norms(
     return error
 
 
-def _ranges(block: MultilayerBlock, carried: Float[Tensor, "feat cols"], seen: Seen, margin: float | None) -> Ranges:
-    """What a layer carries: its range on the batch with a margin, or in the whole box, and its statistics."""
+def _ranges(
+    block: MultilayerBlock, carried: Float[Tensor, "feat cols"], received: LayerInputs, margin: float | None
+) -> FeatureRanges:
+    """The ranges of a layer, on the batch with a margin or for the box, and its statistics."""
     parts: list[tuple[Tensor, ...]] = []
-    held: list[tuple[Tensor, Tensor]] = []
+    extremes: list[tuple[Tensor, Tensor]] = []
     count = n_rows = 0
-    for part in block.samples(block.padded(seen.inputs.double())):
+    for part in block.samples(block.padded(received.inputs.double())):
         values = block.project(part, carried, is_first=True)
         of_rows = extremes_of_rows(values)
-        if seen.held_back is not None:
-            held.append(seen.held_back.extremes(*of_rows, first_row=n_rows))
+        if received.leave_one_out is not None:
+            extremes.append(received.leave_one_out.extremes(*of_rows, first_row=n_rows))
         n_rows += len(values)
         flat = values.movedim(1, 0).flatten(1)
         count += flat.shape[1]
         parts.append((of_rows[0].amin(0), of_rows[1].amax(0), flat.sum(1), flat.square().sum(1)))
-    if seen.held_back is not None:
-        of_samples = [torch.stack(column) for column in zip(*held, strict=True)]
-        seen.held_back.note(of_samples[0].amin(0), of_samples[1].amax(0))
+    if received.leave_one_out is not None:
+        of_samples = [torch.stack(column) for column in zip(*extremes, strict=True)]
+        received.leave_one_out.update(of_samples[0].amin(0), of_samples[1].amax(0))
     lows, highs, sums, squares = (torch.stack(column) for column in zip(*parts, strict=True))
     low, high = lows.amin(0), highs.amax(0)
     mean = sums.sum(0) / count
     variance = (squares.sum(0) / count - mean.square()).clamp(min=0.0)
-    if seen.box is None:
-        return Ranges(*widen(low, high, default_margin(block.activation) if margin is None else margin), mean, variance)
-    bounds = block.padded(seen.box.low.double()), block.padded(seen.box.high.double())
+    if received.box is None:
+        return FeatureRanges(
+            *widen(low, high, default_margin(block.activation) if margin is None else margin), mean, variance
+        )
+    bounds = block.padded(received.box.low.double()), block.padded(received.box.high.double())
     centre = block.project((bounds[0] + bounds[1]) / 2, carried, is_first=True).movedim(1, 0).flatten(1)
     radius = block.project((bounds[1] - bounds[0]) / 2, carried.abs(), is_first=True).movedim(1, 0).flatten(1)
     low, high = (centre - radius).amin(1), (centre + radius).amax(1)
-    return Ranges(*widen(low, high, CERTIFIED_MARGIN if margin is None else margin), mean, variance)
+    return FeatureRanges(*widen(low, high, CERTIFIED_MARGIN if margin is None else margin), mean, variance)
 
 
 STEPS = 20
-"""Steps of a solve, and below, inner iterations over the condition number at the start: medians of what was measured at
-1,024 to 9,216 equations and 3 to 10 layers, where the worst took three times as many."""
+"""Steps of a solve, and below, inner iterations divided by the initial condition number: medians measured at 1,024 to
+9,216 equations and 3 to 10 layers; the maximum was three times as large."""
 ITERATIONS = 80
 STEP_SECONDS = 2e-3
-"""Python's own time for a step."""
+"""Python overhead per step."""
 
 
-def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
-    """What the multilayer construction of this layer takes; steps and seconds are rough, from what was measured."""
-    drawn = draw_layers(target, recipe)
-    costs = add_costs(_group_costs(layers, recipe) for layers in drawn)
+def estimate(target: TargetLayer, construction: Multilayer, settings: Settings, load: Load = ALONE) -> Costs:
+    """The cost of the multilayer construction of this layer; seconds are rough estimates from measurements."""
+    drawn = draw_layers(target, construction, settings)
+    costs = add_costs(_group_costs(layers, settings) for layers in drawn)
     groups, widths = len(drawn), [one.n_features * len(drawn) for one in drawn[0]]
     inp = drawn[0][0].cols
-    is_stored = recipe.storage == "dense"
+    is_stored = settings.storage == "dense"
     stored = VECTORS * sum(widths) + 8 * costs.n_frozen * is_stored
     largest = max(8 * one.n_features * one.cols * groups for one in drawn[0])
     seconds, calibrating = costs.seconds + LAYER_SECONDS, 0
@@ -163,66 +173,67 @@ def estimate(target: TargetLayer, recipe: Recipe, load: Load = ALONE) -> Costs:
             n_channels=target.shape[1] * groups,
         )  # fmt: skip
         values = min(CHUNK_BYTES, 8 * load.n_samples * load.n_positions * width)
-        # What a layer carries of the inputs, and the same one layer on.
+        # The linear maps from the inputs to a layer and to the next one.
         seconds, calibrating = seconds + hidden.seconds, max(calibrating, hidden.memory + values + 24 * width * inp)
     for layers in drawn:
         seconds += sum(draw_seconds(one, n_left=0, n_right=1 if is_stored else 4) for one in layers)
-    # The frozen weights of all groups are joined as they are drawn, and solved for one group at a time.
+    # The frozen weights of all groups are concatenated; the gammas are solved for one group at a time.
     memory = stored + max(costs.memory, calibrating + (1 - is_stored) * 2 * largest, largest + draw_bytes(largest // 8))
     return dataclasses.replace(costs, memory=memory + SCRATCH * sum(widths), stored=stored, seconds=seconds)
 
 
-def draw_layers(target: TargetLayer, recipe: Recipe, *, device: torch.device | str = "cpu") -> list[list[Features]]:
-    """The frozen layers of every group, from the input on; nothing is computed yet."""
-    if recipe.features in STRUCTURED:
-        raise ValueRangeError(
-            f"the multilayer construction needs random features; got {recipe.features!r}, which fix their own number. "
-            "Use features='orthogonal' or 'he_normal'."
-        )
-    excess = DEFAULT_EXCESS if recipe.excess is None else recipe.excess
-    widths = widths_for(target.group_shape, n_layers=recipe.n_layers, excess=excess)
+def draw_layers(
+    target: TargetLayer, construction: Multilayer, settings: Settings, *, device: torch.device | str = "cpu"
+) -> list[list[Features]]:
+    """The frozen layers of every group, first layer first; their weights are not drawn yet."""
+    excess = DEFAULT_EXCESS if construction.excess is None else construction.excess
+    widths = widths_for(target.group_shape, n_layers=construction.n_layers, excess=excess)
     shapes = [(1, *target.group_shape[1:]), *((1, width) for width in widths)]
     drawn = []
     for group in range(target.groups):
         name = f"{target.name}/group {group}" if target.groups > 1 else target.name
         drawn.append([
             draw(
-                recipe.features, shape, n_features=width, seed=recipe.seed, layer=f"{name}/source {i}",
-                density=recipe.density, device=device,
+                construction.features, shape, n_features=width, seed=settings.seed, layer=f"{name}/source {i}",
+                density=construction.density, device=device,
             )
             for i, (shape, width) in enumerate(zip(shapes, (*widths, target.group_shape[0]), strict=True), 1)
         ])  # fmt: skip
     return drawn
 
 
-@construction("multilayer", estimate=estimate, fields=("n_layers",))
 def build(
-    target: TargetLayer, layer: nn.Module, seen: Seen, recipe: Recipe, progress: Progress | None = None
+    target: TargetLayer,
+    layer: nn.Module,
+    received: LayerInputs,
+    construction: Multilayer,
+    settings: Settings,
+    on_step: OnStep | None = None,
 ) -> Rebuilt:
-    """The block that computes the layer from frozen layers in a row. Theory: burkholz2024:thm-2.5"""
+    """The block of the layer from frozen layers in sequence. Theory: burkholz2024:thm-2.5"""
     weight, bias = weight_of(layer)
     block = MultilayerBlock(
-        layer_options(layer), draw_layers(target, recipe, device=weight.device), activation=recipe.activation,
-        norms=recipe.norms, storage=recipe.storage,
+        layer_options(layer), draw_layers(target, construction, settings, device=weight.device),
+        activation=construction.activation, norms=construction.norms, storage=settings.storage,
     ).to(weight.device)  # fmt: skip
     frozen = zip(*(block.weight(i).chunk(target.groups) for i in range(block.n_layers)), strict=True)
     solutions = [
-        solve_multilayer(layers, part.flatten(1), tolerance=recipe.tolerance, progress=progress)
+        solve_multilayer(layers, part.flatten(1), tolerance=settings.tolerance, on_step=on_step)
         for layers, part in zip(frozen, weight.chunk(target.groups), strict=True)
     ]
     gammas = [torch.cat(parts) for parts in zip(*(solution.gammas for solution in solutions), strict=True)]
-    error = choose_norms(block, gammas, bias, seen=seen, window=recipe.window, margin=recipe.margin)
+    error = choose_norms(block, gammas, bias, received=received, window=settings.window, margin=settings.ranges.margin)
     worst = max(solutions, key=lambda solution: solution.residual)
     seconds = sum(solution.seconds for solution in solutions)
     return Rebuilt(block, worst.method, worst.residual, error, seconds, worst.shortfall)
 
 
-def _group_costs(layers: list[Features], recipe: Recipe) -> Costs:
+def _group_costs(layers: list[Features], settings: Settings) -> Costs:
     out, inp = layers[-1].n_features, layers[0].cols
     widths = [one.n_features for one in layers]
     equations, n_gammas = out * inp, sum(widths)
     n_frozen = sum(one.n_features * one.cols for one in layers)
-    wanted = need_tolerance(recipe.tolerance)
+    wanted = need_tolerance(settings.tolerance)
     condition = condition_number(equations, n_gammas)
     # The factors of the Jacobian, and all frozen matrices once per step.
     flops, factors = 4.0 * STEPS * (out + inp) * n_frozen, n_gammas * (out + inp)

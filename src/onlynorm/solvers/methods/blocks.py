@@ -1,15 +1,12 @@
-"""Gammas for many blocks that share one matrix: one factor for all of them, one iteration, or each block by itself.
+"""Gammas of a block-diagonal system whose blocks share one matrix: by one factorization or one iteration for all.
 
-The factor of a block of n equations costs about n^3 multiplications once, an iteration about 650 n^2 for every block
-(some 260 sweeps at an excess of 1.25): the factor pays up to several hundred equations per block and block. Both
-ways work in float32 and take their residuals in float64. Both need an excess that is not near one. Where they do not
-reach the tolerance, and where features are too few for an exact solution, blocks are solved one by one with whatever
-suits them. Features are scaled to unit length first.
+Factorizing a block of n equations takes about n^3 multiplications, iterating about 650 n^2 for every block (some 260
+sweeps at an excess of 1.25). Both run in float32 with float64 residuals and need an excess that is not near one. If
+they do not reach the tolerance, or features are too few for an exact solution, blocks are solved one by one with
+`solve`. Features are scaled to unit length first.
 
-All blocks of a layer as one system: block diagonal, with one and the same matrix in every block.
-
-Blocks stand side by side in every product, so that a sweep over all of them is two products of full size with the
-features of one block: as fast per multiplication as the dense system, and as many times less work as there are blocks.
+All blocks are concatenated in every product: a sweep is two large products with the features of one block. It runs at
+the speed of the dense system and takes n_blocks times fewer operations.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from onlynorm.solvers.operator import KhatriRao
 from onlynorm.solvers.solve import solve_operator
 
 PIECE = 1024
-"""Features of a sweep that are alive at one time."""
+"""Features per step of a sweep."""
 
 
 class BlockOperator:
@@ -58,7 +55,7 @@ class BlockOperator:
     def row_gram_apply(
         self, residual: Float[Tensor, "out inp"], *, work: Tensor | None = None
     ) -> Float[Tensor, "out inp"]:
-        """M M^T R in one sweep: a piece of the features stays in the cache for both products."""
+        """M M^T R in one sweep: a chunk of features stays in the cache for both products."""
         total = torch.zeros_like(residual)
         for start in range(0, len(self.right), PIECE):
             right, left = self.right[start : start + PIECE], self.left[:, start : start + PIECE]
@@ -68,7 +65,7 @@ class BlockOperator:
         return total
 
     def scratch(self) -> Tensor:
-        """Nothing: products of full size need no buffer of their own."""
+        """An empty tensor: no buffer is needed."""
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def gram(self, *, is_whole: bool = True) -> Float[Tensor, "feat feat"]:
@@ -84,7 +81,7 @@ class BlockOperator:
         return self.block.one_norm()
 
     def materialise(self, *, dtype: torch.dtype | None = None) -> Float[Tensor, "eq feat"]:
-        """M as a dense matrix, to check against."""
+        """M as a dense matrix."""
         return torch.block_diag(*[self.block.materialise(dtype=dtype)] * self.n_blocks)
 
     def to(self, dtype: torch.dtype) -> BlockOperator:
@@ -94,32 +91,32 @@ class BlockOperator:
 
 EQUATIONS_PER_BLOCK = 1000
 MOST_EQUATIONS = 8192
-"""Of a block, for a factor: beyond, it would take more than a quarter of a gigabyte."""
+"""Equations of a block up to which it is factorized: more would need over a quarter of a gigabyte."""
 LEAST_EXCESS = 1.05
-"""Below, iterations grow with the size of the system, and a factor of the Gram matrix loses too many digits."""
+"""Below, the number of iterations grows with the system, and the Gram matrix is too badly conditioned."""
 TOLERANCE = 1e-10
-"""What `solve` aims at when nobody asks for more."""
+"""Default tolerance of `solve`."""
 MAX_REFINEMENTS, MAX_ITERATIONS = 8, 2000
 
 
 def solve_blocks(operator: KhatriRao, targets: Float[Tensor, "blocks out inp"]) -> Float[Tensor, "blocks feat"]:
-    """The least-norm gammas with left diag(gamma_b) right = targets[b], or the nearest where features are too few."""
+    """The minimum-norm gammas with left diag(gamma_b) right = targets[b], or least squares with too few features."""
     if len(targets) > 1 and operator.excess >= LEAST_EXCESS:
         unit, lengths = operator.unit()
         sizes = targets.abs().amax((1, 2), keepdim=True)
-        sizes = torch.where(sizes > 0, sizes, 1.0)  # a block that is small beside others keeps its digits
+        sizes = torch.where(sizes > 0, sizes, 1.0)  # equal accuracy for small blocks
         whole, target = BlockOperator(unit, len(targets)), (targets / sizes).flatten(0, 1)
         is_small = operator.equations <= min(EQUATIONS_PER_BLOCK * len(targets), MOST_EQUATIONS)
         gamma = _by_factor(whole, target) if is_small else None
         if gamma is None:
             gamma = _by_iteration(whole, target)
-        if _left_over(whole, target, gamma) <= TOLERANCE:
+        if _relative_error(whole, target, gamma) <= TOLERANCE:
             return gamma.view(len(targets), -1) * sizes[:, 0] / lengths
     return torch.stack([solve_operator(operator, target).gamma for target in targets])
 
 
 def _by_factor(whole: BlockOperator, target: Tensor) -> Tensor | None:
-    """Gamma by one float32 factor for all blocks, refined; None where that is too coarse for these features."""
+    """Gamma by a refined float32 Cholesky factorization shared by all blocks; None if it does not converge."""
     factor, failed = torch.linalg.cholesky_ex(whole.block.to(torch.float32).row_gram())
     if int(failed):
         return None
@@ -130,7 +127,7 @@ def _by_factor(whole: BlockOperator, target: Tensor) -> Tensor | None:
         half = torch.linalg.solve_triangular(factor, columns, upper=False)
         found = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT.to(target.dtype)
         gamma = gamma + size * whole.transpose(found.reshape(target.shape))
-        rest, before, error = target - whole.apply(gamma), error, _left_over(whole, target, gamma)
+        rest, before, error = target - whole.apply(gamma), error, _relative_error(whole, target, gamma)
         if error <= TOLERANCE:
             return gamma
         if not error <= before / 2:
@@ -139,11 +136,11 @@ def _by_factor(whole: BlockOperator, target: Tensor) -> Tensor | None:
 
 
 def _by_iteration(whole: BlockOperator, target: Tensor) -> Tensor:
-    """Gamma by one iteration on all blocks side by side."""
+    """Gamma by one iteration on all blocks together."""
     return solve_krylov(whole, target, tolerance=TOLERANCE, max_iterations=MAX_ITERATIONS).gamma
 
 
-def _left_over(whole: BlockOperator, target: Tensor, gamma: Tensor) -> float:
+def _relative_error(whole: BlockOperator, target: Tensor, gamma: Tensor) -> float:
     """The relative residual over all blocks."""
     rest = torch.linalg.vector_norm(target - whole.apply(gamma))
     return float(rest / torch.linalg.vector_norm(target).clamp_min(torch.finfo(target.dtype).tiny))

@@ -1,8 +1,7 @@
-"""Structured features: gamma is read off or costs two products, and M is never built.
+"""Closed-form solution for structured features, without building M.
 
-ID cond has M = I, Ortho cond has M = U2 (x) U1. Both are perfectly conditioned, so there is nothing to iterate; what
-remains is rounding. Features that a mask left out cannot be reached by any gamma: the result is then the
-projection of the target, and its residual says how much was lost.
+ID cond has M = I, Ortho cond has M = U2 (x) U1. Both have condition number 1, so gamma is exact up to rounding. With a
+mask some weights have no feature: the result is then the projection of the target.
 
 Theory: random_features:thm-3.1
 """
@@ -19,7 +18,7 @@ from onlynorm.features.structured import IdCondMinimal, Structure
 def solve_closed_form(
     structure: Structure, target: Float[Tensor, "*batch rows cols"]
 ) -> tuple[Float[Tensor, "*batch feat"], Float[Tensor, "*batch outputs"] | None, float]:
-    """Gamma, the output gamma where the structure has one, and the relative residual."""
+    """Gamma, the output gamma if the structure has one, and the relative residual."""
     found = structure.solve(target)
     if isinstance(structure, IdCondMinimal):
         gamma, output_gamma = found

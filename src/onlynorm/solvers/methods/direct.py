@@ -1,17 +1,16 @@
-"""Factorizations, for the sizes and shapes where they are the right tool.
+"""Direct methods: LU, Cholesky, QR and SVD.
 
-- **LU** of the square system, factored in float32 and refined with float64 residuals. At l = 1 the condition
-  number grows like N and Krylov methods stall, so a factorization is needed; float32 halves its time and quarters
-  its memory (in place, and the float64 matrix never exists). Plain refinement stops gaining where
-  kappa * eps32 nears one; there GMRES takes over. It is preconditioned with the same factors, but substitutes in
-  float64: what float32 substitutions round is not linear, and would take GMRES ten times as many steps.
-- **Cholesky** of the smaller Gram matrix, in float32 where the squared condition number leaves refinement room to
-  converge and in float64 otherwise. The Gram matrix comes from products of the small factors, never from M.
-- **QR** of M with pivots in float64, for any rank: it works with the condition number itself where Cholesky has its
-  square, and gives the minimum-norm solution where the rank is deficient.
-- **SVD**, which gives all singular values as well.
+- **LU** of a square system in float32, refined with float64 residuals. At l = 1 the condition number grows like N and
+  Krylov methods stall. float32 halves the time and quarters the memory (in place, without a float64 matrix). Refinement
+  stalls if kappa * eps32 is near one; then GMRES is used. It is preconditioned with the same factors, applied in
+  float64: float32 substitutions are not linear, and GMRES would need ten times as many steps.
+- **Cholesky** of the smaller Gram matrix, in float32 if the squared condition number allows refinement to converge,
+  else in float64. The Gram matrix is computed from the factors, without M.
+- **QR** of M with pivoting in float64, for any rank: its error depends on the condition number, that of Cholesky on its
+  square. Gives the minimum-norm solution for deficient rank.
+- **SVD**, which also gives all singular values.
 
-All take features of unit length, so that "least norm" means the same for each of them.
+All use features of unit length, so that "minimum norm" means the same for each of them.
 
 Theory: giannou2023:thm-1, random_features:thm-2.1
 """
@@ -31,32 +30,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onlynorm.errors import ShapeError
+from onlynorm.solvers.lazy import MAX_HELD, lazy, set_lazy
 from onlynorm.solvers.operator import Operator
 
 Substitute = Callable[[Tensor], Tensor]
-"""Solves with the factors: (n, k) float64 right-hand sides in, (n, k) float64 out."""
+"""Solves with the factors: maps (n, k) float64 right-hand sides to (n, k) float64 solutions."""
 Vector = NDArray[np.floating[Any]]
 Project = Callable[[Tensor], Tensor]
-"""What features can still remove of k residuals (n, k), in coordinates in which its norm is theirs."""
+"""Projects k residuals (n, k) onto the span of the features, in orthonormal coordinates."""
 MAX_REFINEMENTS, MAX_RESTARTS = 12, 3
 GMRES_RESTART = 40
 LANCZOS = 3
-"""Steps for either end of the spectrum of a factor."""
+"""Lanczos steps for each end of the spectrum."""
 CONVERTED = 256
-"""Columns of a float32 factor that are converted to float64 at a time."""
+"""Columns of a float32 factor that are converted to float64 at once."""
 FLOOR = 1e-3
-"""Refinement goes on to this fraction of the tolerance: a few digits more cost little beside the factorization."""
+"""Refinement continues to this fraction of the tolerance: it is cheap compared to the factorization."""
 ROUNDED_PIVOT = 30
-"""Added to the size of a matrix: a pivot of that many eps is rounding, in the smallest matrices too."""
+"""Pivots below this many eps are rounding error, also in the smallest matrices; added to the matrix size."""
 
 
+@lazy("condition")
 @dataclass
 class DirectResult:
-    """What the factorization gave: gamma, solves with the factors, its condition estimate, and what is left.
+    """Result of a factorization: gamma, the number of solves, a condition estimate and the error.
 
-    `error` is the relative residual or, with too few features, that of its part in the column space of M: what
-    features could still remove. `rank` and `optimality`, that part for a matrix of deficient rank, are known where
-    singular values were computed.
+    `error` is the relative residual or, with too few features, its part in the column space of M. QR and SVD also set
+    `rank` and `optimality`, that part for any rank.
     """
 
     gamma: Tensor
@@ -102,7 +102,7 @@ def solve_cholesky(
 ) -> DirectResult | None:
     """The minimum-norm or least-squares gamma through the smaller Gram matrix; None if it is not positive definite.
 
-    The Gram matrix and its factor have precision `dtype`; residuals that refine the result are the operator's.
+    The Gram matrix and its factor have the dtype `dtype`, residuals that of the operator.
     """
     least_squares = operator.n_features < operator.equations
     inner = operator.to(dtype)
@@ -128,11 +128,13 @@ def solve_cholesky(
         gamma, count, error = _refine(
             operator, target, lambda rest: rest, lambda rest: transpose(other_half(half(rest))), tolerance
         )
-    return DirectResult(gamma, count, _condition(factor), error)
+    result = DirectResult(gamma, count, math.nan, error)
+    set_lazy(result, "condition", lambda _: _condition(factor), factor.numel() * factor.element_size())
+    return result
 
 
 def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
-    """The minimum-norm least-squares gamma of a system of any rank, by QR with pivots (LAPACK gelsy)."""
+    """The minimum-norm least-squares gamma of a system of any rank, by QR with pivoting (LAPACK gelsy)."""
     import scipy.linalg
 
     matrix, flat = operator.materialise(), target.reshape(-1, operator.equations)
@@ -144,22 +146,28 @@ def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Dir
     gamma = torch.from_numpy(found).mT.to(target).reshape(*target.shape[:-2], operator.n_features)
     rest = target - operator.apply(gamma)
     sizes = torch.linalg.vector_norm(flat, dim=1).clamp_min(torch.finfo(flat.dtype).tiny)
-    # With unit features |M^T r| is the sum of the cosines between the residual and each of them.
+    # For unit features |M^T r| measures the part of the residual in their span.
     seen = torch.linalg.vector_norm(operator.transpose(rest).reshape(len(flat), -1), dim=1) / sizes
     error = float((torch.linalg.vector_norm(rest.reshape(len(flat), -1), dim=1) / sizes).max())
     optimality = float(seen.max())
     if operator.n_features < operator.equations:
         error = optimality
-    return DirectResult(gamma, 1, _growth(operator, gamma), error, rank=int(rank), optimality=optimality)
+    result = DirectResult(gamma, 1, math.nan, error, rank=int(rank), optimality=optimality)
+    n_bytes = 8 * operator.equations * operator.n_features
+    if n_bytes <= MAX_HELD:
+        set_lazy(result, "condition", lambda _: _condition_of_rank(operator, int(rank)), n_bytes)
+    else:
+        set_lazy(result, "condition", lambda _: max(1.0, _growth(operator, gamma)), n_bytes)
+    return result
 
 
 def solve_svd(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
-    """The minimum-norm least-squares gamma of a system of any rank."""
+    """The minimum-norm least-squares gamma of a system of any rank, by SVD."""
     matrix = operator.materialise()
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     cutoff = max(matrix.shape) * torch.finfo(s.dtype).eps * s[0]
-    kept = s > cutoff
-    u, s, vh = u[:, kept], s[kept], vh[kept]
+    is_nonzero = s > cutoff
+    u, s, vh = u[:, is_nonzero], s[is_nonzero], vh[is_nonzero]
     flat = target.flatten(-2)
     gamma = ((flat @ u) / s) @ vh
     condition = float(s[0] / s[-1]) if len(s) else math.inf
@@ -172,7 +180,7 @@ def solve_svd(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Di
 
 
 def relative_residual(operator: Operator, target: Tensor, gamma: Tensor) -> float:
-    """The worst |M gamma - target| / |target| in the batch."""
+    """Maximum of |M gamma - target| / |target| over the batch."""
     rest = torch.linalg.vector_norm(operator.apply(gamma) - target, dim=(-2, -1))
     size = torch.linalg.vector_norm(target, dim=(-2, -1))
     worst = torch.where(size > 0, rest / size.clamp_min(torch.finfo(size.dtype).tiny), rest)
@@ -180,11 +188,11 @@ def relative_residual(operator: Operator, target: Tensor, gamma: Tensor) -> floa
 
 
 def _factor_cholesky(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"] | None:
-    """The lower triangular factor of a symmetric matrix; None if that is not positive definite.
+    """The lower triangular factor of a symmetric matrix; None if it is not positive definite.
 
-    Only the upper triangle of the matrix is read, and overwritten; entries above the diagonal of the factor mean
-    nothing. A pivot that is rounding beside its diagonal entry is none: dependent features would share their norm by
-    chance. SciPy's LAPACK takes three quarters of the time of torch's at every size.
+    Only the upper triangle of the matrix is read, and overwritten; entries above the diagonal of the factor are
+    undefined. Pivots at the level of rounding count as zero, so that the norm is not split at random among dependent
+    features. SciPy's LAPACK takes three quarters of the time of torch's at every size.
     """
     import scipy.linalg
 
@@ -200,10 +208,10 @@ def _factor_cholesky(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"] | None:
 
 
 def _factor_lu(operator: Operator, dtype: torch.dtype) -> tuple[Substitute, float, Substitute]:
-    """LU factors of M in `dtype`: a substitution in `dtype`, a 1-norm condition estimate, a substitution in float64.
+    """LU of M in `dtype`: the substitution in `dtype`, a 1-norm condition estimate, the substitution in float64.
 
-    The matrix is column-major and is overwritten, so the factors cost no second copy. A zero pivot shows up as a
-    residual that is not finite. SciPy's LAPACK takes 0.6 to 0.8 of the time of torch's.
+    The matrix is overwritten by its factors. A zero pivot gives a residual that is NaN or infinite. SciPy's LAPACK
+    takes 0.6 to 0.8 of the time of torch's.
     """
     import scipy.linalg
 
@@ -234,7 +242,7 @@ def _factor_lu(operator: Operator, dtype: torch.dtype) -> tuple[Substitute, floa
 
 
 def _substitute_in_double(lu: Float[Tensor, "n n"], x: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-    """(L U)^-1 x in float64, in place, from factors in float32: a block of columns is converted at a time."""
+    """(L U)^-1 x in float64, in place, from float32 factors that are converted block by block."""
     starts = range(0, len(lu), CONVERTED)
     for start in starts:
         block, stop = lu[start:, start : start + CONVERTED].double(), start + CONVERTED
@@ -264,7 +272,7 @@ def _inverse_one_norm(lu: Tensor, pivots: Tensor) -> float:
 
 
 def _condition(factor: Float[Tensor, "n n"]) -> float:
-    """An estimate of kappa(M) from a lower triangular factor of its Gram matrix: a few Lanczos steps each way."""
+    """An estimate of kappa(M) from a Cholesky factor of its Gram matrix, by a few Lanczos steps."""
     import scipy.linalg
 
     lower = factor.cpu().numpy()
@@ -296,8 +304,14 @@ def _largest_eigenvalue(step: Callable[[Vector], Vector], start: Vector) -> floa
     return float(np.linalg.eigvalsh(projected)[-1]) if np.isfinite(projected).all() else math.inf
 
 
+def _condition_of_rank(operator: Operator, rank: int) -> float:
+    """The largest singular value of M over the smallest of this rank."""
+    s = torch.linalg.svdvals(operator.materialise())
+    return float(s[0] / s[rank - 1]) if rank > 0 else math.inf
+
+
 def _growth(operator: Operator, gamma: Tensor) -> float:
-    """|M| |gamma| / |M gamma|, the worst of the batch: a lower bound of kappa(M), close to it for generic targets."""
+    """Maximum of |M| |gamma| / |M gamma| over the batch: a lower bound of kappa(M), sharp for generic targets."""
     made = operator.apply(gamma)
     x = made.reshape(-1, operator.out, operator.inp)[0] + 1.0
     for _ in range(3):
@@ -315,10 +329,10 @@ def _lengths(rest: Tensor) -> Tensor:
 def _refine(
     operator: Operator, target: Tensor, project: Project, substitute: Substitute, tolerance: float
 ) -> tuple[Tensor, int, float]:
-    """Repeats gamma += substitute(project(target - M gamma)) while that at least halves the norm of the projection.
+    """Repeats gamma += substitute(project(target - M gamma)) while this at least halves the projected residual.
 
-    `project` gives what features can still remove of a residual, as `substitute` takes it. Returns the best gamma, the
-    number of substitutions and the relative size of what is left.
+    `project` maps a residual to the input of `substitute`. Returns the best gamma, the number of substitutions and the
+    relative norm of the projected residual.
     """
     tiny = torch.finfo(target.dtype).tiny
     size = torch.linalg.vector_norm(target, dim=(-2, -1)).clamp_min(tiny)
@@ -326,7 +340,7 @@ def _refine(
     best, error, count = gamma, 1.0, 0
     left = project((target / size[..., None, None]).reshape(-1, operator.equations).mT)
     is_least_squares = operator.n_features < operator.equations
-    floor = tolerance if is_least_squares else FLOOR * tolerance  # what is left of least squares counts squared
+    floor = tolerance if is_least_squares else FLOOR * tolerance  # the error enters squared in least squares
     while error > floor and count < MAX_REFINEMENTS:
         gamma = gamma + substitute(left).mT.reshape(gamma.shape) * size[..., None]
         left = project(((target - operator.apply(gamma)) / size[..., None, None]).reshape(-1, operator.equations).mT)
@@ -344,7 +358,7 @@ def _refine(
 def _gmres(
     operator: Operator, target: Tensor, gamma: Tensor, substitute: Substitute, tolerance: float
 ) -> tuple[Tensor, int]:
-    """GMRES on M, right-hand side by right-hand side, preconditioned with `substitute`."""
+    """GMRES on M for each right-hand side, preconditioned with `substitute`."""
     import scipy.sparse.linalg
 
     n = operator.equations

@@ -1,19 +1,20 @@
-"""Conjugate gradients on the Gram operator, in float32 inside and float64 outside.
+"""Conjugate gradients on the Gram operator in float32, with float64 refinement.
 
 With at least as many features as equations the minimum-norm solution is gamma = M^T y with M M^T y = t; with
 fewer, the least-squares solution satisfies M^T M gamma = M^T t. Both Gram operators are symmetric and cost two
-sweeps of matrix products, so one method serves both sides.
+sweeps of matrix products.
 
-Almost all work is done in float32, which is twice as fast and half as large. It is exact enough, because it only
-ever solves for a *correction*: the residual is recomputed in float64 from the features themselves, and the next
-correction solves for what is left. Each round gains as many digits as float32 can give.
+Almost all work is done in float32, which is twice as fast and needs half the memory. Each round solves for a
+*correction* only: the residual is recomputed in float64 from the original features, and the next round solves for the
+remainder.
 
 For features that are not isotropic (sparse, pretrained, correlated), whitening both factors first,
 
     left' = L2^-1 left,  right' = right L1^-T,  with  L2 L2^T = left left^T,  L1 L1^T = right^T right
 
-(features scaled to unit length in both factors) is a Kronecker preconditioner: two small Cholesky factorizations,
-nothing more per iteration, and the solution is still the one of least norm because only equations are recombined.
+(features scaled to unit length in both factors) is a Kronecker preconditioner. It takes two small Cholesky
+factorizations and no extra work per iteration. The solution still has minimum norm, because only equations are
+recombined.
 
 Theory: random_features:thm-2.1, random_features:thm-2.2
 """
@@ -29,21 +30,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.solvers.operator import KhatriRao, Operator, Progress
+from onlynorm.solvers.operator import KhatriRao, OnStep, Operator
 
 DIGITS_PER_ROUND = 1e-5
-"""What one float32 round is asked for; far enough above float32's rounding for condition numbers up to about 100."""
+"""Tolerance of one float32 round; far enough above float32 rounding for condition numbers up to about 100."""
 PIECE = 256
-"""Features that are scaled at one time when the directions of all are looked at."""
+"""Features that are normalized at once."""
 MOST_STEPS = 400
-"""Steps of a round from which the condition number is read."""
+"""Maximum number of steps from which the condition number is estimated."""
 DIVERGED = 1e6
-"""A residual grown by this factor: it may grow by kappa on the way, so the system is singular and has no solution."""
+"""Growth of the residual at which the iteration stops: it may grow by kappa, so the system is singular."""
 
 
 @dataclass
 class KrylovResult:
-    """What the iteration did."""
+    """Result of the iteration; `history` has the relative residual after each round."""
 
     gamma: Tensor
     iterations: int
@@ -62,16 +63,15 @@ def solve_krylov(
     whiten: bool = False,
     store: bool = True,
     least_squares: bool = False,
-    progress: Progress | None = None,
+    on_step: OnStep | None = None,
 ) -> KrylovResult:
     """The minimum-norm or least-squares gamma by refined conjugate gradients.
 
-    `store=False` keeps no float32 copy of the features, which are converted or regenerated block by block: slower, but
-    with constant memory.
-    `least_squares` iterates on M^T M with any number of features, which converges even if no gamma is exact; dependent
-    features then share the norm up to float32 rounding only.
-    Stops at the relative residual `tolerance` (of the normal equations when there are too few features), at
-    `max_iterations`, or when a float32 round no longer helps and float64 rounds do not either.
+    `store=False` stores no float32 copy of the features but converts or regenerates them block by block: slower, with
+    constant memory. `least_squares` iterates on M^T M for any number of features, which converges even if no gamma is
+    exact; for dependent features the norm is then minimal up to float32 rounding only. Stops at the relative residual
+    `tolerance` (of the normal equations with too few features), at `max_iterations`, or when neither a float32 nor a
+    float64 round reduces the residual.
     """
     least_squares = least_squares or operator.n_features < operator.equations
     whitening = None
@@ -86,8 +86,8 @@ def solve_krylov(
     rest, norms, error = start, scale, 1.0
     result = KrylovResult(gamma, 0, 0, math.nan, [error])
     while error > tolerance and result.iterations < max_iterations:
-        if progress is not None:
-            progress(result.iterations, error)
+        if on_step is not None:
+            on_step(result.iterations, error)
         unit = norms.clamp_min(tiny)
         step, count, extremes = _correct(
             operator,
@@ -107,22 +107,22 @@ def solve_krylov(
         left = operator.transpose(left) if least_squares else left
         left_norms = torch.linalg.vector_norm(left, dim=axes, keepdim=True)
         left_error = float((left_norms / scale.clamp_min(tiny)).max())
-        stalled = not left_error <= 0.5 * error  # also where the round broke down and is not a number
-        if left_error < error:  # a round that made things worse is dropped
+        stalled = not left_error <= 0.5 * error  # also for NaN
+        if left_error < error:  # else the correction is discarded
             gamma, rest, norms, error = corrected, left, left_norms, left_error
         result.history.append(error)
         if stalled:
             if inner.dtype == operator.dtype:
                 break
             inner = _inner_operator(operator, operator.dtype, whitening, store=False)
-    if progress is not None:
-        progress(result.iterations, error)
+    if on_step is not None:
+        on_step(result.iterations, error)
     result.gamma = gamma
     return result
 
 
 def _round_tolerance(wanted: float, dtype: torch.dtype) -> float:
-    """The wanted reduction split into equal rounds, none beyond what the precision gives."""
+    """The tolerance of one round: the total reduction split evenly into rounds that the precision can reach."""
     if dtype == torch.float64:
         return 0.5 * wanted
     rounds = max(1, math.ceil(math.log(wanted) / math.log(DIGITS_PER_ROUND) - 1e-9))
@@ -139,10 +139,10 @@ def _correct(
     tolerance: float,
     max_iterations: int,
 ) -> tuple[Tensor, int, float]:
-    """One round: the correction of gamma for the normalised residual `rest`, the steps taken, the condition seen.
+    """One round: (correction of gamma for the normalized residual `rest`, number of steps, condition estimate).
 
-    The last product takes the features themselves, not their float32 copy: gamma = M^T y then has no part in the
-    null space of M beyond float64 rounding, which no later residual would show.
+    The last product uses the original features, not their float32 copy: gamma = M^T y then has no part in the null
+    space of M beyond float64 rounding. No residual would show such a part.
     """
     work = inner.scratch()
     if least_squares:
@@ -163,8 +163,8 @@ def conjugate_gradients(
 ) -> tuple[Tensor, int, float]:
     """Solves gram(x) = rhs for every batch element; the last `n_axes` axes hold one vector.
 
-    Returns x, the number of steps, and the condition number of M as the steps themselves reveal it: the
-    coefficients form the Lanczos tridiagonal matrix, whose extreme eigenvalues approach those of the Gram.
+    Returns x, the number of steps and an estimate of the condition number of M, from the extreme eigenvalues of the
+    Lanczos tridiagonal matrix of the coefficients.
     """
     axes = tuple(range(-n_axes, 0))
     x = torch.zeros_like(rhs)
@@ -172,8 +172,8 @@ def conjugate_gradients(
     p = rhs.clone()
     rr = r.square().sum(axes, keepdim=True)
     stop, broken = rr * tolerance**2, rr * DIVERGED**2
-    # Read at the end: a number asked for at once would stop the device at every step. One tensor holds them all: small
-    # ones would lie between the large ones that come and go, and keep that memory from being used again.
+    # Read at the end, since reading an entry synchronizes the device. One tensor for all coefficients, since many small
+    # ones would fragment memory.
     steps = rhs.new_empty(min(max_iterations, MOST_STEPS), 2)
     n_steps = 0
     tiny = torch.finfo(rhs.dtype).tiny
@@ -192,7 +192,7 @@ def conjugate_gradients(
 
 
 def _condition_from_steps(steps: Float[Tensor, "steps 2"]) -> float:
-    """sqrt(largest / smallest Ritz value): a lower bound of kappa(M) that converges within the solve."""
+    """sqrt(largest / smallest Ritz value): a lower bound of kappa(M) that converges during the solve."""
     import scipy.linalg
 
     if len(steps) < 2:
@@ -216,7 +216,7 @@ class Whitening:
 
     @classmethod
     def of(cls, operator: KhatriRao) -> Whitening | None:
-        """The whitening of these features, or None where a factor has not full row rank and none exists."""
+        """The whitening of these features, or None if a factor does not have full row rank."""
         left_gram = torch.zeros(operator.out, operator.out, dtype=operator.dtype, device=operator.device)
         right_gram = torch.zeros(operator.inp, operator.inp, dtype=operator.dtype, device=operator.device)
         for _, left, right in operator.blocks():
@@ -253,10 +253,9 @@ class Whitening:
 def _direction_grams(
     left: Float[Tensor, "feat out"], right: Float[Tensor, "feat inp"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "out out"], Float[Tensor, "inp inp"]]:
-    """The Gram of each factor, its features scaled to unit length, a few features at a time.
+    """Gram matrices of both factors with rows scaled to unit length, computed in chunks.
 
-    Unit-length features may hold their length in either factor: Grams of the factors as they are would show it as
-    anisotropy.
+    Unit-length features may have factors of different lengths, which would appear as anisotropy.
     """
     grams = []
     for factor in (left, right):
@@ -270,10 +269,10 @@ def _direction_grams(
 
 
 def anisotropy(operator: KhatriRao) -> float:
-    """How far the features are from isotropic: the factor in kappa that whitening would remove, at least.
+    """A lower bound of the factor by which whitening reduces kappa; near one for isotropic features.
 
-    From a stride of the features, sixteen per row of each factor, divided by what an isotropic sample of that size
-    shows by chance: (1 + r) / (1 - r) with r^2 = width / sample. Isotropic features come out near one.
+    Estimated from a subset of features, sixteen per row of each factor, and divided by its value for an isotropic
+    sample of that size: (1 + r) / (1 - r) with r^2 = width / sample.
     """
     step = max(1, operator.n_features // (16 * max(operator.out, operator.inp)))
     total = 1.0

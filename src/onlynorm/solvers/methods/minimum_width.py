@@ -1,17 +1,16 @@
-"""The system at minimum width: both norms carry the target, so c2 - 1 fewer features suffice.
+"""The minimum-width system: solves for both norms, which needs out - 1 fewer features.
 
-Wanted are gamma and output_gamma with diag(output_gamma) left diag(gamma) right = T. With s = 1 / output_gamma this
-is linear: left diag(gamma) right = diag(s) T. Any solution may be scaled, so the mean of s is set to one,
+Find gamma and output_gamma with diag(output_gamma) left diag(gamma) right = T. With s = 1 / output_gamma this is
+linear: left diag(gamma) right = diag(s) T. Solutions are unique up to a factor, so the mean of s is set to one,
 s = 1 + u with sum(u) = 0, and
 
     left diag(gamma) right - diag(u) T = T
 
-has n_features + out - 1 unknowns for out * inp equations. The paper eliminates s with one pivot per row; here the
-rows keep their scale and the columns "e_i (x) T_i" join the features, which is the same solution set, needs no
-division by a pivot, and is again a Khatri-Rao operator plus a thin piece: nothing dense is built but for the
-factorization of systems that are small enough.
+has n_features + out - 1 unknowns for out * inp equations. The paper eliminates s with one pivot per row. Here the
+columns "e_i (x) T_i" are added to the features instead: the solutions are the same, no pivot is divided by, and the
+operator is a Khatri-Rao operator plus out - 1 columns. A dense matrix is built only to factorize small systems.
 
-Rows of T that are zero are switched off, output_gamma = 0, and leave the system.
+Zero rows of T get output_gamma = 0 and are removed from the system.
 
 Theory: burkholz2024:lemma-2.1, burkholz2024:thm-2.2, random_features:thm-2.1
 """
@@ -26,19 +25,18 @@ from onlynorm.errors import InsufficientFeaturesError
 from onlynorm.solvers.operator import KhatriRao, times_power
 
 ROW_POWERS = 3
-"""Rows of left smaller than the largest by more than this power of two are scaled up."""
+"""Rows of left are scaled up if they are smaller than the largest by more than this power of two."""
 
 
 def minimum_features(n_outputs: int, n_inputs: int) -> int:
-    """The width at which a generic target has a solution: out * inp - out + 1."""
+    """Number of features at which a generic target has a solution: out * inp - out + 1."""
     return n_outputs * n_inputs - n_outputs + 1
 
 
 class MinimumWidth:
     """The operator (gamma, v) -> left diag(gamma) right - diag(u) T with u = sigma * (Q v), sum(u) = 0.
 
-    sigma scales the added columns to the mean size of the features; Q is an orthonormal basis of the directions
-    that keep sum(u) = 0.
+    sigma scales the added columns to the mean norm of the features; Q is an orthonormal basis of {v: sum(u) = 0}.
     """
 
     def __init__(self, features: KhatriRao, target: Float[Tensor, "out inp"]) -> None:
@@ -46,7 +44,7 @@ class MinimumWidth:
         self.out, self.inp = features.out, features.inp
         self.dtype, self.device = features.dtype, features.device
         self.n_features = features.n_features + self.out - 1
-        largest = target.abs().amax(1)  # first out of the norm, where the squares of a tiny row would vanish
+        largest = target.abs().amax(1)  # squares of a tiny row would underflow
         rows = largest * torch.linalg.vector_norm(target / largest[:, None], dim=1)
         mean_column = features.column_squares().double().mean().sqrt().to(self.dtype)
         self.sigma = torch.where(mean_column > 0, mean_column, 1.0) / rows
@@ -73,7 +71,7 @@ class MinimumWidth:
         return torch.cat([self.features.transpose(residual), -(seen @ self.basis)], dim=-1)
 
     def scratch(self) -> Tensor:
-        """The features' own buffer."""
+        """The buffer of the features."""
         return self.features.scratch()
 
     def gram_apply(
@@ -132,9 +130,9 @@ class MinimumWidth:
 
 
 def equal_rows(features: KhatriRao) -> tuple[KhatriRao, Tensor]:
-    """The features with rows of left of similar size, and the powers of two by which these were scaled up.
+    """The features with rows of left of similar size, and the powers of two by which the rows were scaled.
 
-    Rows within a factor of eight of the largest stay as they are, and so do features that are made from their seed.
+    Rows within a factor of eight of the largest and regenerated features are not scaled.
     """
     powers = torch.zeros(features.out, dtype=torch.long)
     if features.is_stored:
@@ -159,7 +157,7 @@ def _complement(direction: Float[Tensor, " out"]) -> Float[Tensor, "out rest"]:
 
 
 def need_minimum_width(operator: KhatriRao) -> None:
-    """Raises where even both norms together have fewer free numbers than the target."""
+    """Raises if both norms together have too few parameters for the target."""
     need = minimum_features(operator.out, operator.inp)
     if operator.n_features < need:
         raise InsufficientFeaturesError(

@@ -1,13 +1,12 @@
-"""pinv(M) for random features, made once and used at every step of training.
+"""pinv(M) for random features, computed once and applied at every training step.
 
-With at least as many features as equations pinv(M) = M^T (M M^T)^-1, with fewer (M^T M)^-1 M^T: a Cholesky factor of
-the smaller Gram matrix, in float64, serves all steps. Features are scaled to unit length, as everywhere in the solver,
-so "least change of gamma" means that of their contributions. Blocks of outputs share one factor.
+pinv(M) = M^T (M M^T)^-1 with at least as many features as equations, else (M^T M)^-1 M^T. The Cholesky factor of the
+smaller Gram matrix is computed once in float64. Features are scaled to unit length, as in `solve`. Blocks of outputs
+share one factor.
 
-The factor is made in float64 and then kept in the precision of the layer, where a test shows that it loses little: what
-one step leaves over is part of the next one's target, so that small errors do not add up. Where the factor would not
-fit into memory, a few conjugate gradients take its place; blocks of outputs are the better cure, since they are exact
-and cost less.
+The factor is stored in the dtype of the layer if a test shows that this is accurate enough: the error of one step is
+part of the next target, so that small errors do not accumulate. If the factor does not fit into memory, conjugate
+gradients are used; blocks of outputs are exact and cheaper.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from onlynorm.solvers.methods.krylov import conjugate_gradients
 from onlynorm.solvers.operator import KhatriRao
 
 ENOUGH = 1e-3
-"""What a solve may leave over of its right-hand side, in a precision below float64 or by an iteration."""
+"""Relative residual allowed for a solve in lower precision or by iteration."""
 MAX_ITERATIONS = 500
 
 
 class PseudoInverse:
-    """The map from a change of the weight to the least change of gamma that makes it, or comes nearest to it."""
+    """Maps a change of the weight to the minimum-norm (least-squares) change of gamma."""
 
     def __init__(self, operator: KhatriRao, *, dtype: torch.dtype = torch.float64, memory: float | None = None) -> None:
-        """For an operator in float64; `dtype` is the precision to work in, where it is precise enough.
+        """Takes an operator in float64; `dtype` is the dtype of the result, used internally if it is accurate enough.
 
-        Factorizes if two Gram matrices fit into `memory` bytes, 80 % of the machine's if left out.
+        Factorizes if two Gram matrices fit into `memory` bytes, by default 80 % of the machine's memory.
         """
         self.is_wide = operator.n_features >= operator.equations
         self.factor: Tensor | None = None
@@ -43,12 +42,12 @@ class PseudoInverse:
             gram = operator.row_gram() if self.is_wide else operator.gram()
             factor = _factorize(gram, operator)
             self.factor = factor.to(working)
-            if working != torch.float64 and self._left_over(gram) > ENOUGH:
+            if working != torch.float64 and self._relative_error(gram) > ENOUGH:
                 self.factor, self.operator = factor, operator
 
     def __call__(self, change: Float[Tensor, "*blocks out inp"]) -> Float[Tensor, "*blocks feat"]:
         """pinv(M) change for every block."""
-        if change.ndim > 2 and len(change) == 1:  # products of a batch of one take a slower way
+        if change.ndim > 2 and len(change) == 1:  # batched products are slower
             return self(change[0])[None]
         change = change.to(self.operator.dtype)
         lengths = self._lengths.to(change.dtype)
@@ -57,7 +56,7 @@ class PseudoInverse:
         return self._solve(self.operator.transpose(change), 1) / lengths
 
     def _solve(self, right: Tensor, n_axes: int) -> Tensor:
-        """The inverse of the smaller Gram matrix times vectors that lie along the last `n_axes` axes."""
+        """The inverse of the smaller Gram matrix times vectors, which are the last `n_axes` axes."""
         if self.factor is not None:
             # Two triangular solves; cholesky_solve would copy the factor at every call.
             columns = right.reshape(-1, len(self.factor)).mT
@@ -65,12 +64,12 @@ class PseudoInverse:
             return torch.linalg.solve_triangular(self.factor.mT, half, upper=True).mT.reshape(right.shape)
         op = self.operator
         gram = op.row_gram_apply if n_axes == 2 else op.gram_apply
-        if not bool(right.isfinite().all()):  # the iteration would skip NaN or infinite entries, and hide them
+        if not bool(right.isfinite().all()):  # the iteration would ignore NaN and infinity
             return torch.full_like(right, torch.nan)
         return conjugate_gradients(gram, right, n_axes, tolerance=ENOUGH, max_iterations=MAX_ITERATIONS)[0]
 
-    def _left_over(self, gram: Tensor) -> float:
-        """The part of a random right-hand side that a solve leaves."""
+    def _relative_error(self, gram: Tensor) -> float:
+        """Relative residual of a solve with a random right-hand side."""
         wanted = torch.randn(len(gram), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(gram.device)
         found = self._solve(wanted.to(self.operator.dtype), 1).double()
         return float(torch.linalg.vector_norm(gram @ found - wanted) / torch.linalg.vector_norm(wanted))
@@ -80,7 +79,7 @@ def _factorize(gram: Tensor, operator: KhatriRao) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(gram)
     if int(info) != 0:
         raise InsufficientFeaturesError(
-            f"a preconditioned step needs independent features; got {operator!r} of lower rank. Take denser features, "
-            "another seed, or more excess."
+            f"a preconditioned step needs independent features; got {operator!r} of lower rank. Use denser features, "
+            "another seed, or a larger excess."
         )
     return factor

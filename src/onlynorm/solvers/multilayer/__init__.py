@@ -1,1 +1,1 @@
-"""Gammas of several norms at once: products of frozen layers are solved by damped steps."""
+"""Gammas of several layers at once, by Levenberg-Marquardt steps on the product of the layers."""

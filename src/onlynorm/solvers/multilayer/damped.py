@@ -1,15 +1,14 @@
-"""One damped step on a Khatri-Rao system: the step = M^T y with (M M^T + shift) y = rest.
+"""One damped step on a Khatri-Rao system: step = M^T y with (M M^T + shift) y = rest.
 
-Small systems are factored. Large ones are solved by conjugate gradients in float32, preconditioned by the Kronecker
-product that is nearest at hand,
+Small systems are factorized. Large ones are solved by conjugate gradients in float32, preconditioned by the Kronecker
+product
 
     M M^T  ~  A (x) B,    A = left left^T = U diag(a) U^T,    B = right^T right = V diag(b) V^T   (up to a factor),
 
-which for features that are independent of each other is what M M^T has as its mean. In the two eigenbases the damped
-product is diagonal, so the preconditioner of M M^T + shift costs one elementwise product per iteration once left and
-right are rotated: it needs no more than A and B, whatever the shift.
+which is the mean of M M^T for independent features. In the two eigenbases the damped product is diagonal: once left and
+right are rotated, the preconditioner of M M^T + shift costs one elementwise product per iteration, for any shift.
 
-A step that float32 cannot give is noticed in float64, and the iteration goes on in float64.
+The residual is checked in float64; if float32 is not accurate enough, the iteration continues in float64.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from onlynorm.solvers.operator import KhatriRao
 
 MAX_ITERATIONS = 2000
 TRUSTED = 0.3
-"""A relative residual of the linear system, measured in float64, above which a float32 solution is not used."""
+"""Relative residual, measured in float64, above which a float32 solution is discarded."""
 
 
 class Damped(Protocol):
@@ -34,12 +33,12 @@ class Damped(Protocol):
     iterations: int
 
     def solve(self, rest: Tensor, *, shift: float, tolerance: float) -> tuple[Tensor, Tensor] | None:
-        """The step M^T y and M M^T y, or None where the shift is too small for the system to be solved."""
+        """(M^T y, M M^T y), or None if the shift is too small to solve the system."""
         ...
 
 
 class DenseDamped:
-    """The damped system by Cholesky factorization of M M^T, equations squared numbers."""
+    """The damped system, solved by Cholesky factorization of M M^T."""
 
     iterations = 0
 
@@ -50,7 +49,7 @@ class DenseDamped:
     def solve(
         self, rest: Float[Tensor, "out inp"], *, shift: float, tolerance: float
     ) -> tuple[Float[Tensor, " feat"], Float[Tensor, "out inp"]] | None:
-        """The step and what it makes, exact whatever the tolerance."""
+        """(step, M step), exact for any tolerance."""
         shifted = self._gram.clone()
         shifted.diagonal().add_(shift)
         factor, info = torch.linalg.cholesky_ex(shifted)
@@ -61,7 +60,7 @@ class DenseDamped:
 
 
 class KroneckerDamped:
-    """The damped system by preconditioned conjugate gradients; M M^T is never built."""
+    """The damped system, solved by preconditioned conjugate gradients without building M M^T."""
 
     def __init__(self, operator: KhatriRao, *, dtype: torch.dtype = torch.float32) -> None:
         left, right = operator.dense()
@@ -76,13 +75,13 @@ class KroneckerDamped:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the iteration: float64 once float32 did not suffice."""
+        """Dtype of the iteration: float64 if float32 was not accurate enough."""
         return self._inner.dtype
 
     def solve(
         self, rest: Float[Tensor, "out inp"], *, shift: float, tolerance: float
     ) -> tuple[Float[Tensor, " feat"], Float[Tensor, "out inp"]] | None:
-        """The step and what it makes, to a relative residual `tolerance` in the preconditioned norm."""
+        """(step, M step), to a relative residual `tolerance` in the preconditioned norm."""
         scale = (self._model + shift).rsqrt()
         rhs = scale * (self._left_basis.mT @ rest @ self._right_basis)
         size = torch.linalg.vector_norm(rhs)

@@ -1,14 +1,14 @@
-"""Gammas of L frozen layers in a row whose product is a target:
+"""Gammas of L consecutive frozen layers whose product is a target:
 
     diag(g_L) W_L diag(g_(L-1)) W_(L-1) ... diag(g_1) W_1 = T
 
-Each gamma alone enters linearly, all together as a polynomial of degree L, which Levenberg-Marquardt solves from
-gamma = 1 (`chain`), factoring small systems and iterating on large ones.
+The product is linear in each gamma and a polynomial of degree L in all of them. It is solved by Levenberg-Marquardt
+from gamma = 1 (`product`), with factorizations for small systems and iterations for large ones.
 
-How many: T has N = out * inp numbers and the L layers have width_1 + ... + width_(L-1) + out gammas, of which L - 1 are
-lost, since neighbouring layers can pass a factor on to each other. N + L - 1 gammas are therefore needed, the outputs'
-own counted; the theorem asks for N + L, and `widths_for` multiplies that by the excess. Beyond the theorem every hidden
-layer must let the target pass, so none is made narrower than 1.5 max(out, inp).
+Number of gammas: T has N = out * inp entries. The L layers have width_1 + ... + width_(L-1) + out gammas, of which L -
+1 are redundant, since a factor can be moved between neighbouring layers. N + L - 1 gammas are therefore needed,
+including those of the outputs; the theorem requires N + L, and `widths_for` multiplies that by the excess. In addition
+no hidden layer is narrower than 1.5 max(out, inp), since the product cannot have a higher rank.
 
 Theory: burkholz2024:thm-2.5
 """
@@ -26,11 +26,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, ValueRangeError, shown
 from onlynorm.features.draw import check_shape
 from onlynorm.features.streams import as_integer
 from onlynorm.solvers.multilayer.product import Chain, descend, product, relative, starts
-from onlynorm.solvers.operator import Progress, times_power
+from onlynorm.solvers.operator import OnStep, times_power
 from onlynorm.solvers.prepare import need_finite, need_tolerance, to_middle
 from onlynorm.validate import as_real, is_real_number, need_callable, need_choice, need_integer, need_items
 
@@ -38,31 +39,31 @@ DEFAULT_EXCESS = 1.1
 METHODS = ("auto", "dense", "matrix-free")
 TINY = 1e-150
 DENSE = 600
-"""Equations up to which steps are factored: the faster way at 256 equations, the slower by 2 to 4 times at 1,024."""
+"""Equations up to which steps are factorized: faster at 256 equations, 2 to 4 times slower at 1,024."""
 MOST_LAYERS = 100_000
 MAX_STEPS = 500
-"""Over all descents; 15 to 50 are usual."""
+"""Over all restarts; 15 to 50 are typical."""
 ROOM = 1.5
-"""Narrowest layer over the wider end of the target. Products of square Gaussian layers are badly conditioned: at 1, 18
-of 150 small targets with 2 to 10 layers were missed; at 1.5, none of 4,853 with 2 to 6."""
+"""Minimum width over max(out, inp). Products of square Gaussian layers are badly conditioned: at 1, 18 of 150 small
+targets with 2 to 10 layers were not reached; at 1.5, all of 4,853 with 2 to 6 were."""
 
 
 def widths_for(shape: Sequence[int], *, n_layers: int, excess: float = DEFAULT_EXCESS) -> tuple[int, ...]:
     """Widths of the n_layers - 1 hidden layers for a target (out, inp) or (out, inp, *kernel), kernel in the first.
 
-    The narrowest equal widths with sum + out = excess * (equations + n_layers), and none below 1.5 times
-    the wider end, max(out, inp * kernel). Theory: burkholz2024:thm-2.5
+    The smallest equal widths with sum + out = excess * (equations + n_layers), and at least
+    1.5 * max(out, inp * kernel). Theory: burkholz2024:thm-2.5
     """
     count = as_integer(n_layers)
     if count is None or not 2 <= count <= MOST_LAYERS:
         raise ValueRangeError(
-            f"n_layers needs a whole number of at least 2; got {shown(n_layers)}. One frozen layer has nothing but a "
-            f"scale per output: take 2, or 3 and more for narrower layers; {MOST_LAYERS} are the most."
+            f"n_layers needs an integer from 2 to {MOST_LAYERS}; got {shown(n_layers)}. Use 2, or more for narrower "
+            "layers."
         )
     n_layers = count
     if not is_real_number(excess) or not 0.0 < excess < math.inf:
         raise ValueRangeError(
-            f"excess needs a positive finite number; got {shown(excess)}. Pass 1.1, or 1.25 for ease."
+            f"excess needs a positive finite number; got {shown(excess)}. Pass 1.1, or 1.25 for faster convergence."
         )
     out, *rest = check_shape(shape)
     inp = math.prod(rest)
@@ -73,11 +74,11 @@ def widths_for(shape: Sequence[int], *, n_layers: int, excess: float = DEFAULT_E
 
 
 @dataclass(frozen=True)
-class MultilayerSolution:
-    """The gammas of all layers, the outputs' last, and how exact they are.
+class MultilayerSolution(Result):
+    """The gammas of all layers from input to output, and their residual.
 
-    `residual` is |product - target| / |target|, measured in float64 on the frozen weights themselves. `iterations` are
-    those inside the steps, none where the systems were factored. `shortfall` is empty unless the tolerance was missed.
+    `residual` is |product - target| / |target|, measured in float64 after the solve. `iterations` counts inner
+    iterations, 0 if systems were factorized. `shortfall` is empty if the tolerance was reached.
     """
 
     gammas: tuple[Tensor, ...]
@@ -98,8 +99,8 @@ class MultilayerSolution:
         widths = ", ".join(str(len(gamma)) for gamma in self.gammas)
         return (
             f"gammas of {len(self.gammas)} layers ({widths}) by {self.method} steps: relative residual "
-            f"{self.residual:.1e} (wanted {self.tolerance:.0e}) after {self.steps} steps and {self.iterations} "
-            f"iterations, {self.seconds:.2g} s" + (f"\nshort: {self.shortfall}" if self.shortfall else "")
+            f"{self.residual:.1e} (tolerance {self.tolerance:.0e}) after {self.steps} steps and {self.iterations} "
+            f"iterations, {self.seconds:.2g} s" + (f"\ntolerance missed: {self.shortfall}" if self.shortfall else "")
         )
 
 
@@ -110,25 +111,25 @@ def solve_multilayer(
     tolerance: float | None = None,
     method: str = "auto",
     max_steps: int = MAX_STEPS,
-    progress: Progress | None = None,
+    on_step: OnStep | None = None,
 ) -> MultilayerSolution:
     """Gammas with diag(g_L) W_L ... diag(g_1) W_1 = target; `weights` are W_1, ..., W_L.
 
-    Giving a `tolerance` asks for exactness: too few features or a missed tolerance raise. Without it the solver aims
-    at 1e-10 and reports what it reached. `method` "dense" factors the equations squared matrix of every step,
-    "matrix-free" iterates; "auto" chooses by size. `max_steps` counts over all descents. Theory: burkholz2024:thm-2.5
+    With a `tolerance`, too few features or a larger residual raise an error. By default the tolerance is 1e-10 and the
+    residual is only reported. `method` "dense" factorizes the matrix of every step, "matrix-free" iterates, "auto"
+    selects by size. `max_steps` limits the steps of all restarts together. Theory: burkholz2024:thm-2.5
     """
     start = time.perf_counter()
     wanted = need_tolerance(tolerance)
     need_choice("method", method, METHODS)
-    max_steps = need_integer("max_steps", max_steps, low=0, cure="Leave it out: 15 to 50 steps are usual.")
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with (steps so far, relative residual).")
+    max_steps = need_integer("max_steps", max_steps, low=0, cure="Omit it: 15 to 50 steps are typical.")
+    if on_step is not None:
+        need_callable("on_step", on_step, cure="It is called with (steps, relative residual).")
     target = as_real("target", target)
     weights = [as_real("a frozen weight", w) for w in need_items("weights", weights, cure="List W_1, ..., W_L.")]
     layers = _need_chain(weights, target)
     scaled, power = to_middle(target.detach().to(layers[0]))
-    # Outputs that are zero are switched off by their own gamma and leave the system.
+    # Zero rows of the target get a gamma of zero and are removed from the system.
     on = scaled.abs().amax(1) > 0
     live, rows = [*layers[:-1], layers[-1][on]], scaled[on]
     if tolerance is not None:
@@ -140,7 +141,7 @@ def solve_multilayer(
     for tilt, seed in starts(len(live), rows) if bool(on.any()) else []:
         found = descend(
             Chain.of(live, tilt=tilt), rows, seed=seed, tolerance=wanted, method=method, steps=steps,
-            max_steps=max_steps, progress=progress,
+            max_steps=max_steps, on_step=on_step,
         )  # fmt: skip
         steps, iterations = found.steps, iterations + found.iterations
         if found.residual < best:
@@ -155,22 +156,22 @@ def solve_multilayer(
     )  # fmt: skip
     if tolerance is not None and solution.shortfall:
         raise ToleranceError(
-            f"solve_multilayer needs a relative residual of {wanted:.0e}; got {solution.shortfall}, or leave the "
-            "tolerance out to take the best there is."
+            f"solve_multilayer needs a relative residual of {wanted:.0e}; got {solution.shortfall}, or omit the "
+            "tolerance to get the best solution found."
         )
     return solution
 
 
 def _need_chain(weights: Sequence[Tensor], target: Tensor) -> list[Tensor]:
-    """The frozen weights in float64, or an error where they do not fit together or to the target."""
+    """The frozen weights in float64; raises unless their shapes fit together and to the target."""
     shapes = [tuple(w.shape) for w in weights]
     fits = len(weights) >= 2 and target.ndim == 2 and all(w.ndim == 2 and w.numel() for w in weights)
     fits = fits and all(after[1] == before[0] for before, after in itertools.pairwise(shapes))
     if not fits or (shapes[-1][0], shapes[0][1]) != tuple(target.shape):
         raise ShapeError(
             "solve_multilayer needs at least two matrices W_1 (width_1, inp), ..., W_L (out, width_(L-1)) and a target "
-            f"(out, inp); got {', '.join(map(str, shapes)) or 'none'} and {tuple(target.shape)}. List them from the "
-            "input on, and flatten a convolution's kernel into its inputs."
+            f"(out, inp); got {', '.join(map(str, shapes)) or 'none'} and {tuple(target.shape)}. List them from input "
+            "to output, and flatten the kernel of a convolution into its inputs."
         )
     need_finite("target", target)
     for layer, weight in enumerate(weights, 1):
@@ -179,8 +180,8 @@ def _need_chain(weights: Sequence[Tensor], target: Tensor) -> list[Tensor]:
             raise ValueRangeError(f"W_{layer} needs entries other than zero; got none. Draw it from a distribution.")
         if not TINY < float(torch.linalg.vector_norm(weight.double())) < 1.0 / TINY:
             raise ValueRangeError(
-                f"W_{layer} needs a sum of squares that float64 can hold; got a largest entry of "
-                f"{float(weight.abs().max()):.1e}. Divide it by that: gammas take the factor up."
+                f"W_{layer} needs a sum of squares within the range of float64; got a largest entry of "
+                f"{float(weight.abs().max()):.1e}. Divide it by that; the gammas compensate."
             )
     return [w.detach().double() for w in weights]
 
@@ -193,9 +194,9 @@ def _need_enough(weights: Sequence[Tensor], equations: int) -> None:
     if not _is_enough(weights, equations):
         got, needed = sum(len(w) for w in weights), equations + len(weights) - 1
         raise InsufficientFeaturesError(
-            f"an exact solution needs {needed} gammas for {equations} equations and {len(weights)} layers, outputs "
-            f"counted; got {got}. Widen the hidden layers by {needed - got} in all (widths_for says how), or leave the "
-            "tolerance out for the closest product."
+            f"an exact solution needs {needed} gammas for {equations} equations and {len(weights)} layers, including "
+            f"those of the outputs; got {got}. Widen the hidden layers by {needed - got} in total (see widths_for), or "
+            "omit the tolerance for the closest product."
         )
 
 
@@ -203,7 +204,7 @@ def _cure(weights: Sequence[Tensor], target: Tensor) -> str:
     out, inp = target.shape
     narrowest = min(len(w) for w in weights[:-1])
     if not _is_enough(weights, out * inp):
-        return f"{out * inp + len(weights) - 1 - sum(len(w) for w in weights)} more features would be needed"
+        return f"{out * inp + len(weights) - 1 - sum(len(w) for w in weights)} more features are needed"
     if narrowest < max(out, inp):
-        return f"a hidden layer of {narrowest} features is too narrow for {out} x {inp} weights to pass; widen it"
-    return "a larger excess (1.25), orthogonal features or fewer layers would help"
+        return f"a hidden layer of {narrowest} features is too narrow for {out} x {inp} weights; widen it"
+    return "try a larger excess (1.25), orthogonal features or fewer layers"

@@ -1,10 +1,10 @@
-"""The product of frozen layers as a function of their gammas, and the descent to a target.
+"""The product of frozen layers as a function of their gammas, and Levenberg-Marquardt to a target.
 
     P(g) = diag(g_L) W_L diag(g_(L-1)) W_(L-1) ... diag(g_1) W_1
 
-The derivative with respect to g_l[f] is the outer product of column f of what stands left of it and row f of what
-stands right of it. The Jacobian is therefore a Khatri-Rao operator itself, of the features of all layers side by side,
-and a Levenberg-Marquardt step is one damped solve with it (`damped`).
+The derivative with respect to g_l[f] is the outer product of column f of the product to its left and row f of the
+product to its right. The Jacobian is therefore a Khatri-Rao operator of the concatenated features of all layers, and a
+Levenberg-Marquardt step is one damped solve with it (`damped`).
 
 Theory: burkholz2024:thm-2.5
 """
@@ -21,23 +21,24 @@ from torch import Tensor
 
 from onlynorm.features.streams import Stream
 from onlynorm.solvers.multilayer.damped import Damped, DenseDamped, KroneckerDamped
-from onlynorm.solvers.operator import KhatriRao, Progress
+from onlynorm.solvers.operator import KhatriRao, OnStep
 
 GENTLE, STEEP = 2.0, 1.4
-"""How much further a step may go in a layer than after it: twice as far in the first as in the last, which saves steps
-at no cost, or 1.4 times from layer to layer. Where a target has few singular values, equal steps would shrink the
-others a little in every layer, until the Jacobian is singular and the descent crawls; steep ones do not."""
+"""Ratios of step sizes: steps of the first layer are twice as large as those of the last, which saves steps, or steps
+of each layer are 1.4 times as large as those of the next. For targets of low rank, equal steps shrink the other
+singular values in every layer until the Jacobian is nearly singular and convergence is slow; the larger ratio avoids
+this."""
 REACH = 4.0
-"""Size of the target's rows over those of the product at gamma = 1. At about one the solution has to undo the product
-it starts from and its Jacobian is several times worse conditioned; between 2 and 16 the choice makes no difference."""
+"""Norm of the target's rows relative to the product at gamma = 1. At about one the initial product dominates and the
+Jacobian is several times worse conditioned; between 2 and 16 the value makes no difference."""
 PATIENCE = 15
 STALLED = 0.2
-"""As many steps that together remove less than this share of the residual end a descent."""
+"""A descent stops if `PATIENCE` steps reduce the residual by less than this fraction."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The product of the layers, each gamma in the unit in which its steps are measured."""
+    """The product of the layers, with one unit per layer in which its gamma is measured."""
 
     weights: list[Tensor]
     isometric: list[float]
@@ -45,12 +46,12 @@ class Chain:
 
     @classmethod
     def of(cls, weights: list[Tensor], *, tilt: float) -> Chain:
-        """The chain of W_1, ..., W_L, with units that fall by `tilt` from layer to layer."""
+        """The chain of W_1, ..., W_L; units decrease by the factor `tilt` from layer to layer."""
         isometric = [math.sqrt(min(w.shape)) / float(torch.linalg.vector_norm(w)) for w in weights]
         return cls(weights, isometric, [size * tilt**-layer for layer, size in enumerate(isometric)])
 
     def start(self, seed: int) -> list[Tensor]:
-        """The gamma = 1 of layers scaled to isometries of their shorter side, with random signs for a seed above 0."""
+        """Initial values: gamma = 1 for layers scaled to isometries, with random signs for a seed above 0."""
         values = []
         for layer, (weight, size, unit) in enumerate(zip(self.weights, self.isometric, self.units, strict=True)):
             signs = torch.ones_like(weight[:, 0])
@@ -61,11 +62,11 @@ class Chain:
         return values
 
     def gammas(self, values: list[Tensor]) -> list[Tensor]:
-        """Gammas for the frozen weights as they are."""
+        """Gammas for the unscaled frozen weights."""
         return [unit * value for unit, value in zip(self.units, values, strict=True)]
 
     def product(self, values: list[Tensor]) -> Float[Tensor, "out inp"]:
-        """What the layers make together."""
+        """The product of the layers."""
         return product(self.weights, self.gammas(values))
 
     def jacobian(self, values: list[Tensor]) -> KhatriRao:
@@ -85,7 +86,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Descent:
-    """Where a descent ended: the gammas, the relative residual they leave, the count of steps, and inner iterations."""
+    """Result of a descent: gammas, relative residual, number of steps and of inner iterations."""
 
     gammas: list[Tensor]
     residual: float
@@ -94,7 +95,7 @@ class Descent:
 
 
 def starts(n_layers: int, target: Float[Tensor, "out inp"]) -> list[tuple[float, int]]:
-    """(tilt, seed of the signs or 0 for gamma = 1) of the descent, and of those that follow where one ends short."""
+    """(tilt, seed of the signs or 0 for gamma = 1) of the first descent and of the restarts."""
     gentle = GENTLE ** (1.0 / (n_layers - 1))
     listed = [(gentle, 0), (STEEP, 0), (1.0 / STEEP, 1), (STEEP, 2), *((gentle, seed) for seed in range(3, 9))]
     has_low_rank = 2 * int(torch.linalg.matrix_rank(target)) <= min(target.shape)
@@ -110,12 +111,13 @@ def descend(
     method: str,
     max_steps: int,
     steps: int = 0,
-    progress: Progress | None = None,
+    on_step: OnStep | None = None,
 ) -> Descent:
-    """Where Levenberg-Marquardt leads from gamma = 1, or from the signs of this seed; no row of the target is zero.
+    """Levenberg-Marquardt from gamma = 1, or from the signs of this seed; no row of the target may be zero.
 
-    The rows of the target are brought to one size, `REACH` times that of the product at the start, and to its side:
-    factors that the outputs' own gammas take back. `method` is "dense" or "matrix-free". `steps` were taken before.
+    The rows of the target are scaled to norm `REACH` times that of the initial product, with the sign of their inner
+    product with it; the gammas of the outputs are divided by these factors at the end. `method` is "dense" or
+    "matrix-free". `steps` is the number of steps taken before.
     """
     values = chain.start(seed)
     made = chain.product(values)
@@ -124,21 +126,21 @@ def descend(
     factor = torch.where((made * target).sum(1) < 0, -factor, factor)[:, None]
     scaled = factor * target
 
-    def left_over(rest: Tensor) -> float:
-        # Rows count alike in the steps, by their own size in the end: neither may be missed.
+    def relative_error(rest: Tensor) -> float:
+        # Steps weight all rows equally, the final residual by their norm: both must reach the tolerance.
         return max(relative(rest, scaled), relative(rest / factor, target))
 
     rest = made - scaled
     damping, growth, iterations = 0.3, 2.0, 0
-    history = [left_over(rest)]
+    history = [relative_error(rest)]
     system: Damped | None = None
     while history[-1] > tolerance and steps < max_steps:
-        if progress is not None:
-            progress(steps, history[-1])
+        if on_step is not None:
+            on_step(steps, history[-1])
         if system is None:
             jacobian = chain.jacobian(values)
             mean = float(jacobian.column_squares().sum()) / jacobian.equations
-            if not mean > 0:  # sparse layers that pass nothing on
+            if not mean > 0:  # sparse layers whose product is zero
                 break
             system = DenseDamped(jacobian) if method == "dense" else KroneckerDamped(jacobian)
         forcing = min(1e-2, max(1e-3, 0.3 * history[-1]))
@@ -152,23 +154,23 @@ def descend(
             gain = _gain(rest, new, rest - solved[1])
         if gain > 1e-3:
             values, rest, system = moved, new, None
-            # Close to the solution the linear model is right and damping only slows it down.
-            least = 0.1 if left_over(rest) > 1e-3 else 1e-3
+            # Close to the solution the linear model is accurate and damping only slows convergence.
+            least = 0.1 if relative_error(rest) > 1e-3 else 1e-3
             damping, growth = damping * max(least, 1.0 - (2.0 * gain - 1.0) ** 3), 2.0
         else:
             damping, growth = damping * growth, 2.0 * growth
-        history.append(left_over(rest))
+        history.append(relative_error(rest))
         if len(history) > PATIENCE and history[-1] > (1.0 - STALLED) * history[-1 - PATIENCE]:
             break
-    if progress is not None:
-        progress(steps, history[-1])
+    if on_step is not None:
+        on_step(steps, history[-1])
     gammas = chain.gammas(values)
     gammas[-1] = gammas[-1] / factor[:, 0]
     return Descent(gammas, history[-1], steps, iterations)
 
 
 def product(weights: Sequence[Tensor], gammas: Sequence[Tensor]) -> Float[Tensor, "out inp"]:
-    """diag(g_L) W_L ... diag(g_1) W_1, multiplied from its shorter side."""
+    """diag(g_L) W_L ... diag(g_1) W_1, multiplied from the narrower end."""
     if len(weights[-1]) <= weights[0].shape[1]:
         made = gammas[-1][:, None] * weights[-1]
         for weight, gamma in zip(weights[-2::-1], gammas[-2::-1], strict=True):
@@ -181,21 +183,21 @@ def product(weights: Sequence[Tensor], gammas: Sequence[Tensor]) -> Float[Tensor
 
 
 def relative(rest: Tensor, target: Tensor) -> float:
-    """|rest| / |target|, or |rest| for a target of zeros."""
+    """|rest| / |target|, or |rest| for a zero target."""
     size = float(torch.linalg.vector_norm(target))
     return float(torch.linalg.vector_norm(rest)) / (size if size > 0 else 1.0)
 
 
-def _gain(rest: Tensor, new: Tensor, promised: Tensor) -> float:
-    """How much of the promised decrease of the squared residual came."""
-    old, got, promise = (float(x.square().sum()) for x in (rest, new, promised))
-    if not math.isfinite(got) or not old > promise:
+def _gain(rest: Tensor, new: Tensor, predicted: Tensor) -> float:
+    """Actual over predicted decrease of the squared residual; -1 if not finite."""
+    before, after, expected = (float(x.square().sum()) for x in (rest, new, predicted))
+    if not math.isfinite(after) or not before > expected:
         return -1.0
-    return (old - got) / (old - promise)
+    return (before - after) / (before - expected)
 
 
 def _balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same outer products from factors of equal size, so that the layers can be judged together."""
+    """The same outer products with factors of equal norm, comparable across layers."""
     sizes = float(torch.linalg.vector_norm(left)), float(torch.linalg.vector_norm(right))
     ratio = math.sqrt(sizes[1] / sizes[0]) if min(sizes) > 0 else 1.0
     return left * ratio, right / ratio

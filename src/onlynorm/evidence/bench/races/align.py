@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.bench.papers_method import missed_as_described, search_as_described
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
 from onlynorm.evidence.timing import Timing, one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw
-from onlynorm.solvers import KhatriRao
 
 UNALIGNED, DESCRIBED = "as it came", "greedy as described"
 FACTOR = 50.0
@@ -67,23 +66,21 @@ class AlignRow:
 race = Race(
     "align", "Rows of a target aligned with too few features, beside the described greedy.", AlignSizes,
     columns={"rows": {
-        "case": lambda row: row.case, "method": lambda row: row.method,
-        "missed fraction": lambda row: f"{row.missed:.4g}",
-        "search s": lambda row: number(row.search, ".2g"), "search x ours": lambda row: number(row.search_ratio, ".3g"),
-        "with directions s": lambda row: number(row.whole, ".2g"),
-        "with directions x ours": lambda row: number(row.whole_ratio, ".3g"),
+        "case": "case", "method": "method", "missed fraction": "missed:.4g", "search s": "search:.2g",
+        "search x ours": "search_ratio:.3g", "with directions s": "whole:.2g",
+        "with directions x ours": "whole_ratio:.3g",
     }},
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: AlignSizes, voice: Voice) -> Iterator[tuple[str, AlignRow]]:
+def measure(sizes: AlignSizes, session: Session) -> Iterator[tuple[str, list[AlignRow]]]:
     """Races both greedy searches and runs the other methods."""
     with one_thread():
         for case in (LOW, MIDDLE, SPARSE, INSIDE):
-            voice.say(f"{case}, {sizes.side} x {sizes.side}")
-            made = (_measure_inside if case == INSIDE else functools.partial(_measure, case))(sizes.side, sizes.repeats)
-            yield from (("rows", row) for row in made)
+            session.status(f"{case}, {sizes.side} x {sizes.side}")
+            measured = _measure_inside if case == INSIDE else functools.partial(_measure, case)
+            yield "rows", measured(sizes.side, sizes.repeats)
 
 
 @race.goals
@@ -194,44 +191,3 @@ def _many_times(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     for _ in range(N_RUNS):
         result = run(*args, **options)
     return result
-
-
-def missed_as_described(
-    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]
-) -> Float[Tensor, "out inp dims"]:
-    """The missed directions by a full singular value decomposition of the feature matrix, of full column rank."""
-    matrix = KhatriRao(left, right).materialise()
-    U = torch.linalg.svd(matrix)[0]
-    return U[:, matrix.shape[1] :].reshape(left.shape[0], right.shape[1], -1)
-
-
-def search_as_described(missed: Float[Tensor, "out inp dims"], target: Float[Tensor, "out inp"]) -> Int[Tensor, " out"]:
-    """The described greedy search, step by step: one output after the other, one candidate row at a time."""
-
-    def piece(output: int, row: int) -> Tensor:
-        return torch.einsum("jk,j->k", missed[output], target[row])
-
-    n = len(target)
-    order, free = torch.arange(n), list(range(n))
-    for output in torch.argsort(missed.square().sum((1, 2)), descending=True).tolist():
-        total = torch.einsum("ijk,ij->k", missed, target[order])
-        row = int(order[output])
-        without = total - piece(output, row)
-        lowest, best_row, best_seat = float(total.square().sum()), row, output
-        for candidate in free:
-            seat = int(torch.where(order == candidate)[0])
-            swapped = without + piece(output, candidate) + piece(seat, row) - piece(seat, candidate)
-            score = float(swapped.square().sum())
-            if score < lowest:
-                lowest, best_row, best_seat = score, candidate, seat
-        order[output] = best_row
-        order[best_seat] = row if best_seat != output else best_row
-        free.remove(best_row)
-    return order
-
-
-def greedy_as_described(
-    left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"], target: Float[Tensor, "out inp"]
-) -> Int[Tensor, " out"]:
-    """The permutation of the described greedy, from nothing but the features and the target."""
-    return search_as_described(missed_as_described(left, right), target)

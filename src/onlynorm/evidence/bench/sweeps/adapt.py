@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, CORRUPTIONS, Split, cifar10, corrupt
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.bench.races.reconstruct import make_target
-from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, first, mean, percent, setting
-from onlynorm.evidence.spread import Spread
+from onlynorm.evidence.bench.networks import make_target
+from onlynorm.evidence.harness import Goal, Results, Sizes, Spread, Sweep, TrainingRun, first, mean, percent, setting
 from onlynorm.evidence.timing import warm_up_training
-from onlynorm.seeds import seeded
+from onlynorm.evidence.validation import training_subset, validation_subset
+from onlynorm.files import save
 from onlynorm.storage import tensors_digest
-from onlynorm.tuning import Schedule, accuracy, fit, load_adapter, only_norms, save_adapter, take_adapter, write_adapter
+from onlynorm.tuning import Schedule, accuracy, fit, load_adapter, only_norms, save_adapter, take_adapter
 
 NOTHING, STATISTICS, HEAD = "nothing", "statistics only", "head only"
 NORMS, BOTH, FULL = "norms only", "norms and head", "full training"
@@ -45,7 +45,7 @@ VALIDATION_SEED = 2**32
 """Seed of the validation images and of the trials: not one a user would ask for."""
 _LAST, _FILE, _PROBE = "linear", "adapted.safetensors", 100
 _MOVED = ("running_mean", "running_var", "num_batches_tracked")
-Step = Callable[[int, int, float], None]
+OnStep = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def split() -> Split:
 
 
 @functools.cache
-def digests() -> dict[str, str]:
+def digests() -> dict[str, Any]:
     """What identifies the network and the images."""
-    return {"base": tensors_digest(base().state_dict()), "data": tensors_digest(vars(split()))}
+    return {"base": tensors_digest(base().state_dict()), "data": split()}
 
 
 sweep = Sweep(
@@ -120,19 +120,18 @@ sweep = Sweep(
 
 
 @sweep.trial
-def validation_accuracy(case: Case, run: Run, sizes: AdaptSizes) -> float:
+def validation_accuracy(case: Case, run: TrainingRun, sizes: AdaptSizes) -> float:
     """The accuracy on corrupted validation images; a training that diverges has none."""
     try:
         network = adapted(case, run, sizes)
     except TrainingError:
         return 0.0
-    chosen = _order()[: sizes.n_validation]
-    images = corrupted(split().train_inputs[chosen], case.images, sizes, seed=1)
-    return accuracy(network, (images, split().train_labels[chosen]))
+    images, labels = validation_subset(split(), sizes.n_validation, split_seed=VALIDATION_SEED)
+    return accuracy(network, (corrupted(images, case.images, sizes, seed=1), labels))
 
 
 @sweep.measure
-def adapt_and_test(case: Case, run: Run, sizes: AdaptSizes) -> Adapted:
+def adapt_and_test(case: Case, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
     """Adapts the network, saves what it learned, and tests what comes back from the file."""
     warm_up_training()
     start = time.perf_counter()
@@ -146,14 +145,15 @@ def adapt_and_test(case: Case, run: Run, sizes: AdaptSizes) -> Adapted:
     return Adapted(accuracy(again, (images, split().test_labels[: sizes.n_test])), size, is_exact, seconds)
 
 
-def adapted(case: Case, run: Run, sizes: AdaptSizes) -> nn.Module:
+def adapted(case: Case, run: TrainingRun, sizes: AdaptSizes) -> nn.Module:
     """The trained network, adapted to images drawn by the seed."""
-    pool = _order()[sizes.n_validation :]
-    chosen = pool[torch.randperm(len(pool), generator=seeded(run.seed))[: sizes.images]]
-    images = corrupted(split().train_inputs[chosen], case.images, sizes, seed=run.seed + 2)
+    images, labels = training_subset(
+        split(), sizes.images, n_validation=sizes.n_validation, seed=run.seed, split_seed=VALIDATION_SEED
+    )
     lr = 0.0 if math.isnan(run.lr) else run.lr
     schedule = Schedule(epochs=sizes.epochs, batch_size=sizes.batch_size, lr=lr, seed=run.seed)
-    return adapt(base(), case.method, data=(images, split().train_labels[chosen]), schedule=schedule)
+    images = corrupted(images, case.images, sizes, seed=run.seed + 2)
+    return adapt(base(), case.method, data=(images, labels), schedule=schedule)
 
 
 def corrupted(inputs: Tensor, images: str, sizes: AdaptSizes, *, seed: int) -> Tensor:
@@ -161,10 +161,6 @@ def corrupted(inputs: Tensor, images: str, sizes: AdaptSizes, *, seed: int) -> T
     if images == CLEAN:
         return inputs
     return corrupt(inputs, images, severity=sizes.severity, seed=seed, mean=CIFAR_MEAN, std=CIFAR_STD)
-
-
-def _order() -> Tensor:
-    return torch.randperm(len(split().train_inputs), generator=seeded(VALIDATION_SEED))
 
 
 @torch.no_grad()
@@ -177,7 +173,7 @@ def _outputs(network: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def adapt(
-    base: nn.Module, method: str, *, data: tuple[Tensor, Tensor], schedule: Schedule, step: Step | None = None
+    base: nn.Module, method: str, *, data: tuple[Tensor, Tensor], schedule: Schedule, on_step: OnStep | None = None
 ) -> nn.Module:
     """A copy of the base adapted by this method to images and labels, of which statistics only sees the images."""
     network = copy.deepcopy(base)
@@ -186,7 +182,7 @@ def adapt(
         handle.recalibrate(data[0].split(schedule.batch_size))
     elif method != NOTHING:
         train_only(network, method)
-        fit(network, data, schedule=schedule, step=step)
+        fit(network, data, schedule=schedule, on_step=on_step)
     return network.eval()
 
 
@@ -211,7 +207,7 @@ def save_adapted(network: nn.Module, method: str, *, folder: Path) -> int:
         adapter = take_adapter(network)
         moved = {name: value for name, value in adapter.tensors.items() if name.rpartition(".")[2] in _MOVED}
         others = tuple(sorted(adapter.tensors.keys() - moved.keys()))
-        write_adapter(dataclasses.replace(adapter, tensors=moved, free=others), path)
+        save(dataclasses.replace(adapter, tensors=moved, free=others), path)
     else:
         save_adapter(network, path)
     return path.stat().st_size
@@ -252,18 +248,11 @@ def recoveries(results: Results[AdaptSizes, Case], _: Any) -> dict[str, Any]:
 @sweep.goals
 def goals(results: Results[AdaptSizes, Case]) -> Iterator[Goal]:
     """Enough seeds, files that give the network back, and more recovered by norms than by head or statistics."""
-    counts = [len(results.of(case)) for case in results.cases if case.method != NOTHING]
-    if not counts:
+    found = [case for case in results.cases if case.method != NOTHING]
+    if not found:
         return
-    yield Goal(
-        f"every method is measured on every corruption with {MIN_SEEDS} seeds or more",
-        f"{min(counts)} or more in {len(counts)} cells", min(counts) >= MIN_SEEDS,
-    )  # fmt: skip
-    n_exact, n_runs = int(results.runs["is_exact"].sum()), len(results.runs)
-    yield Goal(
-        "every adapted network comes back from its file with the same outputs to the last bit",
-        f"{n_exact} of {n_runs}", n_exact == n_runs,
-    )  # fmt: skip
+    yield results.seeds_goal("every method is measured on every corruption", found, MIN_SEEDS)
+    yield results.every_run_goal("a reloaded network gives the same outputs to the last bit", "is_exact")
     for other in (HEAD, STATISTICS):
         gains = {i: results.gap(Case(i, NORMS), Case(i, other)) for i in measured_corruptions(results)}
         yield Goal(

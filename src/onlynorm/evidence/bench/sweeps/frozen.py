@@ -20,13 +20,11 @@ from torch import nn
 
 from onlynorm.data import Split, cifar10
 from onlynorm.display import Curve, Figure, Panel, Table
-from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, first, mean, percent, setting
-from onlynorm.evidence.spread import Spread
+from onlynorm.evidence.harness import Goal, Results, Sizes, Spread, Sweep, TrainingRun, first, mean, percent, setting
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.models import cifar_resnet
 from onlynorm.modules import find_norms
 from onlynorm.seeds import seeded
-from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, accuracy, fit, init_gamma, only_norms
 
 NORMS, NORMS_FROM_ONES, HEAD, FULL = "norms only", "norms only, from ones", "head only", "everything"
@@ -104,7 +102,7 @@ def images(side: int) -> Split:
 
 sweep = Sweep(
     "frozen", "Frozen random ResNets that learn by their norms alone.", FrozenSizes, cases=cases,
-    made_of=lambda _, sizes: {"data": tensors_digest(vars(images(sizes.side)))}, hidden={"gammas"},
+    made_of=lambda _, sizes: {"data": images(sizes.side)}, hidden={"gammas"},
     columns={
         "trained": first("n_trained", ","), "parameters": first("n_total", ","), "accuracy %": percent("accuracy"),
         **{f"below {size:g}, %": _below(size) for size in SMALL}, "seconds": mean("seconds", ".0f"),
@@ -113,7 +111,7 @@ sweep = Sweep(
 
 
 @sweep.measure
-def train(case: Case, run: Run, sizes: FrozenSizes) -> Trained:
+def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
     """Trains the network and counts its scales."""
     split = images(sizes.side)
     network = cifar_resnet(case.depth, width=case.width, seed=_FIRST + run.seed)
@@ -127,7 +125,7 @@ def train(case: Case, run: Run, sizes: FrozenSizes) -> Trained:
     warm_up_training()
     start = time.perf_counter()
     fit(network, (split.train_inputs[chosen], split.train_labels[chosen]), schedule=schedule,
-        step=lambda now, n_steps, _: run.say(f"step {now} of {n_steps}"))  # fmt: skip
+        on_step=lambda now, n_steps, _: run.status(f"step {now} of {n_steps}"))  # fmt: skip
     seconds = time.perf_counter() - start
     state = network.state_dict()
     return Trained(
@@ -171,23 +169,16 @@ def scale_tables(results: Results[FrozenSizes, Case]) -> list[Table]:
 def fractions(results: Results[FrozenSizes, Case], _: Any) -> dict[str, Any]:
     """Adds the fractions of small scales to every run."""
     for size in SMALL:
-        results.runs[f"below_{size:g}"] = [fraction_below([one], size).mean for one in results.runs["gammas"]]
+        below = [fraction_below([one], size).mean for one in results.runs["gammas"]]
+        results.runs[f"below_{size:g}".replace(".", "_")] = below
     return {}
 
 
 @sweep.goals
 def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
     """Enough seeds, weights that stay frozen, and accuracy that grows with the network."""
-    fewest = min(len(results.of(case)) for case in results.cases)
-    yield Goal(
-        f"every method is measured on every network with {MIN_SEEDS} seeds or more", f"{fewest} or more",
-        fewest >= MIN_SEEDS,
-    )  # fmt: skip
-    n_frozen = int(results.runs["is_frozen"].sum())
-    yield Goal(
-        "what is frozen is as it was drawn, to the last bit", f"{n_frozen} of {len(results.runs)} runs",
-        n_frozen == len(results.runs),
-    )  # fmt: skip
+    yield results.seeds_goal("every method is measured on every network", results.cases, MIN_SEEDS)
+    yield results.every_run_goal("what is frozen is as it was drawn, to the last bit", "is_frozen")
     for axis in ("width", "depth"):
         small, *_, large = series(results, axis)
         if small != large:

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Figure, Panel, Table
 from onlynorm.errors import TrainingError, UnknownNameError
-from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, first, setting
+from onlynorm.evidence.harness import Goal, Results, Sizes, Sweep, TrainingRun, first, setting
 from onlynorm.models import ACTIVATIONS, cifar_resnet, mlp, resnet, vgg
 from onlynorm.rank import Diagnosis, diagnose
 from onlynorm.seeds import seeded
-from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, fit
 
 N_CLASSES = 10
@@ -63,7 +62,7 @@ class PredictSizes(Sizes):
 
 
 @dataclass(frozen=True)
-class Subject:
+class NetworkSpec:
     """A network, by what it is made of, and the images it learns."""
 
     kind: str
@@ -94,14 +93,14 @@ class Subject:
         return cifar_resnet(self.depth, width=self.width, **settings)
 
 
-def subjects(name: str = "test") -> list[Subject]:
+def subjects(name: str = "test") -> list[NetworkSpec]:
     """The networks of the set: MLPs without skips, residual and VGG-like ones, with every norm, both starts."""
     if name not in FIRST_SEEDS:
         raise UnknownNameError("set of networks", name, FIRST_SEEDS)
     return _test() if name == "test" else _calibration()
 
 
-def _test() -> list[Subject]:
+def _test() -> list[NetworkSpec]:
     """All norms and starts in every shape; activations take turns."""
     shapes = [
         *(("MLP", depth, width, FASHION) for depth, width in ((2, 96), (6, 96), (16, 64), (48, 48))),
@@ -110,22 +109,22 @@ def _test() -> list[Subject]:
     ]  # fmt: skip
     turns = itertools.cycle(("relu", "tanh", "gelu", "sigmoid", "silu"))
     return [
-        Subject(kind, depth, width, norm, init, "relu" if kind == "ResNet" else next(turns), data)
+        NetworkSpec(kind, depth, width, norm, init, "relu" if kind == "ResNet" else next(turns), data)
         for kind, depth, width, data in shapes
         for norm in ("none", "batch", "layer", "group") for init in _INITS
     ]  # fmt: skip
 
 
-def _calibration() -> list[Subject]:
+def _calibration() -> list[NetworkSpec]:
     norms = ("none", "batch", "layer")
     made = [
-        Subject("MLP", depth, width, norm, init, activation)
+        NetworkSpec("MLP", depth, width, norm, init, activation)
         for (depth, width) in ((3, 64), (12, 128), (32, 64))
         for norm in norms for init in _INITS for activation in ("relu", "tanh", "gelu")
     ]  # fmt: skip
     convolutional = (("ResNet", 8), ("ResNet", 20), ("VGG", 4), ("VGG", 16))
     made += [
-        Subject(kind, depth, 8, norm, init, data=CIFAR)
+        NetworkSpec(kind, depth, 8, norm, init, data=CIFAR)
         for kind, depth in convolutional for norm in norms for init in _INITS
     ]  # fmt: skip
     return made
@@ -153,15 +152,9 @@ def cases(sizes: PredictSizes) -> list[Case]:
     return [Case(str(one), one.data, seed) for seed, one in numbered][:: 6 if sizes.quick else 1]
 
 
-def subject_of(case: Case, sizes: PredictSizes) -> Subject:
+def subject_of(case: Case, sizes: PredictSizes) -> NetworkSpec:
     """The network of a case."""
     return subjects(sizes.networks)[case.network_seed - FIRST_SEEDS[sizes.networks]]
-
-
-@functools.lru_cache(maxsize=2)
-def images_digest(data: str) -> str:
-    """What identifies the images."""
-    return tensors_digest(vars(_split(data)))
 
 
 @functools.lru_cache(maxsize=2)
@@ -173,7 +166,7 @@ sweep = Sweep(
     "predict", "The verdict at the start of many networks against what training made of them.", PredictSizes,
     cases=cases, seeds=lambda _case, _sizes: 1, width=140,
     made_of=lambda case, sizes: {
-        "subject": asdict(subject_of(case, sizes)), "images": images_digest(subject_of(case, sizes).data)
+        "subject": asdict(subject_of(case, sizes)), "images": _split(case.data)
     },
     columns={
         "score": first("score", ".3g"), "verdict": first("verdict"), "lowest part": first("part"),
@@ -184,7 +177,7 @@ sweep = Sweep(
 
 
 @sweep.measure
-def train_network(case: Case, run: Run, sizes: PredictSizes) -> Trained:
+def train_network(case: Case, run: TrainingRun, sizes: PredictSizes) -> Trained:
     """Trains the network at every learning rate."""
     subject, seed = subject_of(case, sizes), case.network_seed
     inputs, labels = _images(subject.data, sizes.steps * sizes.batch_size, seed)
@@ -201,24 +194,24 @@ def last_loss(network: nn.Module, inputs: Tensor, labels: Tensor, *, batch_size:
     losses: list[float] = []
     schedule = Schedule(epochs=1, batch_size=batch_size, lr=lr, momentum=0.0, warmup=0.0, drops=(), seed=seed)
     try:
-        fit(network, (inputs, labels), schedule=schedule, accelerator="cpu", step=lambda *now: losses.append(now[2]))
+        fit(network, (inputs, labels), schedule=schedule, accelerator="cpu", on_step=lambda *now: losses.append(now[2]))
     except TrainingError:
         return math.inf
     return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
-def diagnose_network(subject: Subject, *, n_images: int, seed: int) -> Diagnosis:
+def diagnose_network(subject: NetworkSpec, *, n_images: int, seed: int) -> Diagnosis:
     """The diagnosis of the network on the first images that it would be trained on."""
     inputs, labels = _images(subject.data, n_images, seed)
     return diagnose(subject.build(inputs, seed=seed), inputs, labels, seed=seed)
 
 
 @sweep.facts
-def diagnoses(results: Results[PredictSizes, Case], say: Callable[[str], None]) -> dict[str, Any]:
+def diagnoses(results: Results[PredictSizes, Case], status: Callable[[str], None]) -> dict[str, Any]:
     """The score, verdict and lowest part of every network beside its run, and the areas that the scores reach."""
     found = []
     for case in results.cases:
-        say(f"{case.network}: diagnosis")
+        status(f"{case.network}: diagnosis")
         subject = subject_of(case, results.sizes)
         made = diagnose_network(subject, n_images=results.sizes.n_diagnosed, seed=case.network_seed)
         part = min(made.verdict.parts, key=lambda name: made.verdict.parts[name])

@@ -1,32 +1,41 @@
 """Accuracy against the condition number of the features: what conditioning alone costs a network.
 
-A ResNet-8 on CIFAR-10 and a fully connected network on Fashion-MNIST are trained from scratch with ID cond features
-whose singular values have mean square one and follow a law at a chosen condition number (`scaled_training` of
-random_features, which table 1 of the paper uses at other sizes): the semi-circle of random features, which hardly
-changes between large condition numbers, as only the smallest of its values depend on them; and, to see conditioning
-without that limit, a geometric one. Each spectrum has its own learning rate and is also tested at the ordinary one.
+The experiment of table 1 of random_features on a grid of its own: a ResNet-8 on CIFAR-10 and a fully connected network
+on Fashion-MNIST, with singular values on the semi-circle of random features, which hardly changes between large
+condition numbers, as only the smallest of its values depend on them; and, to see conditioning without that limit, with
+geometric ones. Each spectrum has its own learning rate and is also tested at the ordinary one.
 
 Theory: random_features:thm-3.1
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from onlynorm.display import Curve, Figure, Panel, Table
-from onlynorm.evidence.harness import Goal, Results, Run, Sizes, Sweep, number, percent, setting
-from onlynorm.evidence.papers.random_features import scaled_training
-from onlynorm.evidence.papers.random_features.scaled_training import GEOMETRIC, LAWS, SEMICIRCLE, images_of
+from onlynorm.display import Figure, Panel, Table
+from onlynorm.evidence.harness import Goal, Results, Sweep, number, percent
+from onlynorm.evidence.papers.random_features.scaled import (
+    GEOMETRIC,
+    LAWS,
+    ORDINARY,
+    SEMICIRCLE,
+    Case,
+    ScaledSizes,
+    images_of,
+    ordinary,
+    spectrum_change,
+    squared_spectrum,
+    step_gap,
+    train_case,
+    validation_accuracy,
+)
 from onlynorm.evidence.validation import TRIAL_SEED
-from onlynorm.storage import tensors_digest
 
 ROUNDING = 1e-10
 """How far a move may be from s^2 times the ordinary one, in float64, after both went through a whole network."""
-ORDINARY = "ordinary network"
 CONDITIONS: Mapping[str, Sequence[float]] = {
     SEMICIRCLE: (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 1e6),
     GEOMETRIC: (10.0, 1000.0, 1e6),
@@ -35,40 +44,6 @@ CONDITIONS: Mapping[str, Sequence[float]] = {
 QUICK_CONDITIONS: Mapping[str, Sequence[float]] = {SEMICIRCLE: (1.0, 1e6), GEOMETRIC: (1e6,)}
 N_SEEDS: Mapping[str, int] = {"cifar10": 3, "fashion_mnist": 10}
 """Networks of each kind by default; the fully connected ones are ten times cheaper."""
-
-
-@dataclass(frozen=True)
-class ScaledSizes(Sizes):
-    """Data, laws, and how long a network is trained; goals about accuracy need more than a quick run."""
-
-    data: tuple[str, ...] = setting(
-        tuple(N_SEEDS), choices=scaled_training.SUBJECTS, is_key=False, help="cifar10 or fashion_mnist."
-    )
-    law: tuple[str, ...] = setting(LAWS, choices=LAWS, help="semi-circle or geometric.", is_key=False)
-    seeds: int | None = setting(
-        None, quick=2, high=TRIAL_SEED, is_key=False, help="Networks of each kind; 3 and 10 by data."
-    )
-    epochs: int = setting(6, quick=2, help="Epochs of training.")
-    images: int = setting(10_000, quick=1000, help="Training images.")
-    trial_epochs: int = setting(3, quick=1)
-    batch_size: int = 64
-
-
-class Case(NamedTuple):
-    """A data set, the law of the singular values and their condition number."""
-
-    data: str
-    spectrum: str
-    condition: float
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One network after training."""
-
-    train_accuracy: float
-    accuracy: float
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -89,11 +64,6 @@ class LawFacts:
     gap: float
 
 
-def ordinary(case: Case) -> Case:
-    """The ordinary network for the same data."""
-    return Case(case.data, ORDINARY, 1.0)
-
-
 def cases(sizes: ScaledSizes) -> list[Case]:
     """The ordinary network and every spectrum, for each data set."""
     conditions = QUICK_CONDITIONS if sizes.quick else CONDITIONS
@@ -101,17 +71,11 @@ def cases(sizes: ScaledSizes) -> list[Case]:
     return [Case(data, *spectrum) for data in sizes.data for spectrum in [(ORDINARY, 1.0), *spectra]]
 
 
-@functools.lru_cache(maxsize=2)
-def images_digest(data: str) -> str:
-    """What identifies the images."""
-    return tensors_digest(vars(images_of(data)))
-
-
 sweep = Sweep(
     "scaled", "Networks with features of growing condition number, trained from scratch.", ScaledSizes, cases=cases,
     lrs=(0.01, 0.03, 0.1, 0.3, 1.0), also_at=ordinary,
     seeds=lambda case, sizes: sizes.seeds or N_SEEDS[case.data],
-    made_of=lambda case, _: {"images": images_digest(case.data)}, width=160,
+    made_of=lambda case, _: {"images": images_of(case.data)}, width=160,
     columns={
         "test accuracy %": percent("accuracy"), "training accuracy %": percent("train_accuracy"),
         "test below ordinary, points": lambda results, case, _: (
@@ -124,40 +88,22 @@ sweep = Sweep(
 )  # fmt: skip
 
 
-def _train(case: Case, run: Run, sizes: ScaledSizes, *, epochs: int, is_trial: bool) -> dict[str, float]:
-    spectrum = {} if case.spectrum == ORDINARY else {"law": case.spectrum}
-    return scaled_training.train(
-        data=case.data, condition=None if case.spectrum == ORDINARY else case.condition, **spectrum, lr=run.lr,
-        seed=run.seed, n_train=sizes.images, n_epochs=epochs, batch_size=sizes.batch_size, is_trial=is_trial,
-    )  # fmt: skip
-
-
-@sweep.trial
-def validation_accuracy(case: Case, run: Run, sizes: ScaledSizes) -> float:
-    """The accuracy on validation images after a short training."""
-    return _train(case, run, sizes, epochs=sizes.trial_epochs, is_trial=True)["accuracy"]
-
-
-@sweep.measure
-def train(case: Case, run: Run, sizes: ScaledSizes) -> Trained:
-    """One network, trained and tested."""
-    return Trained(**_train(case, run, sizes, epochs=sizes.epochs, is_trial=False))
+sweep.trial(validation_accuracy)
+sweep.measure(train_case)
 
 
 @sweep.facts
-def spectra(results: Results[ScaledSizes, Case], say: Callable[[str], None]) -> dict[str, Any]:
+def spectra(results: Results[ScaledSizes, Case], status: Callable[[str], None]) -> dict[str, Any]:
     """What the spectra do to the weights of the networks."""
     made = []
     for data, law in itertools.product(results.sizes.data, results.sizes.law):
         conditions = [case.condition for case in results.cases if (case.data, case.spectrum) == (data, law)]
         for before, condition in itertools.pairwise((1.0, *conditions)):
-            say(f"{data}, {law} {condition:g}: one step beside the ordinary one")
-            squares = scaled_training.squared_spectrum(data, condition=condition, law=law)
+            status(f"{data}, {law} {condition:g}: one step beside the ordinary one")
+            squares = squared_spectrum(data, condition=condition, law=law)
             below, far_below = (float((squares < limit).double().mean()) for limit in (0.1, 0.01))
-            change = scaled_training.spectrum_change(data, before, second=condition, law=law)
-            gap = scaled_training.step_gap(
-                data, condition=condition, law=law, seed=TRIAL_SEED, n_images=results.sizes.batch_size
-            )
+            change = spectrum_change(data, before, second=condition, law=law)
+            gap = step_gap(data, condition=condition, law=law, seed=TRIAL_SEED, n_images=results.sizes.batch_size)
             made.append(asdict(LawFacts(data, law, condition, float(squares.max()), below, far_below, change, gap)))
     return {"laws": made}
 
@@ -220,11 +166,9 @@ def draw(results: Results[ScaledSizes, Case]) -> dict[str, Figure]:
             found = [c for c in results.cases if c.data == plain.data and c.spectrum == law and c.condition > 1.0]
             if found:
                 lr = None if is_own else results.lr(plain)
-                spreads = [results.spread(case, lr=lr) for case in (plain, *found)]
                 # Side by side, or one interval would hide another.
                 x = [case.condition * 1.07**place for case in (plain, *found)]
                 label = f"{law}, " + ("its own lr" if is_own else "the ordinary lr")
-                y, halves = [100 * one.mean for one in spreads], [100 * one.half for one in spreads]
-                curves.append(Curve(label, x, y, "line+points", plain.data, y_error=halves))
+                curves.append(results.curve(label, x, (plain, *found), lr=lr, kind="line+points", panel=plain.data))
     panels = [Panel(data, data, "condition number", "test accuracy, %", x_log=True) for data in results.sizes.data]
     return {"accuracy": Figure(curves, panels)}

@@ -1,26 +1,21 @@
 """Norms trained from scratch beside the ordinary network, on real images with tuned learning rates.
 
-Small VGGs with batch norms, SGD with momentum, the learning rate on a cosine, as many epochs for every method
-(`scratch_training` of random_features, which section 5 of the paper uses at other sizes). The learning rate of a method
-is the one with the best accuracy on validation images, the mean of several networks that are not judged: all methods
-begin with the same four and go on to their neighbours while the best lies at an end. Below the width bound features
-reach only a part of the weights: accuracy against features per weight is drawn.
+The experiment of section 5 of random_features with methods and sizes of its own: small VGGs with batch norms, SGD with
+momentum, the learning rate on a cosine, as many epochs for every method. Learning rates are chosen by the mean of
+several networks that are not judged. Below the width bound features reach only a part of the weights: accuracy against
+features per weight is drawn.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from onlynorm.display import Curve, Figure, Panel
-from onlynorm.evidence.harness import NARROW, Goal, Results, Run, Sizes, Sweep, first, mean, percent, setting
-from onlynorm.evidence.papers.random_features import scratch_training
-from onlynorm.evidence.papers.random_features.scratch_training import FIRST_LRS, LRS, Method, Training, images
-from onlynorm.evidence.spread import Spread
+from onlynorm.display import Figure, Panel
+from onlynorm.evidence.harness import NARROW, Goal, Results, Sizes, Spread, first, mean, percent, setting
+from onlynorm.evidence.papers.random_features.scratch import Case, Method, Training, make_sweep
 from onlynorm.evidence.validation import TRIAL_SEED
-from onlynorm.storage import tensors_digest
 
 FRACTIONS = (0.25, 0.5, 0.75)
 """Features per weight below the width bound."""
@@ -76,76 +71,29 @@ class ScratchSizes(Sizes):
         return replace(one, epochs=self.epochs or one.epochs)
 
 
-class Case(NamedTuple):
-    """A data set and the method of training."""
-
-    data: str
-    method: str
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One network after training; `losses` are those of the epochs."""
-
-    accuracy: float
-    losses: tuple[float, ...]
-    is_finite: bool
-    n_trained: int
-    seconds: float
-
-
 def cases(sizes: ScratchSizes) -> list[Case]:
     """Every method on every data set."""
     return [Case(data, method) for data in sizes.data for method in METHODS]
 
 
-def behind(results: Results[ScratchSizes, Case], case: Case) -> Spread:
-    """By how much a method trails the ordinary network, seed by seed."""
+def deficit(results: Results[ScratchSizes, Case], case: Case) -> Spread:
+    """By how much a method is less accurate than the ordinary network, seed by seed."""
     return results.gap(Case(case.data, ORDINARY), case)
 
 
-@functools.lru_cache(maxsize=2)
-def images_digest(data: str, size: int) -> str:
-    """What identifies the images."""
-    return tensors_digest(vars(images(data, size)))
-
-
-sweep = Sweep(
+sweep = make_sweep(
     "scratch", "Norms trained from scratch, on gamma and on weights, beside the ordinary network.", ScratchSizes,
-    cases=cases, lrs=LRS, start=FIRST_LRS, trial_seeds=lambda s: range(TRIAL_SEED, TRIAL_SEED + s.trials), width=160,
-    made_of=lambda case, sizes: {
-        "training": asdict(sizes.training(case.data)), "how": asdict(METHODS[case.method]),
-        "images": images_digest(case.data, sizes.training(case.data).image_size),
-    },
+    methods=METHODS, training=lambda case, sizes: sizes.training(case.data), cases=cases, width=160,
+    trial_seeds=lambda sizes: range(TRIAL_SEED, TRIAL_SEED + sizes.trials),
     columns={
         "trained": first("n_trained", ","), "test accuracy %": percent("accuracy"),
         "behind ordinary, points": lambda results, case, _: (
-            "-" if case.method == ORDINARY else behind(results, case).percent()
+            "-" if case.method == ORDINARY else deficit(results, case).percent()
         ),
         "last loss": lambda _, __, runs: f"{Spread.of([one[-1] for one in runs['losses'] if one]).mean:.3f}",
         "seconds": mean("seconds", ".1f"),
     },
 )  # fmt: skip
-
-
-def _train(case: Case, run: Run, sizes: ScratchSizes, *, is_trial: bool) -> dict[str, Any]:
-    return scratch_training.train(
-        method=asdict(METHODS[case.method]), training=asdict(sizes.training(case.data)), lr=run.lr, seed=run.seed,
-        is_trial=is_trial, step=lambda now, n_steps, _: run.say(f"step {now} of {n_steps}"),
-    )  # fmt: skip
-
-
-@sweep.trial
-def validation_accuracy(case: Case, run: Run, sizes: ScratchSizes) -> float:
-    """The accuracy on validation images."""
-    found: float = _train(case, run, sizes, is_trial=True)["accuracy"]
-    return found
-
-
-@sweep.measure
-def train(case: Case, run: Run, sizes: ScratchSizes) -> Trained:
-    """One network, trained and tested."""
-    return Trained(**_train(case, run, sizes, is_trial=False))
 
 
 @sweep.goals
@@ -168,7 +116,7 @@ def _goals(results: Results[ScratchSizes, Case], data: str) -> Iterator[Goal]:
         )
     ordinary = results.spread(Case(data, ORDINARY))
     for method in (ORTHO_COND, followed(BOUND), followed(ABOVE)):
-        gap = behind(results, Case(data, method))
+        gap = deficit(results, Case(data, method))
         if gap.n > 1:
             yield Goal(
                 f"{data}: {method} is as accurate as the ordinary network, within the interval of its seeds",
@@ -176,19 +124,19 @@ def _goals(results: Results[ScratchSizes, Case], data: str) -> Iterator[Goal]:
                 abs(gap.mean) <= ordinary.half <= NARROW,
             )
     for excess in (BOUND, ABOVE):
-        gap = behind(results, Case(data, plain(excess)))
+        gap = deficit(results, Case(data, plain(excess)))
         if gap.n > 1:
             yield Goal(
                 f"{data}: the paper's finding that {plain(excess)} trails the ordinary network",
-                f"behind by {gap.percent()} points: {_decided(gap)}", gap.mean - gap.half > 0.0,
+                f"behind by {gap.percent()} points: {_decided(gap)}", gap.low > 0.0,
             )  # fmt: skip
 
 
 def _decided(gap: Spread) -> str:
     """What an interval says about a gap that should be positive."""
-    if gap.mean - gap.half > 0.0:
+    if gap.low > 0.0:
         return "confirmed"
-    return "refuted" if gap.mean + gap.half < 0.0 else "neither confirmed nor refuted"
+    return "refuted" if gap.high < 0.0 else "neither confirmed nor refuted"
 
 
 @sweep.figures
@@ -200,9 +148,7 @@ def draw(results: Results[ScratchSizes, Case]) -> dict[str, Figure]:
     curves, data_sets = [], dict.fromkeys(case.data for case in results.cases)
     for data in data_sets:
         for label, name in named.items():
-            found = [results.spread(Case(data, name(excess))) for excess in EXCESSES]
-            y, halves = [100 * one.mean for one in found], [100 * one.half for one in found]
             style: Any = {"style": "law"} if label == ORDINARY else {"kind": "line+points"}
-            curves.append(Curve(label, EXCESSES, y, panel=data, y_error=halves, **style))
+            curves.append(results.curve(label, EXCESSES, [Case(data, name(e)) for e in EXCESSES], panel=data, **style))
     panels = [Panel(data, data, "features per weight", "test accuracy, %") for data in data_sets]
     return {"-".join(("fractions", *data_sets)): Figure(curves, panels)}

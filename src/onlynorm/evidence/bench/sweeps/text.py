@@ -18,11 +18,24 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from onlynorm.errors import TrainingError
+from onlynorm.evidence.bench.networks import Encoder, PaddedClassifier, text_encoder
 from onlynorm.evidence.bench.races.tune import save_and_reload
-from onlynorm.evidence.bench.sweeps.reviews import PaddedClassifier, Parts, Reader, divide, make_reader, read_reviews
-from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN, PeftLN, Subject, Tuner
-from onlynorm.evidence.harness import NARROW, Goal, Results, Run, Sizes, Sweep, first, mean, number, percent, setting
-from onlynorm.evidence.spread import Spread
+from onlynorm.evidence.bench.sweeps.reviews import Parts, divide, read_reviews
+from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN, PeftLN, Tuner, TuningTask
+from onlynorm.evidence.harness import (
+    NARROW,
+    Goal,
+    Results,
+    Sizes,
+    Spread,
+    Sweep,
+    TrainingRun,
+    first,
+    mean,
+    number,
+    percent,
+    setting,
+)
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.seeds import own_randomness
 from onlynorm.storage import tensors_digest
@@ -80,16 +93,16 @@ def _fraction(results: Results[TextSizes, Case], case: Case, _: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def reader(quick: bool) -> Reader:
+def encoder(quick: bool) -> Encoder:
     """The text encoder."""
-    return make_reader(quick=quick)
+    return text_encoder(quick=quick)
 
 
 @functools.lru_cache(maxsize=1)
 def parts(sizes: TextSizes) -> Parts:
     """Training, validation and test texts as tokens."""
     return divide(
-        read_reviews(), reader(sizes.quick), n_validation=sizes.n_validation, n_test=sizes.n_test,
+        read_reviews(), encoder(sizes.quick), n_validation=sizes.n_validation, n_test=sizes.n_test,
         n_tokens=sizes.tokens,
     )  # fmt: skip
 
@@ -98,7 +111,7 @@ def parts(sizes: TextSizes) -> Parts:
 def digests(sizes: TextSizes) -> dict[str, str]:
     """What identifies the encoder and the texts."""
     tensors = {f"{name}-{i}": t for name, pair in vars(parts(sizes)).items() for i, t in enumerate(pair)}
-    return {"body": tensors_digest(reader(sizes.quick).body.state_dict()), "data": tensors_digest(tensors)}
+    return {"body": tensors_digest(encoder(sizes.quick).body.state_dict()), "data": tensors_digest(tensors)}
 
 
 sweep = Sweep(
@@ -114,7 +127,7 @@ sweep = Sweep(
 
 
 @sweep.trial
-def validation_accuracy(case: Case, run: Run, sizes: TextSizes) -> float:
+def validation_accuracy(case: Case, run: TrainingRun, sizes: TextSizes) -> float:
     """The accuracy on validation texts; NaN where training diverges."""
     try:
         tuner, _ = tuned(case, run, sizes)
@@ -124,7 +137,7 @@ def validation_accuracy(case: Case, run: Run, sizes: TextSizes) -> float:
 
 
 @sweep.measure
-def tune_and_test(case: Case, run: Run, sizes: TextSizes) -> Tuned:
+def tune_and_test(case: Case, run: TrainingRun, sizes: TextSizes) -> Tuned:
     """One method, trained from the start, tested, and saved."""
     try:
         tuner, seconds = tuned(case, run, sizes)
@@ -134,13 +147,13 @@ def tune_and_test(case: Case, run: Run, sizes: TextSizes) -> Tuned:
     return Tuned(right, sum(p.numel() for p in tuner.parameters()), *save_and_reload(tuner), seconds)
 
 
-def tuned(case: Case, run: Run, sizes: TextSizes) -> tuple[Tuner, float]:
+def tuned(case: Case, run: TrainingRun, sizes: TextSizes) -> tuple[Tuner, float]:
     """The trained classifier, and the seconds of its training."""
-    made, given = reader(sizes.quick), parts(sizes)
+    made, given = encoder(sizes.quick), parts(sizes)
     inputs, labels = given.draw(sizes.texts, seed=run.seed)
     with own_randomness(run.seed):
         base = PaddedClassifier(copy.deepcopy(made.body), made.n_features).eval()
-    subject = Subject(
+    subject = TuningTask(
         made.name, base, inputs, labels, given.test[0][:16], "head", ("LayerNorm",), ("query", "value")
     )  # fmt: skip
     tuner = methods()[case.method](subject)
@@ -151,7 +164,7 @@ def tuned(case: Case, run: Run, sizes: TextSizes) -> tuple[Tuner, float]:
     warm_up_training()
     fitted = fit(
         tuner.network, (inputs, labels), schedule=schedule, accelerator="cpu",
-        step=lambda step, n_steps, loss: run.say(f"step {step} of {n_steps}, loss {loss:.3f}"),
+        on_step=lambda step, n_steps, loss: run.status(f"step {step} of {n_steps}, loss {loss:.3f}"),
     )  # fmt: skip
     return tuner, fitted.seconds
 
@@ -163,7 +176,7 @@ def summary(results: Results[TextSizes, Case], _: Any) -> dict[str, Any]:
     return {
         "rows": {case.method: asdict(results.spread(case)) for case in results.cases},
         "not_run": dict.fromkeys(sorted(missing), "peft is not installed (`pip install onlynorm[bench]`)"),
-        "is_trained": reader(results.sizes.quick).is_trained,
+        "is_trained": encoder(results.sizes.quick).is_trained,
     }
 
 

@@ -14,11 +14,11 @@ from torch.nn.functional import conv1d
 from onlynorm.evidence.papers.giannou2023.sparse import smallest_enough
 from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
 from onlynorm.features import draw
-from onlynorm.modules.activations import Activation
-from onlynorm.reconstruction.linearize import linearize
+from onlynorm.modules import activations
+from onlynorm.reconstruction import linearize
 from onlynorm.solvers import solve_features
 
-ACTIVATIONS: dict[str, Activation] = {
+ACTIVATIONS: dict[str, activations.Activation] = {
     "ReLU": nn.ReLU(), "LeakyReLU": nn.LeakyReLU(0.1), "tanh": nn.Tanh(), "sigmoid": nn.Sigmoid(), "GELU": nn.GELU(),
     "SiLU": nn.SiLU(), "ELU": nn.ELU(), "softplus": nn.Softplus(), "hardtanh": nn.Hardtanh(), "atan": torch.atan,
 }  # fmt: skip
@@ -34,12 +34,12 @@ class Line(NamedTuple):
     m: float
     c: float
 
-    def error(self, activation: Activation, reach: float) -> float:
+    def error(self, activation: activations.Activation, reach: float) -> float:
         """The largest error on [-reach, reach], sampled."""
         x = torch.linspace(-reach, reach, 4001, dtype=torch.float64)
         return float((activation(self.s * x + self.b) - (self.m * (self.s * x + self.b) + self.c)).abs().max())
 
-    def share(self, activation: Activation, reach: float, tolerance: float) -> float:
+    def share(self, activation: activations.Activation, reach: float, tolerance: float) -> float:
         """The error, less what rounding adds to it, over the allowed one: the tolerance times m s."""
         rounding = 4 * EPS * max(1.0, self.s * reach + abs(self.b))
         return max(0.0, self.error(activation, reach) - rounding) / (tolerance * self.m * self.s)
@@ -72,7 +72,9 @@ class Source(NamedTuple):
         """What the two convolutions make without an activation between them."""
         return self.gamma2[:, None] * conv1d(self.gamma1[:, None] * conv1d(x, self.first), self.second)
 
-    def with_activation(self, x: Tensor, activation: Activation, line: Line, *, as_printed: bool = False) -> Tensor:
+    def with_activation(
+        self, x: Tensor, activation: activations.Activation, line: Line, *, as_printed: bool = False
+    ) -> Tensor:
         """The same with an activation between them and both norms corrected."""
         s, b, m, c = line
         hidden = activation(s * self.gamma1[:, None] * conv1d(x, self.first) + b)
@@ -82,7 +84,7 @@ class Source(NamedTuple):
         return self.gamma2[:, None] / (m * s) * conv1d(hidden, self.second) - correction[:, None]
 
 
-def _find_line(activation: Activation, reach: float, tolerance: float) -> Line:
+def _find_line(activation: activations.Activation, reach: float, tolerance: float) -> Line:
     """A line of the activation on [-reach, reach] whose error, divided by m s, is at most the tolerance."""
     window = linearize(activation, -reach, reach, tolerance=tolerance)
     return Line(*(float(value) for value in (window.scale, window.shift, window.slope, window.offset)))
@@ -200,7 +202,7 @@ def layers_within_a_share_of_eps_make_a_network_within_eps(seed: int) -> Evidenc
 
 
 def _network_error(weights: Sequence[Tensor], eps: float, seed: int) -> float:
-    """The largest error of a tanh network whose layers are rebuilt with tanh inside, each within its share of eps."""
+    """The largest error of a tanh network whose layers are rebuilt with tanh inside, each within its part of eps."""
     d = weights[0].shape[0]
     made = wanted = _cube(256, d, 1, seed=seed)
     for i, weight in enumerate(weights):

@@ -21,11 +21,9 @@ import onlynorm as on
 from onlynorm.data import digits
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.features import draw
-from onlynorm.features.draw import check_shape
-from onlynorm.features.streams import Stream
+from onlynorm.features import check_shape, draw, streams
 from onlynorm.models import mlp
-from onlynorm.solvers.multilayer.gammas import DEFAULT_EXCESS, solve_multilayer, widths_for
+from onlynorm.solvers import solve_multilayer, widths_for
 from onlynorm.validate import need_sizes
 
 N_LAYERS = (2, 3, 4, 6, 10)
@@ -76,7 +74,7 @@ def tradeoff(
     shape: Sequence[int],
     n_layers: Sequence[int] = N_LAYERS,
     *,
-    excess: float = DEFAULT_EXCESS,
+    excess: float = 1.1,
     measured: Sequence[int] | None = None,
     features: str = "orthogonal",
     seed: int = 0,
@@ -106,7 +104,7 @@ def _measure(shape: Sequence[int], n_layers: int, excess: float, features: str, 
         draw(features, (1, before), n_features=after, seed=seed, layer=f"tradeoff/source {i}").right()
         for i, (before, after) in enumerate(itertools.pairwise(widths), 1)
     ]
-    target = torch.from_numpy(Stream(seed, "tradeoff", "target").normals(0, out * inp)).reshape(out, inp)
+    target = torch.from_numpy(streams.Stream(seed, "tradeoff", "target").normals(0, out * inp)).reshape(out, inp)
     solution = solve_multilayer(weights, target)
     return solution.residual, solution.seconds
 
@@ -125,9 +123,8 @@ def whole_network(*, widths: Sequence[int], n_layers: int, seed: int) -> dict[st
     target = target.double().eval()
     images = split.test_inputs.double()
     result = on.reconstruct(
-        target, inputs=split.train_inputs.double(), construction="multilayer", n_layers=n_layers,
-        activation=nn.ReLU(), seed=seed,
-    )  # fmt: skip
+        target, split.train_inputs.double(), on.Multilayer(n_layers=n_layers, activation=nn.ReLU()), seed=seed
+    )
     check = on.verify(target, result.network, images)
     right = float((target(images).argmax(1) == split.test_labels).double().mean())
     return {"error": check.relative_error, "agreement": check.agreement, "accuracy": right}

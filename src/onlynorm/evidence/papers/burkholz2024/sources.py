@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT
 from onlynorm.evidence.registry import Evidence, normal, relative, verdict
 from onlynorm.features import draw
-from onlynorm.reconstruction.reconstruct import reconstruct
-from onlynorm.reconstruction.verify import verify
-from onlynorm.solvers.multilayer.gammas import solve_multilayer
-from onlynorm.solvers.operator import KhatriRao
+from onlynorm.reconstruction import Residual, reconstruct, verify
+from onlynorm.solvers import KhatriRao, solve_multilayer
 
 
 def _chain(widths: Sequence[int], *, seed: int) -> list[Tensor]:
@@ -44,7 +42,7 @@ def _even(total: int, n_parts: int) -> list[int]:
 
 
 def _solved(shape: tuple[int, int], n_gammas: int, n_layers: int, *, seeds: Sequence[int]) -> float:
-    """The share of draws in which evenly wide layers with this many gammas are solved for a random target."""
+    """The fraction of draws in which evenly wide layers with this many gammas are solved for a random target."""
     out, inp = shape
     widths = [inp, *_even(n_gammas - out, n_layers - 1), out]
     residuals = (solve_multilayer(_chain(widths, seed=i), normal(i, "target", out, inp)).residual for i in seeds)
@@ -109,7 +107,7 @@ def residual_blocks_serve_as_sources(seed: int) -> Evidence:
     x = normal(seed, "inputs", 48, 30).reshape(48, 3, 10)
     errors = {}
     for place in ("inside", "outside"):
-        made = reconstruct(layer, inputs=x[:32], construction="residual", skip=place, seed=seed, activation=nn.ReLU())
+        made = reconstruct(layer, x[:32], Residual(skip=place, activation=nn.ReLU()), seed=seed)
         errors[place] = verify(layer, made.network, x[32:]).relative_error
     is_exact = max(ours, *errors.values()) <= EXACT
     return Evidence(

@@ -96,7 +96,7 @@ def solve_layer(*, channels: int, excess: float, seed: int) -> dict[str, Any]:
 def plan_network(*, channels: int, excess: float) -> list[list[float]]:
     """Equations, features, norm parameters, bytes, error and seconds by plan, for all 18 layers of the target."""
     network = vgg([[channels] * depth for depth in DEPTHS]).eval()
-    planned = on.plan(network, inputs=torch.zeros(1, 3, 32, 32), excess=excess)
+    planned = on.plan(network, torch.zeros(1, 3, 32, 32), on.Wide(excess=excess))
     costs = [layer.costs for layer in planned.layers if layer.costs is not None and layer.is_feasible]
     return [[c.equations, c.n_features, c.n_norm_parameters, c.memory, c.error, c.seconds] for c in costs]
 
@@ -153,7 +153,7 @@ def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int
     features = on.draw("he_normal", (channels, channels, 3, 3), n_features=equations + extra, seed=seed)
     matrix = features.as_matrix(_random_target(features, seed))
     left, right = features.left(), features.right()
-    operator = on.KhatriRao(left, right)
+    operator = on.solvers.KhatriRao(left, right)
 
     def papers() -> tuple[torch.Tensor, int]:
         return solve_as_papers(operator, matrix, max_iterations=max_iterations)
@@ -171,7 +171,7 @@ def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int
 
 
 def reconstruction_error(run: Run) -> Outcome:
-    """A dense float32 solve with LBFGS behind it, as in the paper, against ours, over the size of the layer.
+    """A dense float32 solve followed by LBFGS, as in the paper, against ours, over the size of the layer.
 
     Theory: burkholz2024:thm-2.3
     """
@@ -225,6 +225,6 @@ def _error_curves(
     return curves
 
 
-def _random_target(features: on.Features, seed: int) -> torch.Tensor:
+def _random_target(features: on.features.Features, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(features.shape, generator=generator, dtype=torch.float64) / features.cols**0.5

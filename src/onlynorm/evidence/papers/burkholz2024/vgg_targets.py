@@ -47,7 +47,7 @@ class Training:
 def rebuild(
     *, activation: str, distribution: str, seed: int, excess: float, n_exact: int, n_test: int, training: dict[str, Any]
 ) -> dict[str, float]:
-    """Accuracies of a trained target and of its reconstruction, in per cent, and how exact the latter is.
+    """Accuracies of a trained target and of its reconstruction, in percent, and how exact the latter is.
 
     The rebuilt network itself is compared on `n_exact` test images, in float64; on all `n_test` its effective weights
     are, because its own forward pass costs some hundred times the target's.
@@ -56,8 +56,9 @@ def rebuild(
     split, target = _data(chosen.data), trained(activation, chosen)
     images, labels = split.test_inputs[:n_test].double(), split.test_labels[:n_test]
     result = on.reconstruct(
-        target, inputs=split.train_inputs[:64].double(), features=distribution, excess=excess, seed=seed,
-        activation=ACTIVATIONS[activation](), window=_WINDOW,
+        target, split.train_inputs[:64].double(),
+        on.Wide(features=distribution, excess=excess, activation=ACTIVATIONS[activation]()), seed=seed,
+        ranges=on.Ranges(window=_WINDOW),
     )  # fmt: skip
     check = on.verify(target, result.network, images[:n_exact], batch_size=10)
     return {

@@ -8,9 +8,7 @@ from torch.nn.functional import conv2d
 
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
-from onlynorm.solvers.methods.minimum_width import minimum_features
-from onlynorm.solvers.operator import KhatriRao
-from onlynorm.solvers.solve import solve_features
+from onlynorm.solvers import KhatriRao, minimum_features, solve_features
 
 EXACT = 1e-10
 """The relative residual that counts as exact; a system without a solution leaves 1e-2 and more."""

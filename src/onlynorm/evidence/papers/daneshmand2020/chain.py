@@ -9,9 +9,7 @@ from torch import Tensor
 
 from onlynorm.evidence.papers.daneshmand2020.eigenvalues import frobenius_drift, with_eigenvalues
 from onlynorm.evidence.registry import Evidence, normal, verdict
-from onlynorm.rank.chains.chain import Chain, walk
-from onlynorm.rank.chains.simulate import simulate
-from onlynorm.rank.measures import exact_rank, rank_ratio, second_moments, unit_rows
+from onlynorm.rank import Chain, exact_rank, rank_ratio, second_moments, simulate, unit_rows, walk
 
 Z = 5.0
 """Standard errors within which a Monte Carlo mean has to agree: chance exceeds them once in two million."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onlynorm.errors import ShapeError
 from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
-from onlynorm.rank.measures import exact_rank, rank_ratio, regularity, second_moments, soft_rank, unit_rows
+from onlynorm.rank import exact_rank, rank_ratio, regularity, second_moments, soft_rank, unit_rows
 from onlynorm.validate import as_real
 
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from onlynorm.evidence.papers.daneshmand2020.chain import Z
 from onlynorm.evidence.registry import Evidence, normal, verdict
-from onlynorm.rank.chains.chain import Chain, walk
-from onlynorm.rank.chains.simulate import ChainAverages, simulate
-from onlynorm.rank.measures import second_moments, unit_rows
+from onlynorm.rank import Chain, ChainAverages, second_moments, simulate, unit_rows, walk
 
 _D = 6
 _PAIRS = torch.triu_indices(_D, _D, 1)

@@ -26,8 +26,8 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
+from onlynorm.evidence.harness import Spread
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.spread import Spread
 from onlynorm.models import mlp, resnet, vgg
 from onlynorm.rank import as_matrix, cosines, rank_ratio, repair
 from onlynorm.seeds import seeded
@@ -70,7 +70,7 @@ def train(
         epochs=n_epochs, batch_size=batch_size, lr=rate, momentum=0.0, warmup=0.0, drops=(), seed=seed
     )
     try:
-        on.fit(made, (inputs, labels), schedule=schedule, step=look, accelerator="cpu")
+        on.fit(made, (inputs, labels), schedule=schedule, on_step=look, accelerator="cpu")
     except TrainingError:
         n_steps = n_epochs * -(-n_train // batch_size)
         guess = {**looks[-1], "loss": math.log(_N_CLASSES), "accuracy": 100.0 / _N_CLASSES}
@@ -227,18 +227,18 @@ def figure_6(run: Run) -> Outcome:
     """
     few, many = run.sizes["pretraining"]
     raised = {steps: f"no norms, {steps} steps of ascent on the rank" for steps in (few, many)}
-    ways: dict[str, dict[str, Any]] = {
+    methods: dict[str, dict[str, Any]] = {
         "no norms": {}, raised[few]: {"pretraining": few}, raised[many]: {"pretraining": many},
         "batch norms": {"norm": "batch"}, "batch norms, positive weights": {"norm": "batch", "init": "asymmetric"},
     }  # fmt: skip
-    run.announce(len(ways) * (1 + len(run.seeds)))
+    run.announce(len(methods) * (1 + len(run.seeds)))
     curves: list[Curve] = []
     rows: list[Row] = []
     ends, starts = {}, {}
-    for word, way in ways.items():
+    for word, method in methods.items():
         shape = {"kind": "mlp", "depth": run.sizes["depth"], "width": run.sizes["width"]}
-        network = {**shape, **{name: value for name, value in way.items() if name != "pretraining"}}
-        settings = {"network": network, **({"pretraining": way["pretraining"]} if "pretraining" in way else {})}
+        network = {**shape, **{name: value for name, value in method.items() if name != "pretraining"}}
+        settings = {"network": network, **({"pretraining": method["pretraining"]} if "pretraining" in method else {})}
         rate = run.piece(f"rate, {word}", best_rate, rates=run.sizes["rates"], seed=PILOT, **settings,
                          **run.sizes["training"])  # fmt: skip
         looks = _trained(run, word, rate=rate, **settings)
@@ -308,18 +308,18 @@ def figure_7(run: Run) -> Outcome:
 def figure_8(run: Run) -> Outcome:
     """A VGG-19 with and without batch norms, at a hundredfold rate, and on noise. Theory: daneshmand2020:prop-8"""
     rate = run.sizes["rate"]
-    ways: dict[str, dict[str, Any]] = {
+    methods: dict[str, dict[str, Any]] = {
         "batch norms": {"norm": "batch"}, "no norms": {}, "no norms, 100 times the rate": {"rate": 100 * rate},
         "no norms, noise for images": {"noise": True},
     }  # fmt: skip
-    run.announce(len(ways) * len(run.seeds))
+    run.announce(len(methods) * len(run.seeds))
     curves: list[Curve] = []
     rows: list[Row] = []
     found: dict[str, list[Looks]] = {}
-    for word, way in ways.items():
-        network = {"kind": "vgg", "norm": way.get("norm", "none"), "width": run.sizes["width"]}
-        more = {"noise": True} if "noise" in way else {}
-        found[word] = looks = _trained(run, word, network=network, rate=way.get("rate", rate), **more)
+    for word, method in methods.items():
+        network = {"kind": "vgg", "norm": method.get("norm", "none"), "width": run.sizes["width"]}
+        more = {"noise": True} if "noise" in method else {}
+        found[word] = looks = _trained(run, word, network=network, rate=method.get("rate", rate), **more)
         curves += _courses(looks, {"loss": "loss", "alignment": "alignment"}, label=word)
         accuracy, alignment = (
             Spread.of([look[name][at] for look in looks]) for name, at in (("accuracy", -1), ("alignment", 0))

@@ -16,7 +16,8 @@ from torch import nn
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT, rebuild, relu_network, unit_ball
 from onlynorm.evidence.registry import Evidence, relative, verdict
 from onlynorm.features import draw
-from onlynorm.frozen.sequence import DeepBlock
+from onlynorm.frozen import find_blocks
+from onlynorm.reconstruction import Deep
 
 Matrix = list[list[Fraction]]
 
@@ -104,18 +105,18 @@ def _deep_networks(d: int, seed: int) -> tuple[float, float, bool]:
     target = relu_network([d, d, d], seed=seed)
     narrow, eased, is_as_said = 0.0, 0.0, True
     for k in range(1, d + 1):
-        choices: dict[str, Any] = {"construction": "deep", "narrow": k, "activation": nn.ReLU()}
-        made, error = rebuild(target, seed=seed, excess=1.0, **choices)
-        blocks = [module for module in made.network.modules() if isinstance(module, DeepBlock)]
+        made, error = rebuild(target, Deep(inputs_per_slice=k, excess=1.0, activation=nn.ReLU()), seed=seed)
+        blocks: list[Any] = list(find_blocks(made.network).values())
         sizes = [(len(block.layers), {one.n_features for one in block.layers}) for block in blocks]
         is_as_said &= sizes == [(math.ceil(d / k), {d * k})] * 2
-        narrow, eased = max(narrow, error), max(eased, rebuild(target, seed=seed, **choices)[1])
+        narrow = max(narrow, error)
+        eased = max(eased, rebuild(target, Deep(inputs_per_slice=k, activation=nn.ReLU()), seed=seed)[1])
     return narrow, eased, is_as_said
 
 
 def no_activation_follows_the_last_layer(seed: int) -> Evidence:
     target = relu_network([5, 5, 5], seed=seed)
-    made, error = rebuild(target, seed=seed, construction="deep", narrow=2, activation=nn.ReLU())
+    made, error = rebuild(target, Deep(inputs_per_slice=2, activation=nn.ReLU()), seed=seed)
     x = unit_ball(256, 5, seed=seed)
     with torch.no_grad():
         wanted, cut = target(x), made.network(x).relu()

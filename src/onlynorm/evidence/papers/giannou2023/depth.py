@@ -16,11 +16,9 @@ import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import AccuracyWarning
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.features import draw
-from onlynorm.features.draw import check_shape
+from onlynorm.features import check_shape, draw
 from onlynorm.models import mlp
-from onlynorm.reconstruction.constructions.deep import Law
-from onlynorm.reconstruction.constructions.slices import Slices, draw_layers, solve_slices
+from onlynorm.reconstruction import deep, slices
 from onlynorm.validate import as_real, need_free_memory, need_integer, need_items, need_number, need_seed, need_sizes
 
 
@@ -39,8 +37,8 @@ def _relu_error(d: int, k: int, *, excess: float, seed: int) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AccuracyWarning)  # how far it falls short is what is measured
         result = on.reconstruct(
-            target, inputs=inputs, construction="deep", narrow=k, excess=excess, features="orthogonal",
-            activation=nn.ReLU(), seed=seed,
+            target, inputs,
+            on.Deep(inputs_per_slice=k, excess=excess, features="orthogonal", activation=nn.ReLU()), seed=seed,
         )  # fmt: skip
     return on.verify(target, result.network, inputs).relative_error
 
@@ -137,12 +135,14 @@ def deep_table(
         generator = torch.Generator().manual_seed(seed)
         target = torch.randn(width, width, dtype=torch.float64, generator=generator) / width**0.5
         for narrow in [k for k in ks if k <= width]:
-            unique = unique_solution(target, narrow=narrow, seed=seed)
-            law = Law((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
+            unique = unique_solution(target, inputs_per_slice=narrow, seed=seed)
+            law = deep.Law((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
             for excess in excesses:
                 n_features = draw(features, (width, narrow), excess=excess).n_features
-                layers = draw_layers(features, (width, width), narrow=narrow, n_features=n_features, seed=seed)
-                found = solve_slices(layers, target)
+                layers = slices.draw_layers(
+                    features, (width, width), inputs_per_slice=narrow, n_features=n_features, seed=seed
+                )
+                found = slices.solve_slices(layers, target)
                 rows.append(
                     DeepRow(
                         width, narrow, excess, law.n_layers, n_features, found.residual, found.condition,
@@ -153,8 +153,8 @@ def deep_table(
 
 
 def unique_solution(
-    target: Float[Tensor, "out inp *kernel"], *, narrow: int, features: str = "he_normal", seed: int = 0
-) -> Slices:
+    target: Float[Tensor, "out inp *kernel"], *, inputs_per_slice: int, features: str = "he_normal", seed: int = 0
+) -> slices.Slices:
     """The paper's own solution: as many features as equations in every layer, so that each has one solution only.
 
     It exists with probability one, and float64 loses it to rounding where layers are many and narrow.
@@ -162,7 +162,7 @@ def unique_solution(
     """
     target = as_real("target", target, is_finite=True, cure="Pass the weight of a layer.").detach()
     check_shape(target.shape)
-    narrow = need_integer("narrow", narrow, low=1, high=target.shape[1], cure="It counts the inputs of a slice.")
-    n_features = math.prod((len(target), narrow, *target.shape[2:]))
-    layers = draw_layers(features, tuple(target.shape), narrow=narrow, n_features=n_features, seed=seed)
-    return solve_slices(layers, target, is_near=False)
+    count = need_integer("inputs_per_slice", inputs_per_slice, low=1, high=target.shape[1], cure="Try 1.")
+    n_features = math.prod((len(target), count, *target.shape[2:]))
+    layers = slices.draw_layers(features, tuple(target.shape), inputs_per_slice=count, n_features=n_features, seed=seed)
+    return slices.solve_slices(layers, target, is_near=False)

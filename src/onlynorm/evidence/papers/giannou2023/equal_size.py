@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, shown
-from onlynorm.frozen.pair import NormOnlyBlock
-from onlynorm.modules import need_model
-from onlynorm.modules.activations import known
-from onlynorm.modules.affine import Norm, SharedNorm, affine, make_norm, set_affine
+from onlynorm.frozen import pair
+from onlynorm.modules import activations, affine, need_model
 from onlynorm.validate import is_whole_number, need_free_memory
 
 
@@ -44,9 +42,9 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     """
     given = need_model("pad_equal", network)
     parts = list(given) if isinstance(given, nn.Sequential) else [given]
-    blocks = [part for part in parts if type(part) is NormOnlyBlock and not part.axes]
+    blocks = [part for part in parts if type(part) is pair.NormOnlyBlock and not part.axes]
     for part in parts:
-        if part not in blocks and (known(part) is None or list(part.parameters())):
+        if part not in blocks and (activations.known(part) is None or list(part.parameters())):
             raise ConversionError(
                 "pad_equal needs a chain of rebuilt linear layers of the wide construction and activations without "
                 f"parameters; got {type(part).__name__}. Convolutions and other constructions keep their own sizes."
@@ -63,11 +61,11 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     need_free_memory(f"layers of {width:.3g} x {width:.3g}", 16.0 * len(blocks) * width**2, cure="Leave width out.")
     layers: list[nn.Module] = [Resize(width)]
     for part in parts:
-        layers += _padded(part, width) if isinstance(part, NormOnlyBlock) else [part]
+        layers += _padded(part, width) if isinstance(part, pair.NormOnlyBlock) else [part]
     return nn.Sequential(*layers, Resize(blocks[-1].features[0].shape[0])).eval()
 
 
-def _padded(block: NormOnlyBlock, width: int) -> list[nn.Module]:
+def _padded(block: pair.NormOnlyBlock, width: int) -> list[nn.Module]:
     features = block.features[0]
     like = block.first_norm.weight
     first, second = (_frozen(weight.to(like), width) for weight in (features.right(), features.left()))
@@ -82,14 +80,14 @@ def _frozen(weight: Tensor, width: int) -> nn.Linear:
 
 
 @torch.no_grad()
-def _padded_norm(norm: Norm, kind: str, width: int) -> Norm:
+def _padded_norm(norm: affine.Norm, kind: str, width: int) -> affine.Norm:
     missing = [0, width - norm.num_features]
-    made = make_norm(kind, width, axes=0, dtype=norm.weight.dtype).to(norm.weight.device)
+    made = affine.make_norm(kind, width, axes=0, dtype=norm.weight.dtype).to(norm.weight.device)
     mean, variance = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
-    scale, shift = (functional.pad(values, missing) for values in affine(norm))
+    scale, shift = (functional.pad(values, missing) for values in affine.affine(norm))
     if mean is not None and variance is not None:
-        if isinstance(norm, SharedNorm):
+        if isinstance(norm, affine.SharedNorm):
             mean, variance = (norm.sharing.spread(values) for values in (mean, variance))
         mean, variance = functional.pad(mean, missing), functional.pad(variance, missing, value=1.0)
-    set_affine(made, scale, shift, mean=mean, variance=variance)
+    affine.set_affine(made, scale, shift, mean=mean, variance=variance)
     return made

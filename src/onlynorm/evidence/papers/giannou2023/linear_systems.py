@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from onlynorm.evidence.papers.giannou2023.wide_networks import unit_ball
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
-from onlynorm.modules.affine import Affine, from_affine, to_affine
-from onlynorm.solvers.operator import KhatriRao
+from onlynorm.modules import Affine, from_affine, to_affine
+from onlynorm.solvers import KhatriRao
 
 
 def ranks_decide_how_many_solutions_a_system_has(seed: int) -> Evidence:
@@ -86,7 +86,7 @@ def _polynomial(seed: int, *, is_square: bool) -> tuple[int, np.ndarray]:
 
 
 def _cover(coefficients: np.ndarray, cells: int) -> float:
-    """The share of the cells of [-1, 1]^2 that may hold a zero, by the value at their centres and the largest slope."""
+    """The fraction of the cells of [-1, 1]^2 that may hold a zero, by the value at the centre and the largest slope."""
     centres = (np.arange(cells) + 0.5) * 2.0 / cells - 1.0
     i, j = np.indices(coefficients.shape)
     reach = float((np.abs(coefficients) * (i + j)).sum()) / cells

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import EXACT, rebuild, rebuild_error, relu_network
 from onlynorm.evidence.registry import Evidence, normal, verdict
-from onlynorm.frozen.form import find_blocks
+from onlynorm.frozen import find_blocks
+from onlynorm.reconstruction import Deep, LowRank, Wide
 
 
 def _widths(network: nn.Module) -> list[int]:
@@ -29,13 +30,11 @@ def low_rank_needs_fewer_features(seed: int) -> Evidence:
     for rank in (1, 2, 4, 9):
         weight = normal(seed, f"A {rank}", d, rank) @ normal(seed, f"B {rank}", rank, d) / d
         target = _layer(weight, seed=seed)
-        made, error = rebuild(target, seed=seed, construction="low_rank", rank=rank, excess=1.0, activation=nn.ReLU())
+        made, error = rebuild(target, LowRank(rank=rank, excess=1.0, activation=nn.ReLU()), seed=seed)
         is_narrow &= _widths(made.network) == [d * rank, d * rank]
         worst = max(worst, error)
         if rank > 1:
-            fewer = rebuild_error(
-                target, seed=seed, construction="low_rank", rank=rank - 1, excess=1.0, activation=nn.ReLU()
-            )
+            fewer = rebuild_error(target, LowRank(rank=rank - 1, excess=1.0, activation=nn.ReLU()), seed=seed)
             least = min(least, fewer)
     return Evidence(
         verdict(worst <= EXACT and is_narrow and least > 1e3 * EXACT),
@@ -52,7 +51,7 @@ def the_rank_of_the_scaled_target_counts(seed: int) -> Evidence:
     gamma[torch.arange(d) % 4 != 0] = 0.0
     full, scaled = (int(torch.linalg.matrix_rank(one)) for one in (weight, gamma * weight))
     target = _layer(gamma * weight, seed=seed)
-    made, error = rebuild(target, seed=seed, construction="low_rank", excess=1.0, activation=nn.ReLU())
+    made, error = rebuild(target, LowRank(excess=1.0, activation=nn.ReLU()), seed=seed)
     widths = _widths(made.network)
     return Evidence(
         verdict(error <= EXACT and full == d and scaled == n_on and widths == [d * n_on, d * n_on]),
@@ -66,9 +65,10 @@ def layers_may_have_unequal_widths(seed: int) -> Evidence:
     sizes = [5, 9, 3, 7]
     products = [a * b for a, b in itertools.pairwise(sizes)]
     target = relu_network(sizes, seed=seed)
-    made, wide = rebuild(target, seed=seed, excess=1.0, activation=nn.ReLU())
-    fewer = rebuild_error(target, seed=seed, excess=0.95, activation=nn.ReLU())
-    deep = max(rebuild_error(target, seed=seed, construction="deep", narrow=k, activation=nn.ReLU()) for k in (1, 2, 3))
+    made, wide = rebuild(target, Wide(excess=1.0, activation=nn.ReLU()), seed=seed)
+    fewer = rebuild_error(target, Wide(excess=0.95, activation=nn.ReLU()), seed=seed)
+    sources = [Deep(inputs_per_slice=k, activation=nn.ReLU()) for k in (1, 2, 3)]
+    deep = max(rebuild_error(target, source, seed=seed) for source in sources)
     return Evidence(
         verdict(max(wide, deep) <= EXACT and _widths(made.network) == products and fewer > 1e3 * EXACT),
         f"widths {', '.join(map(str, sizes))}: from {', '.join(map(str, products))} features, n m for a layer from n "

@@ -1,4 +1,4 @@
-"""Three ways to set the norms of a frozen network (giannou2023, appendix E), all repeats as one batched computation.
+"""Three methods to set the norms of a frozen network (giannou2023, appendix E), all repeats as one batched computation.
 
 A teacher g(x) = sum_i relu((W x)_i) labels Gaussian inputs. A frozen network with norms has to imitate it:
 
@@ -169,7 +169,7 @@ class NormNet:
         n_repeats, width, n_features = left.shape
         self.gamma1, self.gamma2 = (torch.ones(n_repeats, 1, n, requires_grad=True) for n in (n_features, width))
         self.beta1, self.beta2 = (torch.zeros(n_repeats, 1, n, requires_grad=True) for n in (n_features, width))
-        self.kept: tuple[Moments, Moments] | None = None
+        self.stored: tuple[Moments, Moments] | None = None
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -177,17 +177,17 @@ class NormNet:
         return [self.gamma1, self.beta1, self.gamma2, self.beta2]
 
     def __call__(self, x: Float[Tensor, "repeats samples width"]) -> Float[Tensor, "repeats samples"]:
-        """The outputs, with the statistics of the batch itself, or with those that were kept."""
-        first = _projected_moments(self.right, x) if self.kept is None else self.kept[0]
+        """The outputs, with the statistics of the batch itself, or with stored ones."""
+        first = _projected_moments(self.right, x) if self.stored is None else self.stored[0]
         second = self._second_inputs(x, first)
-        mean, deviation = _moments(second) if self.kept is None else self.kept[1]
+        mean, deviation = _moments(second) if self.stored is None else self.stored[1]
         return torch.relu(self.gamma2 * (second - mean) / deviation + self.beta2).sum(-1)
 
     @torch.no_grad()
     def keep_statistics(self, x: Float[Tensor, "repeats samples width"]) -> None:
         """Use the statistics of this batch from now on, as batch norms do in evaluation mode."""
         first = _projected_moments(self.right, x)
-        self.kept = first, _moments(self._second_inputs(x, first))
+        self.stored = first, _moments(self._second_inputs(x, first))
 
     def _second_inputs(self, x: Tensor, first: Moments) -> Tensor:
         mean, deviation = first

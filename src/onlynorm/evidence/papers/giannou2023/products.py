@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw, is_generically_invertible
-from onlynorm.solvers.operator import KhatriRao
+from onlynorm.solvers import KhatriRao
 
 
 def _khatri_rao(a: Tensor, b: Tensor) -> Tensor:

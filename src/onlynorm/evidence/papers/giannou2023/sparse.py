@@ -36,9 +36,8 @@ from torch import nn
 
 from onlynorm.evidence.papers.giannou2023.wide_networks import rebuild_error, relu_network
 from onlynorm.evidence.registry import EPS, Evidence, verdict
-from onlynorm.features import draw
-from onlynorm.features.draw import Features
-from onlynorm.features.matching import is_generically_invertible
+from onlynorm.features import Features, draw, is_generically_invertible
+from onlynorm.reconstruction import Wide
 
 STEP = 2.0**-14
 """Densities are found up to this."""
@@ -104,7 +103,7 @@ ENOUGH = 1.5
 
 
 def share_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str) -> float:
-    """The share of d x d patterns of this density that are full."""
+    """The fraction of d x d patterns of this density that are full."""
     found = (is_full(random_pattern((d, d), density, seed=seed, layer=f"{layer} {i}")) for i in range(n_patterns))
     return sum(found) / n_patterns
 
@@ -125,10 +124,8 @@ def frozen_weights_may_be_sparse(seed: int) -> Evidence:
             measured[f"full at {factor} sqrt(log d / d), d = {d}"] = shares[-1]
         holds &= shares[0] < shares[-1]
     density = ENOUGH * math.sqrt(math.log(12) / 12)
-    error = rebuild_error(
-        relu_network([12, 12, 12, 12], seed=seed), seed=seed, features="sparse_he_normal", density=density, excess=1.0,
-        activation=nn.ReLU(),
-    )  # fmt: skip
+    wide = Wide(features="sparse_he_normal", density=density, excess=1.0, activation=nn.ReLU())
+    error = rebuild_error(relu_network([12, 12, 12, 12], seed=seed), wide, seed=seed)
     return Evidence(
         verdict(holds and error <= 1e-8),
         f"p = {ENOUGH} sqrt(log d / d): of 3 d networks of d layers the share "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,9 @@ from torch import Tensor, nn
 from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
 from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.features import draw
-from onlynorm.frozen.pair import NormOnlyBlock
-from onlynorm.modules.affine import affine
-from onlynorm.reconstruction.reconstruct import reconstruct
-from onlynorm.reconstruction.result import Reconstruction
-from onlynorm.reconstruction.verify import verify
+from onlynorm.frozen import pair
+from onlynorm.modules import affine
+from onlynorm.reconstruction import Construction, Ranges, Reconstruction, Wide, reconstruct, verify
 
 EXACT = 1e-9
 """The relative error that counts as exact for whole networks; one feature too few leaves 1e-3 and more."""
@@ -47,22 +44,24 @@ def unit_ball(n_points: int, d: int, *, seed: int) -> Tensor:
     return torch.where(torch.arange(n_points)[:, None] % 2 == 0, points, radius * points)
 
 
-def rebuild(target: nn.Sequential, *, seed: int, **choices: Any) -> tuple[Reconstruction, float]:
+def rebuild(
+    target: nn.Sequential, construction: Construction, *, seed: int, ranges: Ranges | None = None
+) -> tuple[Reconstruction, float]:
     """The target rebuilt, calibrated on the unit ball, and its relative error on other points of the ball."""
     first = target[0]
     assert isinstance(first, nn.Linear)
     inputs = unit_ball(512, first.in_features, seed=seed)
-    made = reconstruct(target, inputs=inputs[:256], seed=seed, **choices)
+    made = reconstruct(target, inputs[:256], construction, seed=seed, ranges=ranges)
     return made, verify(target, made.network, inputs[256:]).relative_error
 
 
-def rebuild_error(target: nn.Sequential, *, seed: int, **choices: Any) -> float:
-    """The relative error, on the unit ball, of the target rebuilt with these choices."""
-    return rebuild(target, seed=seed, **choices)[1]
+def rebuild_error(target: nn.Sequential, construction: Construction, *, seed: int) -> float:
+    """The relative error, on the unit ball, of the target rebuilt by this construction."""
+    return rebuild(target, construction, seed=seed)[1]
 
 
-def _blocks(network: nn.Module) -> list[NormOnlyBlock]:
-    return [module for module in network.modules() if isinstance(module, NormOnlyBlock)]
+def _blocks(network: nn.Module) -> list[pair.NormOnlyBlock]:
+    return [module for module in network.modules() if isinstance(module, pair.NormOnlyBlock)]
 
 
 def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
@@ -71,7 +70,7 @@ def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
     layers = [layer for layer in target if isinstance(layer, nn.Linear)]
     for layer, block in zip(layers, _blocks(network), strict=True):
         reach = radius * block.features[0].right().norm(dim=1)
-        scale, shift = affine(block.first_norm)
+        scale, shift = affine.affine(block.first_norm)
         covers &= bool((shift - scale.abs() * reach >= 0.0).all())
         radius = radius * float(torch.linalg.matrix_norm(layer.weight.detach(), 2)) + float(layer.bias.detach().norm())
     return covers
@@ -83,12 +82,16 @@ def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
     for i, features in itertools.product(range(4), ("he_uniform", "uniform")):
         target = relu_network([d] * (depth + 1), seed=seed + i)
         # The margin makes the shifts known in advance: active on the whole ball, not only where it was sampled.
-        made, error = rebuild(target, seed=seed + i, features=features, excess=1.0, activation=nn.ReLU(), margin=300.0)
+        wide = Wide(features=features, excess=1.0, activation=nn.ReLU())
+        made, error = rebuild(target, wide, seed=seed + i, ranges=Ranges(margin=300.0))
         worst, tried = max(worst, error), tried + 1
         covered += _covers_the_ball(target, made.network)
-        shapes |= {(tuple(b.right.shape), tuple(b.left.mT.shape)) for b in _blocks(made.network)}
+        shapes |= {
+            (tuple(b.map(0).rows("right").shape), tuple(b.map(0).rows("left").mT.shape)) for b in _blocks(made.network)
+        }
     target = relu_network([d] * (depth + 1), seed=seed)
-    fewer = rebuild_error(target, seed=seed, features="he_uniform", excess=1.0 - d**-2, activation=nn.ReLU())
+    too_few = Wide(features="he_uniform", excess=1.0 - d**-2, activation=nn.ReLU())
+    fewer = rebuild_error(target, too_few, seed=seed)
     is_as_said = shapes == {((d * d, d), (d, d * d))}
     return Evidence(
         verdict(worst <= EXACT and covered == tried and is_as_said and fewer > 1e3 * EXACT),
@@ -104,8 +107,8 @@ def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
     depth, counts = 2, []
     for d in (4, 8, 16):
         target = relu_network([d] * (depth + 1), seed=seed)
-        made, _ = rebuild(target, seed=seed, excess=1.0, activation=nn.ReLU())
-        frozen = sum(block.right.numel() + block.left.numel() for block in _blocks(made.network))
+        made, _ = rebuild(target, Wide(excess=1.0, activation=nn.ReLU()), seed=seed)
+        frozen = sum(block.n_frozen for block in _blocks(made.network))
         counts.append((d, sum(p.numel() for p in target.parameters()), made.n_norm_parameters, frozen))
     ratios = [norms / own for _, own, norms, _ in counts]
     _, _, of_norms, of_frozen = (
@@ -127,8 +130,12 @@ def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
 def layers_may_be_padded_to_equal_size(seed: int) -> Evidence:
     widths = [5, 9, 3]
     target = relu_network(widths, seed=seed)
-    made, _ = rebuild(target, seed=seed, excess=1.0, activation=nn.ReLU())
-    own = [tuple(weight.shape) for block in _blocks(made.network) for weight in (block.right, block.left.mT)]
+    made, _ = rebuild(target, Wide(excess=1.0, activation=nn.ReLU()), seed=seed)
+    own = [
+        tuple(weight.shape)
+        for block in _blocks(made.network)
+        for weight in (block.map(0).rows("right"), block.map(0).rows("left").mT)
+    ]
     assert isinstance(made.network, nn.Sequential)
     padded = pad_equal(made.network)
     inputs = unit_ball(256, widths[0], seed=seed)

@@ -22,8 +22,8 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
+from onlynorm.evidence.harness import Spread
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.spread import Spread
 from onlynorm.identity import AllConvolutional, all_convolutional, branch_bounds
 from onlynorm.tuning import accuracy
 
@@ -33,7 +33,7 @@ BATCH, HEAD = "batch norm", "trained head"
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the paper's network, and the share of its learning rate."""
+    """What differs from the paper's network, and the fraction of its learning rate."""
 
     init: str = "near_identity"
     norm: str | None = None
@@ -48,7 +48,7 @@ VARIANTS = {
     BATCH: Variant(init="standard", norm="batch"),
     HEAD: Variant(head="trained"),
 }
-"""By name; behind batch norms the scale of a start is lost, so they start as usual."""
+"""By name; before batch norms the scale of a start is lost, so they start as usual."""
 DROPS = (0.5, 5 / 6)
 """The paper lowers the rate tenfold at 30,000 and 50,000 steps; we take 60,000 as the whole."""
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
@@ -72,7 +72,7 @@ class Training:
 
 
 def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any]:
-    """Errors in per cent along a training and at its end, on `n_test` test images and as many of the training.
+    """Errors in percent along a training and at its end, on `n_test` test images and as many of the training.
 
     `n_looks` times, evenly over all steps, errors are taken on `n_look` images each. A training whose loss is no longer
     a number stops there; its error is that of guessing.
@@ -97,7 +97,7 @@ def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any
         warmup=0.0, weight_decay=WEIGHT_DECAY, drops=DROPS, augmentation="crop-flip", seed=seed,
     )  # fmt: skip
     try:
-        result = on.fit(network, seen, schedule=schedule, step=look, accelerator="cpu")
+        result = on.fit(network, seen, schedule=schedule, on_step=look, accelerator="cpu")
     except TrainingError:
         return {**dict.fromkeys(parts, _GUESSING), "looks": looks, "is_finite": False}
     errors = {name: _error(network, part, chosen.n_test) for name, part in parts.items()}

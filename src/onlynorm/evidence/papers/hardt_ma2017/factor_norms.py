@@ -1,4 +1,4 @@
-"""Figures for hardt_ma2017: how small near-identity factors get over the depth, by the paper's way and by ours."""
+"""Figures for hardt_ma2017: how small near-identity factors get over the depth, by the paper's method and by ours."""
 
 from __future__ import annotations
 

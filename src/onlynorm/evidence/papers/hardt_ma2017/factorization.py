@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
-from onlynorm.identity.factorization.bounds import least_norm, paper_bound, spiral_bound
-from onlynorm.identity.factorization.decompositions import METHODS, Parts
-from onlynorm.identity.factorization.factorize import factorize
-from onlynorm.identity.factorization.matrices import Decomposition
-from onlynorm.identity.factorization.rotations import Rotation
-from onlynorm.identity.landscape import Landscape
+from onlynorm.identity import (
+    Landscape,
+    decompositions,
+    factorize,
+    least_norm,
+    matrices,
+    paper_bound,
+    rotations,
+    spiral_bound,
+)
 
 EXACT = 1e-12
 """Relative errors of products that count as exact; depths and sizes here leave 1e-13."""
@@ -34,7 +38,7 @@ def positive_targets(seed: int) -> list[Tensor]:
 def products_of_layers_near_the_identity_reach_every_target(seed: int) -> Evidence:
     worst, worst_spiral, error, risk, tried = 0.0, 0.0, 0.0, 0.0, 0
     for target in positive_targets(seed):
-        stretch = Decomposition.of(target).stretch
+        stretch = matrices.Decomposition.of(target).stretch
         first = max(1, math.ceil(3.0 * stretch))
         for depth in (first, first + 1, first + 3, 4 * first, 120):
             found = factorize(target, depth)
@@ -62,10 +66,10 @@ def products_of_layers_near_the_identity_reach_every_target(seed: int) -> Eviden
 def _stages_at_depth_8() -> tuple[float, float]:
     """(largest norm, bound) of the paper's five stages in eight layers, each rotation with a half turn and more."""
     angles = torch.tensor([math.pi - 1e-9, math.pi], dtype=torch.float64)
-    left = Rotation(torch.eye(4, dtype=torch.float64), angles).power(1)
+    left = rotations.Rotation(torch.eye(4, dtype=torch.float64), angles).power(1)
     values = torch.linspace(0.1, -0.1, 4, dtype=torch.float64).exp()
-    found = Decomposition(left * values @ left, left, values, left)
-    runs = METHODS["svd"](Parts(found), 8)
+    found = matrices.Decomposition(left * values @ left, left, values, left)
+    runs = decompositions.METHODS["svd"](decompositions.Parts(found), 8)
     return max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs), paper_bound(found.stretch, 8)
 
 
@@ -76,7 +80,7 @@ def one_extra_dimension_flips_the_determinant(seed: int) -> Evidence:
         target = (
             target if torch.linalg.det(target) < 0 else target * torch.tensor([-1.0] + [1.0] * (dim - 1)).to(target)
         )
-        stretch = Decomposition.of(target).stretch
+        stretch = matrices.Decomposition.of(target).stretch
         found = factorize(target, max(math.ceil(3.0 * stretch), 20))
         x = normal(seed, f"x {dim}", 6, dim)
         error = max(error, relative(found.apply(x), x @ target.mT))
@@ -132,7 +136,7 @@ def orthogonal_2_by_2_matrices_go_in_small_steps(seed: int) -> Evidence:
                 worst = max(worst, norm * q / math.pi)
                 missed += norm > abs(math.sin(theta / q)) + EPS
                 tried += 1
-            own = Rotation.of(_turn(theta)).step_norm(q)
+            own = rotations.Rotation.of(_turn(theta)).step_norm(q)
             error = max(error, abs(own - norm))
     return Evidence(
         verdict(error <= 64 * EPS and 0.99 < worst <= 1.0),
@@ -169,7 +173,7 @@ def real_normal_matrices_are_block_diagonal(seed: int) -> Evidence:
 
 
 def _outside_blocks(matrix: Tensor) -> tuple[float, float]:
-    """(share of D outside its blocks, relative error of S D S^T with the blocks alone) of the real Schur form."""
+    """(fraction of D outside its blocks, relative error of S D S^T with the blocks alone) of the real Schur form."""
     D, S = (torch.from_numpy(part) for part in scipy.linalg.schur(matrix.numpy(), output="real"))
     blocks = torch.diag(D.diagonal())
     for i in range(len(D) - 1):

@@ -286,7 +286,7 @@ def landscape(run: Run) -> Outcome:
 
 
 def _left_when_near(near: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
-    """The share of its risk that one descent has left at the step at which the other has left one hundredth."""
+    """The fraction of its risk that one descent has left at the step at which the other has left one hundredth."""
     steps = (step for step, risk in enumerate(near["risks"]) if risk <= 0.01 * near["risks"][0])
     return float(plain["risks"][next(steps, -1)] / plain["risks"][0])
 
@@ -343,7 +343,7 @@ def _deep(name: str, plane: Mapping[str, Any]) -> list[Curve]:
 def level_lines(
     places: Sequence[float], risks: Sequence[Sequence[float]], levels: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """(x, y) of the level lines of a risk on a grid, one behind the other with a gap of NaN between."""
+    """(x, y) of the level lines of a risk on a grid, one after the other with a gap of NaN between."""
     drawn = Figure().subplots().contour(places, places, risks, levels=levels)
     x: list[float] = []
     y: list[float] = []

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from onlynorm.evidence.registry import EPS, Evidence, normal, verdict
-from onlynorm.identity.memorization.memorize import memorize
-from onlynorm.identity.memorization.thresholds import by_length, fit_outgoing, separate
+from onlynorm.identity import memorize, thresholds
 
 
 def one_block_moves_its_points_and_leaves_the_rest(seed: int) -> Evidence:
@@ -35,8 +34,8 @@ def one_block_moves_its_points_and_leaves_the_rest(seed: int) -> Evidence:
     )
     is_midpoint = bool((six[0] - (six[1] + six[2]) / 2.0).abs().max() <= EPS)
     line = torch.linspace(1.0, 2.0, 200, dtype=torch.float64)[:, None] * normal(seed, "line", 1, k)
-    ordered = line[by_length(line)]
-    smallest = float(separate(ordered, noise=torch.zeros(200).double(), names=torch.arange(200)).gaps.min())
+    ordered = line[thresholds.by_length(line)]
+    smallest = float(thresholds.separate(ordered, noise=torch.zeros(200).double(), names=torch.arange(200)).gaps.min())
     holds = (
         closest > 2.0 * rho
         and worst <= 100 * k * EPS
@@ -149,9 +148,9 @@ def _thresholds(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def _block_error(points: Tensor, targets: Tensor, chosen: Tensor) -> float:
     """How far one block of lemma B.1 is from moving the chosen points to their targets and leaving the others."""
-    thresholds, gaps = _thresholds(points, chosen)
+    levels, gaps = _thresholds(points, chosen)
     V = ((targets[chosen] - points[chosen]) / (gaps / 2.0)[:, None]).mT
-    moved = points + torch.relu(points @ points[chosen].mT - thresholds) @ V.mT
+    moved = points + torch.relu(points @ points[chosen].mT - levels) @ V.mT
     expected = points.clone()
     expected[chosen] = targets[chosen]
     return float((moved - expected).abs().max() / targets.abs().max())
@@ -159,7 +158,7 @@ def _block_error(points: Tensor, targets: Tensor, chosen: Tensor) -> float:
 
 def _carry(points: Tensor, goals: Tensor, k: int, *, by_lengths: bool) -> tuple[float, int, int]:
     """(largest distance from a goal, points hidden when their turn came, blocks) of moving all points, k at a time."""
-    order = by_length(points) if by_lengths else torch.arange(len(points))
+    order = thresholds.by_length(points) if by_lengths else torch.arange(len(points))
     here, goals, hidden, n_blocks = points[order].clone(), goals[order], 0, 0
     for start in range(0, len(here), k):
         chosen = torch.arange(start, min(start + k, len(here)))
@@ -170,14 +169,14 @@ def _carry(points: Tensor, goals: Tensor, k: int, *, by_lengths: bool) -> tuple[
             for row, point in enumerate(chosen.tolist()):
                 products[row, start : point + 1] = -torch.inf  # earlier points of this block may fire too
             largest = products.amax(1)
-            thresholds, gaps = (own + largest) / 2.0, own - largest
+            levels, gaps = (own + largest) / 2.0, own - largest
         else:
-            thresholds, gaps = _thresholds(here, chosen)
+            levels, gaps = _thresholds(here, chosen)
         hidden += int((gaps <= 8.0 * EPS).sum())  # half-way points are level with their neighbours
         if hidden:
             return math.inf, int(hidden), n_blocks
-        said = torch.relu(U @ U.mT - thresholds)
-        added = fit_outgoing(said[None], (goals[chosen] - U)[None])[0]
-        here = here + torch.relu(here @ U.mT - thresholds) @ added
+        said = torch.relu(U @ U.mT - levels)
+        added = thresholds.fit_outgoing(said[None], (goals[chosen] - U)[None])[0]
+        here = here + torch.relu(here @ U.mT - levels) @ added
         n_blocks += 1
     return float((here - goals).abs().max()), hidden, n_blocks

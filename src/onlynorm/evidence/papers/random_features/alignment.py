@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import onlynorm as on
-from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
-from onlynorm.alignment.align import align
+from onlynorm.alignment import Directions, PerOutput, align, align_within, find_directions
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.evidence.papers.random_features import match_bounds
 from onlynorm.evidence.papers.random_features.match_bounds import Mask, fits_inside

@@ -1,8 +1,8 @@
 """Figure 2 of random_features: how far LBFGS comes with random features, with and without preconditioning, beside ours.
 
-Targets follow the distribution of the features. The paper's three ways run on the dense matrix in float32, the default
-of its library; ours solves in float64 without the matrix. Errors are those of left diag(gamma) right in float64, as a
-share of the target's root mean square.
+Targets follow the distribution of the features. The paper's three methods run on the dense matrix in float32, the
+default of its library; ours solves in float64 without the matrix. Errors are those of left diag(gamma) right in
+float64, as a fraction of the target's root mean square.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import onlynorm as on
 from onlynorm.display import Curve, Panel, Table
+from onlynorm.evidence.bench.papers_method import lbfgs
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 
 PLAIN = "LBFGS"
@@ -38,67 +39,49 @@ def make_system(distribution: str, side: int, n_extra: int, seed: int) -> tuple[
 
 
 def relative_error(left: Tensor, right: Tensor, gamma: Tensor, target: Tensor) -> float:
-    """The root mean squared error of left diag(gamma) right, as a share of the target's root mean square."""
+    """The root mean squared error of left diag(gamma) right, as a fraction of the target's root mean square."""
     made = (left * gamma.double()) @ right
     return float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
 
 
-def lbfgs(matrix: Tensor, wanted: Tensor, start: Tensor, *, n_iterations: int) -> Tensor:
-    """The best of so many LBFGS steps on mean((matrix z - wanted)^2), from `start`."""
-    z = start.clone().requires_grad_(True)
-    optimizer = torch.optim.LBFGS(
-        [z], max_iter=n_iterations, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
-    )  # fmt: skip
-    best, lowest = start.clone(), math.inf
-
-    def evaluate() -> float:
-        nonlocal best, lowest
-        residual = matrix @ z.detach() - wanted
-        loss = float(residual.square().mean())
-        z.grad = (2.0 / len(wanted)) * (matrix.mT @ residual)
-        if loss < lowest:
-            best, lowest = z.detach().clone(), loss
-        return loss
-
-    optimizer.step(evaluate)
-    return best
-
-
 def reconstruction_errors(
-    *, distribution: str, side: int, n_extra: int, seed: int, ways: Sequence[str], n_iterations: int
+    *, distribution: str, side: int, n_extra: int, seed: int, methods: Sequence[str], n_iterations: int
 ) -> dict[str, float]:
-    """The relative error of each way on one system; NaN where a way broke down."""
+    """The relative error of each method on one system; NaN where a method broke down."""
     left, right, target = make_system(distribution, side, n_extra, seed)
-    errors = {OURS: relative_error(left, right, on.solve(left, right, target).gamma, target)} if OURS in ways else {}
-    matrix = on.KhatriRao(left.float(), right.float()).materialise()
+    errors = {OURS: relative_error(left, right, on.solve(left, right, target).gamma, target)} if OURS in methods else {}
+    matrix = on.solvers.KhatriRao(left.float(), right.float()).materialise()
     wanted = target.flatten().float()
-    if PLAIN in ways:
-        gamma = lbfgs(matrix, wanted, matrix.new_zeros(matrix.shape[1]), n_iterations=n_iterations)
+    if PLAIN in methods:
+        gamma = _lbfgs(matrix, wanted, matrix.new_zeros(matrix.shape[1]), n_iterations)
         errors[PLAIN] = relative_error(left, right, gamma, target)
-    chosen = [way for way in (SCALED, SOLVED) if way in ways]
+    chosen = [method for method in (SCALED, SOLVED) if method in methods]
     if chosen:
         try:
             _, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
         except RuntimeError:  # what torch calls a decomposition that does not converge
             return errors | dict.fromkeys(chosen, math.nan)
         back = Vh.mT / S  # gamma = back z: the matrix of z would be orthogonal in exact arithmetic
-        for way in chosen:
-            errors[way] = _preconditioned(way, matrix @ back, back, wanted, (left, right, target), n_iterations)
+        for method in chosen:
+            errors[method] = _preconditioned(method, matrix @ back, back, wanted, (left, right, target), n_iterations)
     return errors
 
 
 def _preconditioned(
-    way: str, matrix: Tensor, back: Tensor, wanted: Tensor, system: tuple[Tensor, Tensor, Tensor], n_iterations: int
+    method: str, matrix: Tensor, back: Tensor, wanted: Tensor, system: tuple[Tensor, Tensor, Tensor], n_iterations: int
 ) -> float:
     left, right, target = system
     start = wanted.new_zeros(matrix.shape[1])
-    if way == SOLVED:
+    if method == SOLVED:
         start, failed = torch.linalg.solve_ex(matrix, wanted)
         if int(failed) or not bool(start.isfinite().all()):
             return math.nan
-    z = lbfgs(matrix, wanted, start, n_iterations=n_iterations)
+    z = _lbfgs(matrix, wanted, start, n_iterations)
     return relative_error(left, right, back @ z, target)
+
+
+def _lbfgs(matrix: Tensor, wanted: Tensor, start: Tensor, n_iterations: int) -> Tensor:
+    return lbfgs(matrix.mv, matrix.mT.mv, wanted, start, max_iterations=n_iterations)[0]
 
 
 def measured_condition(*, distribution: str, side: int, n_extra: int, seed: int) -> float:
@@ -122,8 +105,8 @@ def systems(run: Run) -> dict[Key, tuple[int, ...]]:
     }
 
 
-def over_systems(run: Run, ways: Sequence[str]) -> dict[str, dict[Key, float]]:
-    """The errors of each way, geometric means over seeds, on every system."""
+def over_systems(run: Run, methods: Sequence[str]) -> dict[str, dict[Key, float]]:
+    """The errors of each method, geometric means over seeds, on every system."""
     chosen = systems(run)
     run.announce(sum(map(len, chosen.values())))
     found: dict[Key, list[Mapping[str, float]]] = {}
@@ -137,12 +120,14 @@ def over_systems(run: Run, ways: Sequence[str]) -> dict[str, dict[Key, float]]:
                 side=side,
                 n_extra=n_extra,
                 seed=seed,
-                ways=list(ways),
+                methods=list(methods),
                 n_iterations=run.sizes["iterations"],
             )
             for seed in seeds
         ]
-    return {way: {key: _geometric_mean([one[way] for one in row]) for key, row in found.items()} for way in ways}
+    return {
+        method: {key: _geometric_mean([one[method] for one in row]) for key, row in found.items()} for method in methods
+    }
 
 
 def figure_2_a(run: Run) -> Outcome:
@@ -200,18 +185,18 @@ def figure_2_d(run: Run) -> Outcome:
     return _preconditioned_outcome(run, SOLVED)
 
 
-def _preconditioned_outcome(run: Run, way: str) -> Outcome:
-    errors = over_systems(run, (way, PLAIN, OURS))
+def _preconditioned_outcome(run: Run, method: str) -> Outcome:
+    errors = over_systems(run, (method, PLAIN, OURS))
     values = {
-        f"onlynorm over {way}, largest ratio": _largest_ratio(errors[OURS], errors[way]),
-        f"{way} over LBFGS, exact width": _geometric_mean(
+        f"onlynorm over {method}, largest ratio": _largest_ratio(errors[OURS], errors[method]),
+        f"{method} over LBFGS, exact width": _geometric_mean(
             [
-                errors[way][key] / error
+                errors[method][key] / error
                 for key, error in errors[PLAIN].items()
                 if key[2] == 0 and key[0] not in STRUCTURED
             ]
         ),
-        f"{way}, largest target over smallest, exact width": _growth(run, errors[way], 0),
+        f"{method}, largest target over smallest, exact width": _growth(run, errors[method], 0),
     }
     return _outcome(run, values, errors, "relative error")
 
@@ -230,7 +215,7 @@ def _gain(run: Run, numbers: Mapping[Key, float]) -> float:
 
 
 def _largest_ratio(ours: Mapping[Key, float], theirs: Mapping[Key, float]) -> float:
-    """Our error over theirs, at its worst; a way that broke down has none."""
+    """Our error over theirs, at its worst; a method that broke down has none."""
     return max(ours[key] / error for key, error in theirs.items() if not math.isnan(error))
 
 
@@ -243,7 +228,7 @@ def _geometric_mean(numbers: Sequence[float]) -> float:
 def _outcome(
     run: Run, values: Mapping[str, float], numbers: Mapping[str, Mapping[Key, float]], y_label: str
 ) -> Outcome:
-    """One panel per number of extra features; the first way drawn for each distribution, others in the table."""
+    """One panel per number of extra features; the first method drawn for each distribution, others in the table."""
     first, *others = numbers
     panels, curves = [], []
     sides = run.sizes["sides"]
@@ -258,7 +243,7 @@ def _outcome(
             heights = [max(numbers[other][name, side, extra], _FLOOR) for side in sides]
             curves.append(Curve(f"{other}, {name}", sides, heights, panel=panel, style="law"))
     rows: list[list[float | str]] = [
-        [name, side, extra, *(numbers[way][name, side, extra] for way in numbers)]
+        [name, side, extra, *(numbers[method][name, side, extra] for method in numbers)]
         for name, side, extra in numbers[first]
     ]
     columns = ["features", "side", "extra features", *numbers]

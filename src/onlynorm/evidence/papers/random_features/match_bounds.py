@@ -26,7 +26,7 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from scipy.special import betaincinv, gammaln
 
 from onlynorm.errors import ShapeError, ValueRangeError
-from onlynorm.features.streams import Stream, as_integer, check_density
+from onlynorm.features import streams
 
 Mask = npt.NDArray[np.bool_]
 MOST_OUTPUTS = 2**60
@@ -42,7 +42,7 @@ class MatchTrials:
 
     @property
     def chance(self) -> float:
-        """The share of masks that contained the target."""
+        """The fraction of masks that contained the target."""
         return self.n_fits / self.n_tries
 
     def interval(self, confidence: float = 0.999) -> tuple[float, float]:
@@ -62,7 +62,7 @@ def match_bound(degrees: Sequence[int], *, density: float, n_outputs: int | None
 
     `n_outputs` is the number of rows if left out. Theory: random_features:thm-4.2
     """
-    check_density(density)
+    streams.check_density(density)
     _need_counts(0, *degrees)
     outputs = len(degrees) if n_outputs is None else n_outputs
     if outputs < len(degrees):
@@ -93,7 +93,7 @@ def partition_chance(
     """
     _need_counts(1, n_rows, n_inputs, outputs_per_row)
     _need_share(target_density)
-    check_density(density)
+    streams.check_density(density)
     counts = np.arange(n_inputs + 1)
     weights = _binomial(n_inputs, target_density)
     with np.errstate(divide="ignore"):
@@ -128,7 +128,7 @@ def printed_outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float
     """The number of outputs per row that the paper states, which is too small. Theory: random_features:thm-4.3"""
     _need_counts(1, n_rows, n_inputs)
     _need_share(target_density)
-    check_density(density)
+    streams.check_density(density)
     _need_chance(chance)
     fits = (1.0 - target_density * (1.0 - density)) ** n_inputs
     if fits == 1.0:
@@ -186,7 +186,7 @@ def simulate_random_match(
 
 def _masks(seed: int, name: str, n: int, shape: tuple[int, int], density: float) -> Iterator[Mask]:
     """So many random masks, drawn in blocks of about a million entries."""
-    stream, size = Stream(seed, name, "mask"), math.prod(shape)
+    stream, size = streams.Stream(seed, name, "mask"), math.prod(shape)
     step = max(1, 2**20 // size)
     for start in range(0, n, step):
         stop = min(start + step, n)
@@ -214,7 +214,7 @@ def _need_share(share: float) -> None:
 
 def _need_counts(least: int, *counts: int) -> None:
     for count in counts:
-        value = as_integer(count)
+        value = streams.as_integer(count)
         if value is None or value < least:
             raise ValueRangeError(
                 f"rows, inputs, outputs and nonzero weights need whole numbers of at least {least}; got {count!r}. "

@@ -1,27 +1,189 @@
-"""The CIFAR-10 numbers of random_features, section 5: he_normal features trained from scratch, beside ordinary layers.
+"""Networks trained from scratch by many methods, ordinary, by norms alone, and by norms that follow the weights.
+
+A small VGG with batch norms on Fashion-MNIST or CIFAR-10, averaged down to fewer pixels. In every method but the
+ordinary one each convolution and the classifier is a norm-only layer, and the batch norms stay, as in random_features,
+section 5. All methods of a seed start with the same weights, or with the nearest that their features reach, and see the
+same images in the same order, so that they can be compared seed by seed. The learning rate of a method is the one with
+the best accuracy on validation images: all begin with the same four and go on to their neighbours while the best lies
+at an end.
 
 The paper trains a VGG of width 100 with a hundred features more than weights per layer. Its relative excess, 1/900, is
-what fixes the condition number of the features, so that is what we keep where the network shrinks. A fourth method is
-ours: the same features, with gammas that follow the weights.
+what fixes the condition number of the features, so `section_5` keeps that where the network shrinks. Its fourth method
+is ours: the same features, with gammas that follow the weights. `onlynorm bench scratch` runs the same experiment with
+methods and sizes of its own.
+
+Theory: random_features:thm-3.1
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from dataclasses import asdict
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor, nn
+
+import onlynorm as on
+from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Panel, Table
-from onlynorm.evidence.papers.random_features.scratch_training import Method, Training, choose_lr, train
+from onlynorm.errors import TrainingError
+from onlynorm.evidence.harness import Sizes, Sweep, TrainingRun, setting
 from onlynorm.evidence.papers.reproduce import Outcome, Run
-from onlynorm.evidence.spread import Spread
+from onlynorm.evidence.timing import warm_up_training
+from onlynorm.evidence.validation import training_subset, validation_subset
+from onlynorm.models import vgg
+from onlynorm.tuning import accuracy
+
+DATA: dict[str, Callable[[], Split]] = {"fashion_mnist": fashion_mnist, "cifar10": cifar10}
+"""Data sets by name."""
+LRS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Learning rates that can be tried; plain steps on he_normal features move weights by 4 / inputs of it."""
+FIRST_LRS = (0.03, 0.1, 0.3, 1.0)
+"""Where every method begins; neighbours follow as long as the best learning rate lies at an end."""
+N_CLASSES = 10
+_S = TypeVar("_S", bound=Sizes)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which features the layers are made of, and whether gammas follow the weights; no features: ordinary layers."""
+
+    features: str | None = None
+    excess: float | None = None
+    density: float | None = None
+    follow_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that fixes a training but for the method, the learning rate and the seed: network, images, schedule."""
+
+    data: str
+    stages: Sequence[Sequence[int]]
+    image_size: int
+    n_train: int
+    n_validation: int
+    n_test: int
+    epochs: int
+    batch_size: int = 128
+    momentum: float = 0.9
+    warmup: float = 0.05
+
+
+class Case(NamedTuple):
+    """A data set and the method of training."""
+
+    data: str
+    method: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One network after training; `losses` are those of the epochs."""
+
+    accuracy: float
+    losses: tuple[float, ...]
+    is_finite: bool
+    n_trained: int
+    seconds: float
+
+
+def train(
+    method: Method, training: Training, *, lr: float, seed: int, is_trial: bool = False,
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> Trained:  # fmt: skip
+    """One network after training, on test images or in a trial on validation images; one that diverges guesses."""
+    network = build(method, training, seed=seed)
+    n_trained = sum(p.numel() for p in network.parameters())
+    schedule = on.Schedule(
+        epochs=training.epochs, batch_size=training.batch_size, lr=lr, momentum=training.momentum,
+        warmup=training.warmup, follow_weights=method.follow_weights, seed=seed,
+    )  # fmt: skip
+    warm_up_training()
+    start = time.process_time()
+    try:
+        result = on.fit(network, training_images(training, seed), schedule=schedule, on_step=on_step, accelerator="cpu")
+    except TrainingError:
+        return Trained(1.0 / N_CLASSES, (), False, n_trained, time.process_time() - start)
+    found = accuracy(network, validation_images(training) if is_trial else test_images(training))
+    losses = tuple(row["loss"] for row in result.history)
+    return Trained(found, losses, True, n_trained, time.process_time() - start)
+
+
+def make_sweep(
+    name: str, about: str, sizes: type[_S], *, methods: Mapping[str, Method],
+    training: Callable[[Case, _S], Training], **options: Any,
+) -> Sweep[_S, Case]:  # fmt: skip
+    """The experiment: each of these methods with the training of a case, at the learning rate that suits it best."""
+
+    def made_of(case: Case, sizes: _S) -> dict[str, Any]:
+        one = training(case, sizes)
+        how = asdict(methods[case.method])
+        return {"training": asdict(one), "how": how, "images": images(one.data, one.image_size)}
+
+    sweep = Sweep(name, about, sizes, lrs=LRS, start=FIRST_LRS, made_of=made_of, **options)
+
+    @sweep.trial
+    def validation_accuracy(case: Case, run: TrainingRun, sizes: _S) -> float:
+        found = train(methods[case.method], training(case, sizes), lr=run.lr, seed=run.seed, is_trial=True)
+        return found.accuracy
+
+    @sweep.measure
+    def train_case(case: Case, run: TrainingRun, sizes: _S) -> Trained:
+        return train(
+            methods[case.method], training(case, sizes), lr=run.lr, seed=run.seed,
+            on_step=lambda now, n_steps, _: run.status(f"step {now} of {n_steps}"),
+        )  # fmt: skip
+
+    return sweep
+
+
+def build(method: Method, training: Training, *, seed: int) -> nn.Module:
+    """The network as this method starts it."""
+    split = images(training.data, training.image_size)
+    network = vgg(
+        training.stages, in_channels=split.train_inputs.shape[1], image_size=training.image_size, n_classes=N_CLASSES,
+        seed=seed,
+    )  # fmt: skip
+    if method.features is None:
+        return network
+    return on.to_norm_only(network, features=method.features, excess=method.excess, density=method.density, seed=seed)
+
+
+def training_images(training: Training, seed: int) -> tuple[Tensor, Tensor]:
+    """Training images of this seed, and their labels."""
+    split = images(training.data, training.image_size)
+    return training_subset(split, training.n_train, n_validation=training.n_validation, seed=seed)
+
+
+def validation_images(training: Training) -> tuple[Tensor, Tensor]:
+    """The images on which learning rates are chosen, and their labels."""
+    return validation_subset(images(training.data, training.image_size), training.n_validation)
+
+
+def test_images(training: Training) -> tuple[Tensor, Tensor]:
+    """The test images, and their labels."""
+    split = images(training.data, training.image_size)
+    return split.test_inputs[: training.n_test], split.test_labels[: training.n_test]
+
+
+@functools.lru_cache(maxsize=2)
+def images(data: str, size: int) -> Split:
+    """The data set of this name, its images averaged over squares of pixels down to this size."""
+    return DATA[data]().smaller(size)
+
+
+# ------------------------------------------------------------------------------- section 5
 
 EXCESS = 1.0 + 100 / 90_000
 LONGER = 500 / 300
 """Epochs of the paper's longer training per epoch of its shorter one."""
 WARMUP = 0.1
-"""Share of the steps; the paper does not give its own."""
+"""Fraction of the steps; the paper does not give its own."""
 ORDINARY, PLAIN, WARMED, FOLLOWED = (
     "ordinary",
     "he_normal",
@@ -33,7 +195,14 @@ METHODS = {
     FOLLOWED: Method("he_normal", EXCESS, follow_weights=True),
 }  # fmt: skip
 STATED = {ORDINARY: "in the order of 94", PLAIN: "86.64 ± 0.08", WARMED: "90.08 ± 0.03", FOLLOWED: "-"}
-"""What the paper has for them, in per cent."""
+"""What the paper has for them, in percent."""
+
+
+@dataclass(frozen=True)
+class SectionSizes(Sizes):
+    """How many networks each method has."""
+
+    seeds: int = setting(3, is_key=False)
 
 
 def section_5(run: Run) -> Outcome:
@@ -41,23 +210,22 @@ def section_5(run: Run) -> Outcome:
 
     Theory: random_features:thm-2.2, random_features:thm-3.1
     """
-    run.announce(len(METHODS) * (1 + len(run.seeds)))
-    lrs: dict[str, float] = {}
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name, method in METHODS.items():
-        config = {"method": asdict(method), "training": training_of(name, run)}
-        lrs[name] = run.piece(f"{name}, lr", choose_lr, **config)["lr"]
-        found[name] = [
-            run.piece(f"{name}, seed {seed}", train, **config, lr=lrs[name], seed=seed) for seed in run.seeds
-        ]
-    accuracies = {name: [100.0 * one["accuracy"] for one in runs] for name, runs in found.items()}
-    means = {name: statistics.fmean(values) for name, values in accuracies.items()}
+    cases = {name: Case("cifar10", name) for name in METHODS}
+    trainings = {name: training_of(name, run.sizes) for name in METHODS}
+    sweep = make_sweep(
+        "section 5", "Section 5 of random_features.", SectionSizes, methods=METHODS,
+        training=lambda case, _: trainings[case.method], cases=lambda _: list(cases.values()), columns={},
+    )  # fmt: skip
+    found = sweep.measured(
+        SectionSizes(seeds=len(run.seeds)), run.session(len(METHODS) * (len(FIRST_LRS) + len(run.seeds)))
+    )
+    accuracies = {name: found.spread(case) for name, case in cases.items()}
+    means = {name: 100.0 * spread.mean for name, spread in accuracies.items()}
     rows: list[list[float | str]] = []
-    for name, values in accuracies.items():
-        plan = training_of(name, run)
-        half = Spread.of(values).half
-        interval = "-" if math.isnan(half) else half
-        rows.append([name, plan["epochs"], plan["warmup"], lrs[name], means[name], interval, STATED[name]])
+    for name, training in trainings.items():
+        half = 100.0 * accuracies[name].half
+        lr, interval = found.lr(cases[name]), "-" if math.isnan(half) else half
+        rows.append([name, training.epochs, training.warmup, lr, means[name], interval, STATED[name]])
     columns = ["method", "epochs", "warmup", "lr", "accuracy %", "± (95 %)", "paper %"]
     return Outcome(
         values={
@@ -67,20 +235,20 @@ def section_5(run: Run) -> Outcome:
             "ordinary over longer with warmup, points": means[ORDINARY] - means[WARMED],
             "ordinary over follow_weights, points": means[ORDINARY] - means[FOLLOWED],
         },
-        curves=[_curve(name, runs) for name, runs in found.items()],
+        curves=[_curve(name, list(found.of(case)["losses"])) for name, case in cases.items()],
         panels=[Panel(title="training loss", x_label="epoch", y_label="cross entropy", y_log=True)],
         table=Table(columns, rows),
     )
 
 
-def training_of(name: str, run: Run) -> dict[str, Any]:
-    """The training of this method at the sizes of the run."""
+def training_of(name: str, sizes: Mapping[str, Any]) -> Training:
+    """The training of this method at the sizes of the artifact."""
     is_longer = name == WARMED
-    sizes = {key: value for key, value in run.sizes.items() if key not in ("epochs", "n_seeds")}
-    epochs = round(run.sizes["epochs"] * (LONGER if is_longer else 1.0))
-    return asdict(Training("cifar10", epochs=epochs, warmup=WARMUP if is_longer else 0.0, **sizes))
+    given = {key: value for key, value in sizes.items() if key not in ("epochs", "n_seeds")}
+    epochs = round(sizes["epochs"] * (LONGER if is_longer else 1.0))
+    return Training("cifar10", epochs=epochs, warmup=WARMUP if is_longer else 0.0, **given)
 
 
-def _curve(name: str, runs: list[dict[str, Any]]) -> Curve:
-    losses = [statistics.fmean(epoch) for epoch in zip(*(one["losses"] for one in runs), strict=False)]
+def _curve(name: str, runs: Sequence[Sequence[float]]) -> Curve:
+    losses = [statistics.fmean(epoch) for epoch in zip(*runs, strict=False)]
     return Curve(name, range(1, len(losses) + 1), losses)

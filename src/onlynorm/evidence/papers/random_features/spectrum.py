@@ -8,14 +8,12 @@ from torch import Tensor
 
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
-from onlynorm.solvers.operator import KhatriRao
-from onlynorm.solvers.solve import solve_features
-from onlynorm.solvers.spectrum import condition_number, cumulative, density, edges, empirical_spectrum, measure_spectrum
+from onlynorm.solvers import KhatriRao, solve_features, spectrum
 
 
 def kolmogorov(values: Tensor, n_equations: int, n_features: int) -> float:
     """The largest distance between the distribution of the values and the law for these counts."""
-    law = cumulative(np.sort(values.numpy()), n_equations, n_features)
+    law = spectrum.cumulative(np.sort(values.numpy()), n_equations, n_features)
     ranks = np.arange(len(law) + 1) / len(law)
     return float(max(np.max(law - ranks[:-1]), np.max(ranks[1:] - law)))
 
@@ -26,21 +24,21 @@ def singular_values_follow_the_law(seed: int) -> Evidence:
     ours, drawn, kappas, limits = [], [], [], []
     for excess in (0.5, 2.0):
         features = draw("he_uniform", (side, side), excess=excess, seed=seed)
-        found = measure_spectrum(features)
-        values = empirical_spectrum(features.left(), features.right())
+        found = spectrum.measure_spectrum(features)
+        values = spectrum.empirical_spectrum(features.left(), features.right())
         n, c = features.equations, features.n_features
         ours.append(found.distance)
         limits.append(2.0 * found.limit)  # the 1 % limit, and as much again: the statement must hold for every seed
         drawn.append(kolmogorov(values, n, c))
-        kappas.append(found.condition / condition_number(n, c))
+        kappas.append(found.condition / spectrum.condition_number(n, c))
         if excess < 1:
             # As printed: lambda = max(l, 1/l) in place of l, and a density divided by lambda.
             printed = kolmogorov(values, c, n)
-            low, high = edges(c, n)
+            low, high = spectrum.edges(c, n)
             middle, half = (low + high) / 2, (high - low) / 2
             theta = (np.arange(4000) + 0.5) * np.pi / 4000
             points = middle - half * np.cos(theta)
-            mass = float((density(points, c, n) * half * np.sin(theta)).sum() * np.pi / 4000) * c / n
+            mass = float((spectrum.density(points, c, n) * half * np.sin(theta)).sum() * np.pi / 4000) * c / n
             measured |= {"printed distance": printed, "printed mass": mass, "largest value": float(values[0])}
     measured |= {"distance at 1/2": ours[0], "distance at 2": ours[1], "limit at 1/2": limits[0]}
     measured |= {"distance as drawn at 1/2": drawn[0], "distance as drawn at 2": drawn[1]}

@@ -8,9 +8,7 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.papers.burkholz2024.widths import EXACT
 from onlynorm.evidence.registry import EPS, Evidence, normal, relative, verdict
 from onlynorm.features import draw
-from onlynorm.solvers.methods.minimum_width import minimum_features
-from onlynorm.solvers.operator import KhatriRao
-from onlynorm.solvers.solve import solve, solve_features
+from onlynorm.solvers import KhatriRao, minimum_features, solve, solve_features
 
 
 def as_many_features_as_weights_suffice(seed: int) -> Evidence:

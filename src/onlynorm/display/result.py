@@ -1,0 +1,113 @@
+"""Base classes of results: JSON data, figures and HTML pages.
+
+A result defines its content (`view`, `plot`); this module renders it in files, browsers and notebooks.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from onlynorm.display.figure import Figure
+from onlynorm.display.table import Table
+from onlynorm.storage import write_atomically
+from onlynorm.validate import need_path, need_text
+
+Tone = Literal["good", "warn", "bad", ""]
+SIGNS: dict[Tone, str] = {"good": "✓", "warn": "~", "bad": "✕", "": "·"}
+"""Symbols shown with the colour of a verdict, for colour-blind readers."""
+
+
+class Result:
+    """Base class of the dataclasses that public functions return."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON types: shape and dtype for tensors and arrays, the class name for modules."""
+        return {name: plain(getattr(self, name)) for name in getattr(self, "__dataclass_fields__", ())}
+
+
+def plain(value: object) -> Any:
+    """The value as numbers, strings, lists and dicts."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, Tensor | np.ndarray):
+        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, nn.Module | Path):
+        return [plain(item) for item in value]
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+@dataclass(frozen=True)
+class View:
+    """The content of the page of a result, except its figure.
+
+    `verdict` is shown in the colour of `tone`. `lines` are findings, `advice` is the recommended action, `facts` are
+    named values, and `tables` are tables by heading. `details` are collapsed facts.
+    """
+
+    title: str
+    verdict: str = ""
+    tone: Tone = ""
+    lines: Sequence[str] = ()
+    advice: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    details: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+class ShownResult(Result):
+    """A result with a figure and an HTML page, displayed in notebooks."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def plot(self) -> Figure:
+        """The figure."""
+
+    @abstractmethod
+    def view(self) -> View:
+        """The content of the page except the figure."""
+
+    def to_html(self, path: Path | str, *, title: str | None = None) -> Path:
+        """Writes a self-contained HTML page without scripts and returns its path; it has a light and a dark mode."""
+        path = need_path("to_html", path)
+        title = None if title is None else need_text("title", title, cure="Leave it out for the default.")
+        write_atomically(path, self._render("display/result.html", title=title).encode())
+        return path
+
+    def _render(self, template: str, *, title: str | None = None) -> str:
+        from onlynorm.display.page import render
+
+        view, figure = self.view(), self.plot()
+        svg = figure.inline_svg() if figure.curves else ""
+        return render(template, title=title or view.title, view=view, figure=svg, signs=SIGNS)
+
+    def _repr_html_(self) -> str:
+        return self._render("display/notebook.html")
+
+    def __repr__(self) -> str:
+        return str(self)

