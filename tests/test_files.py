@@ -552,6 +552,17 @@ def test_a_repaired_model_is_not_loaded_onto_other_hyperparameters(tmp_path: Pat
         on.load(tmp_path / "file", like=other)
 
 
+def test_a_repaired_model_with_two_precisions_in_one_module_is_refused(tmp_path: Path) -> None:
+    on.save(repaired("batch_norm"), tmp_path / "file")
+    data = (tmp_path / "file").read_bytes()
+    tensors = safetensors.torch.load(data)
+    name = next(name for name in tensors if name.endswith("running_mean"))
+    tensors[name] = tensors[name].half()
+    (tmp_path / "file").write_bytes(forged(data, tensors=tensors))
+    with pytest.raises(FormatError, match=r"several dtypes .*float16"):
+        on.load(tmp_path / "file", like=fresh())
+
+
 def doubled(network: nn.Sequential) -> nn.Sequential:
     """The model with a forward hook that doubles the output of its second layer."""
     network[2].register_forward_hook(lambda module, inputs, output: 2 * output)

@@ -125,6 +125,7 @@ def _need_same(network: nn.Module, document: Mapping[str, Any], tensors: Mapping
         held, value = state.get(name), tensors.get(name)
         if held is None or value is None or held.shape != value.shape or not _fits(value.dtype, held.dtype):
             wrong.append(f"{name!r} is {_form(held)} in the model and {_form(value)} in the file")
+    wrong += _mixed_precision(state, tensors)
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise FormatError(
@@ -135,6 +136,19 @@ def _need_same(network: nn.Module, document: Mapping[str, Any], tensors: Mapping
 
 def _fits(value: torch.dtype, held: torch.dtype) -> bool:
     return value == held or (held.is_floating_point and value in PRECISIONS.values())
+
+
+def _mixed_precision(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Modules whose tensors have one floating-point dtype in the model and several in the file: they cannot be called."""
+    dtypes: dict[tuple[str, torch.dtype], set[torch.dtype]] = {}
+    for name in state.keys() & tensors.keys():
+        if state[name].is_floating_point():
+            dtypes.setdefault((name.rpartition(".")[0], state[name].dtype), set()).add(tensors[name].dtype)
+    return [
+        f"tensors of {place!r} have several dtypes in the file ({', '.join(sorted(str(dtype) for dtype in found))})"
+        for (place, _), found in sorted(dtypes.items(), key=lambda item: item[0][0])
+        if len(found) > 1
+    ]
 
 
 def _form(value: Tensor | None) -> str:
