@@ -139,7 +139,7 @@ def _fits(value: torch.dtype, held: torch.dtype) -> bool:
 
 
 def _mixed_precision(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Modules whose tensors have one floating-point dtype in the model and several in the file: they cannot be called."""
+    """Modules whose tensors have one floating-point dtype in the model and several in the file."""
     dtypes: dict[tuple[str, torch.dtype], set[torch.dtype]] = {}
     for name in state.keys() & tensors.keys():
         if state[name].is_floating_point():
