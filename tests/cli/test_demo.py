@@ -1,4 +1,4 @@
-"""The demo: a whole trained network from random weights by its norms only, and a comparison that notices faults."""
+"""The demo: a network rebuilt by its norms, a comparison that notices faults, and a deep network that is repaired."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onlynorm.cli.commands import demo as demo_module
-from onlynorm.cli.commands.demo import Demo, make_target, run_demo, train
+from onlynorm.cli.commands.demo import SCHEDULE, Demo, make_target, run_demo, run_lesson, train
 from onlynorm.data import Split, digits
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
 from onlynorm.frozen.form import Block
@@ -52,7 +52,7 @@ def test_the_norm_only_network_computes_the_same_function(features: str) -> None
 def test_the_steps_are_told_in_order_and_the_sizes_are_those_of_the_networks() -> None:
     told: list[tuple[int, int, str]] = []
     made = run_demo(features="id_cond", progress=lambda *news: told.append(news))
-    assert [(done, total) for done, total, _ in told] == [(done, 5) for done in range(5)]
+    assert [(done, total) for done, total, _ in told] == [(done, 8) for done in range(5)]
     words = [message.split()[0].rstrip(":") for _, _, message in told]
     assert words == ["planning", "training", "rebuilding", "saving", "comparing"]
     check = made.comparison.check
@@ -136,3 +136,19 @@ def test_wrong_use_is_refused_before_the_training(
     monkeypatch.setattr(demo_module, "train", lambda *args, **rest: pytest.fail("trained in vain"))
     with pytest.raises(error, match=message):
         run_demo(**options)
+
+
+@pytest.mark.slow
+def test_the_deep_network_learns_after_the_repair_and_not_before() -> None:
+    told: list[tuple[int, int, str]] = []
+    made = run_lesson(progress=lambda *news: told.append(news))
+    assert [(done, total) for done, total, _ in told] == [(done, 8) for done in (5, 6, 7)]
+    before, after = made.accuracies
+    assert before < 0.2
+    assert after > 0.9
+    assert made.has_learned
+    assert (made.repaired.before.verdict.word, made.repaired.after.verdict.word) == ("unhealthy", "healthy")
+    n_steps = SCHEDULE.epochs * -(-1438 // SCHEDULE.batch_size)
+    assert made.before[-1][0] == made.after[-1][0] == n_steps
+    panels = {curve.panel for curve in made.plot().curves}
+    assert panels == {"accuracy", "r", "signal_gradient"}

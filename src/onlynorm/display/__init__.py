@@ -6,7 +6,19 @@ Jinja2 templates. `result` has the base classes of results. matplotlib and Jinja
 
 from onlynorm.display.figure import ENDINGS, Curve, Figure, Panel
 from onlynorm.display.page import render, seconds
-from onlynorm.display.result import Result, ShownResult, View
+from onlynorm.display.result import Result, ShownResult, View, write_page
 from onlynorm.display.table import Table
 
-__all__ = ["ENDINGS", "Curve", "Figure", "Panel", "Result", "ShownResult", "Table", "View", "render", "seconds"]
+__all__ = [
+    "ENDINGS",
+    "Curve",
+    "Figure",
+    "Panel",
+    "Result",
+    "ShownResult",
+    "Table",
+    "View",
+    "render",
+    "seconds",
+    "write_page",
+]

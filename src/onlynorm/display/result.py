@@ -102,12 +102,27 @@ class ShownResult(Result):
     def _render(self, template: str, *, title: str | None = None) -> str:
         from onlynorm.display.page import render
 
-        view, figure = self.view(), self.plot()
-        svg = figure.inline_svg() if figure.curves else ""
-        return render(template, title=title or view.title, view=view, figure=svg, signs=SIGNS)
+        view, figure = self._shown()
+        return render(template, title=title or view.title, view=view, figure=figure, signs=SIGNS)
+
+    def _shown(self) -> tuple[View, str]:
+        """The content of the page and the figure as SVG; empty without curves."""
+        figure = self.plot()
+        return self.view(), figure.inline_svg() if figure.curves else ""
 
     def _repr_html_(self) -> str:
         return self._render("display/notebook.html")
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def write_page(path: Path | str, results: Sequence[ShownResult], *, title: str, text: str = "") -> Path:
+    """Writes one self-contained HTML page with a section for each result and returns its path."""
+    from onlynorm.display.page import render
+
+    path = need_path("write_page", path)
+    sections = [result._shown() for result in results]
+    page = render("display/results.html", title=title, text=text, sections=sections, signs=SIGNS)
+    write_atomically(path, page.encode())
+    return path
