@@ -20,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The rooms whose signatures carry shapes. The tower lets an int stand for a float, as type checkers do. Compiled files
 # remember whether they are checked: delete __pycache__ after a change of this list.
 _ROOMS = (
-    "modules", "intervals", "features", "solvers", "alignment", "optim", "reconstruction", "tuning", "rank",
-    "identity",
+    "modules", "intervals", "features", "solvers", "alignment", "frozen", "optim", "reconstruction",
+    "tuning", "rank", "identity",
 )  # fmt: skip
 _CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 jaxtyping.install_import_hook([f"onlynorm.{room}" for room in _ROOMS], _CHECKER)

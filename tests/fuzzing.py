@@ -77,6 +77,8 @@ from onlynorm.tuning.batches import ImageFolder
 
 SECONDS = 5.0
 WAITING = 120.0
+SETTING_UP = 780.0
+"""Additional seconds for the first input: the files of all kinds are made before it."""
 BYTES = 2**30
 
 
@@ -453,10 +455,10 @@ def chain_kinds(samples: Samples) -> None:
     chain = Chain(width=3, n_samples=2, n_chains=2)
 
     def write(path: Path) -> None:
-        simulate(chain, 40, every=2, burn_in=4, keep=path)
+        simulate(chain, 40, every=2, burn_in=4, checkpoint=path)
 
     def read(path: Path) -> None:
-        found = simulate(chain, 44, every=2, burn_in=4, keep=path)
+        found = simulate(chain, 44, every=2, burn_in=4, checkpoint=path)
         need(found.n_steps == 44 and found.n_observed == 20 and str(found), "counts that do not fit")
 
     samples.add_tensors("chain state", read, write, weight=5)
@@ -969,7 +971,7 @@ def run(inputs: int, workers: int, first: int = 0) -> int:
     escapes: list[str] = []
     n_done = n_ended = 0  # a process that dies ends the run of its part, and is an escape
     dead: set[int] = set()
-    last = [(-1, time.monotonic())] * workers
+    last = [(-1, time.monotonic() + SETTING_UP)] * workers
     while n_ended + len(dead) < workers:
         try:
             found = queue.get(timeout=5.0)

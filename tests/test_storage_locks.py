@@ -185,7 +185,7 @@ def test_fit_holds_its_checkpoint(tmp_path: Path, other: Holder) -> None:
 
 
 def test_simulate_holds_the_file_of_its_state(tmp_path: Path, other: Holder) -> None:
-    refuses(other, tmp_path / "state", lambda: simulate(Chain(width=3, n_chains=2), 9, keep=tmp_path / "state"))
+    refuses(other, tmp_path / "state", lambda: simulate(Chain(width=3, n_chains=2), 9, checkpoint=tmp_path / "state"))
 
 
 def constant(*, k: int) -> int:

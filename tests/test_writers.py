@@ -97,7 +97,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "save_adapter": lambda path: save_adapter(norms_model(), path),
     "write_peft": lambda path: write_peft(take_adapter(norms_model()), path),
     "fit(checkpoint=)": train,
-    "simulate(keep=)": lambda path: simulate(Chain(width=3, n_samples=2, n_chains=2), 20, keep=path),
+    "simulate(checkpoint=)": lambda path: simulate(Chain(width=3, n_samples=2, n_chains=2), 20, checkpoint=path),
     "write_sealed": lambda path: write_sealed(path, {"n": 1}, kind="k"),
     "write_record": lambda path: write_record(path, make_record()),
     "Figure.write": lambda path: make_record().figure.write(path),

@@ -37,10 +37,8 @@ from onlynorm.reconstruction.result import Reconstruction
 from onlynorm.storage import read_kind
 from onlynorm.tuning import adapter, training_state
 from onlynorm.tuning.adapter import Adapter
-from onlynorm.validate import need_callable, need_choice, need_device, need_path
+from onlynorm.validate import Progress, need_choice, need_device, need_path, need_progress
 
-Progress = Callable[[int, int, str], None]
-"""Called with (layers done, total layers, name of the layer)."""
 Content: TypeAlias = Factorization | Memorizer | NormMemorizer | Adapter
 """Results that are loaded without `like`."""
 
@@ -73,7 +71,7 @@ KINDS: Mapping[str, FileKind] = {
 RESUMED: Mapping[str, str] = {
     resume.KIND: "reconstruct(partial=...)",
     training_state.KIND: "fit(checkpoint=...)",
-    simulate.KIND: "simulate(keep=...)",
+    simulate.KIND: "simulate(checkpoint=...)",
 }
 """Kinds of files of unfinished runs, and the call that resumes from them."""
 WRITERS: Mapping[type, Callable[[Any, Path], None]] = {
@@ -104,7 +102,7 @@ def save(
     reconstruction is deleted after the file is written.
     """
     path = need_path("save", path)
-    _need_progress(progress)
+    need_progress(progress)
     if dtype is not None:
         need_precision("dtype", dtype)
     if os.path.isdir(path):
@@ -169,7 +167,7 @@ def load(
     """
     path = need_path("load", path)
     need_choice("storage", storage, STORAGES)
-    _need_progress(progress)
+    need_progress(progress)
     target = None if device is None else need_device("device", device)
     if like is not None:
         like = unwrap(need_model("load", like))
@@ -190,11 +188,6 @@ def load(
         return found.read(path, like=like, **options)
     content = found.read(path)
     return content if target is None else content.to(target)
-
-
-def _need_progress(progress: Progress | None) -> None:
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with (layers done, total layers, layer).")
 
 
 def _need_like(path: Path, kind: str, found: FileKind, like: nn.Module | None) -> None:

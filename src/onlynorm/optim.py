@@ -150,7 +150,7 @@ class _Follower:
             self.renew(self.gammas)
 
     @torch.no_grad()
-    def renew(self, gammas: tuple[nn.Parameter, ...]) -> None:
+    def renew(self, gammas: tuple[Tensor, ...]) -> None:
         """Sets the weight to that of these gammas."""
         self.gammas = gammas
         self.made = self.layer.frozen(*gammas)

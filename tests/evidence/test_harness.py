@@ -379,17 +379,20 @@ def test_the_sizes_of_every_benchmark_are_valid(name: str, quick: bool) -> None:
     json.dumps(sizes.key())
 
 
-def test_a_missing_package_names_the_extra_to_install(run: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", ["jinja2", "pandas", "pydantic", "threadpoolctl"])
+def test_a_missing_package_names_the_extra_to_install(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
     import importlib.util
     import sys
 
     there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "pandas" else there(name, *a))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == package else there(name, *a))
     for name in [name for name in sys.modules if name.startswith("onlynorm.evidence")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("onlynorm.evidence", raising=False)
     for words in (("theorems",), ("bench", "solve", "--quick"), ("reproduce",), ("report",)):
         ran = run(*words)
         assert ran.code == 2
-        assert "need pandas; not installed. Run `pip install onlynorm[evidence]`" in ran.err
+        assert f"need {package}; not installed. Run `pip install onlynorm[evidence]`" in ran.err
     assert harness.__name__ not in sys.modules

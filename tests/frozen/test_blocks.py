@@ -201,6 +201,7 @@ CONSTRUCTIONS = {
 }
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("storage", ["dense", "seed"])
 @pytest.mark.parametrize(
     ("construction", "groups"), [(name, n) for name in CONSTRUCTIONS for n in (0, 1, 2) if (name, n) != ("deep", 2)]

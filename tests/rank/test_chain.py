@@ -314,12 +314,12 @@ def run(chain: Chain, n_steps: int, **options: Any) -> ChainAverages:
 @pytest.mark.parametrize("law", LAWS)
 def test_a_run_that_was_cut_gives_the_same_numbers_to_the_last_bit(tmp_path: Path, law: str) -> None:
     chain = Chain(6, 0.4, n_chains=3, weights=law, activation="tanh", seed=9)
-    whole = run(chain, 301, keep=tmp_path / "whole")
+    whole = run(chain, 301, checkpoint=tmp_path / "whole")
     for n_steps in (3, 8, 150, 301):
-        cut = run(chain, n_steps, keep=tmp_path / "cut")
+        cut = run(chain, n_steps, checkpoint=tmp_path / "cut")
     assert cut == whole
     assert (tmp_path / "cut").read_bytes() == (tmp_path / "whole").read_bytes()
-    assert run(chain, 301, keep=tmp_path / "cut") == whole, "a finished run has nothing left to do"
+    assert run(chain, 301, checkpoint=tmp_path / "cut") == whole, "a finished run has nothing left to do"
     assert run(chain, 301) == whole
 
 
@@ -336,12 +336,12 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(chain, 200, keep=tmp_path / "state", progress=kill)
+        run(chain, 200, checkpoint=tmp_path / "state", progress=kill)
     assert heard == [32, 64, 96]
     state = ChainState(chain, inputs=None, quantities=USUAL, every=2, burn_in=0)
     state.load(tmp_path / "state")
     assert state.step == 96
-    assert run(chain, 200, keep=tmp_path / "state") == run(chain, 200)
+    assert run(chain, 200, checkpoint=tmp_path / "state") == run(chain, 200)
 
 
 @pytest.mark.parametrize(
@@ -349,25 +349,25 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_the_state_of_another_chain_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     chain = Chain(5, 0.4, n_chains=2)
-    run(chain, 8, keep=tmp_path / "state")
+    run(chain, 8, checkpoint=tmp_path / "state")
     with pytest.raises(ConversionError, match=f"another \\({next(iter(changes))}: .*, .* now\\). Delete it"):
-        run(dataclasses.replace(chain, **changes), 8, keep=tmp_path / "state")
+        run(dataclasses.replace(chain, **changes), 8, checkpoint=tmp_path / "state")
     with pytest.raises(ConversionError, match="inputs: 'drawn'"):
-        run(chain, 8, keep=tmp_path / "state", inputs=torch.eye(5))
+        run(chain, 8, checkpoint=tmp_path / "state", inputs=torch.eye(5))
     with pytest.raises(ConversionError, match=r"every: 2 .*, 4 now"):
-        simulate(chain, 8, keep=tmp_path / "state", every=4)
+        simulate(chain, 8, checkpoint=tmp_path / "state", every=4)
 
 
 def test_damaged_states_and_shorter_runs_are_refused(tmp_path: Path) -> None:
     chain, path = Chain(5, 0.4), tmp_path / "state"
-    run(chain, 8, keep=path)
+    run(chain, 8, checkpoint=path)
     with pytest.raises(ValueRangeError, match=r"n_steps >= 8, .*; got 4"):
-        run(chain, 4, keep=path)
+        run(chain, 4, checkpoint=path)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
     with pytest.raises(FormatError, match=r"does not match its checksum"):
-        run(chain, 8, keep=path)
+        run(chain, 8, checkpoint=path)
 
 
 @pytest.mark.parametrize(
@@ -379,12 +379,12 @@ def test_damaged_states_and_shorter_runs_are_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_forged_states_are_refused(tmp_path: Path, counts: object) -> None:
     chain, path = Chain(5, 0.4), tmp_path / "state"
-    run(chain, 8, keep=path)
+    run(chain, 8, checkpoint=path)
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure="")
     settings = {"settings": document["settings"]}
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document={**settings, "counts": counts})
     with pytest.raises(FormatError, match="counts and sums of this chain"):
-        run(chain, 8, keep=path)
+        run(chain, 8, checkpoint=path)
     for name, value in (
         ("H", torch.ones(3)),
         ("sums", tensors["sums"].float()),
@@ -393,7 +393,7 @@ def test_forged_states_are_refused(tmp_path: Path, counts: object) -> None:
         forged = {**tensors, name: value}
         write_tensors(path, forged, kind=KIND, format=FORMAT, document={**settings, "counts": document["counts"]})
         with pytest.raises(FormatError, match=f"counts and sums of this chain; state: {name} of"):
-            run(chain, 8, keep=path)
+            run(chain, 8, checkpoint=path)
 
 
 def test_averages_beyond_the_root_of_the_largest_number_are_estimated() -> None:

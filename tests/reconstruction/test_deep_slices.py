@@ -11,7 +11,7 @@ from tensors import normal
 from onlynorm.evidence.papers.giannou2023.depth import deep_table, unique_solution
 from onlynorm.frozen.sequence import whole_map
 from onlynorm.reconstruction.constructions import slices as slices_module
-from onlynorm.reconstruction.constructions.deep import EXCESSES, Law
+from onlynorm.reconstruction.constructions.deep import EXCESSES, SliceLaw
 from onlynorm.reconstruction.constructions.slices import draw_layers, draw_weights, solve_slices
 
 EXACT = 1e-9
@@ -88,14 +88,14 @@ def test_as_many_digits_are_lost_as_predicted(features: str) -> None:
 
 
 def test_the_law_falls_with_excess_and_k_and_picks_the_least_that_will_do() -> None:
-    law = Law((64, 64), 1)
+    law = SliceLaw((64, 64), 1)
     errors = [law.error(excess) for excess in (0.5, 1.0, *EXCESSES)]
     assert errors[0] == pytest.approx(0.5**0.5)
     assert errors[1] == 1.0
     assert errors[2:] == sorted(errors[2:], reverse=True)
     chosen = law.choose_excess()
     assert law.error(chosen) <= 1e-11 < law.error(EXCESSES[EXCESSES.index(chosen) - 1])
-    assert Law((64, 64), 64).error(1.0) <= 1e-13
-    assert Law((64, 64), law.choose_inputs_per_slice(1.25)).error(1.25) <= 1e-11
-    assert Law((64, 64), 1, is_orthogonal=False).choose_excess() > chosen
-    assert Law((9, 4000), 1).cure(0.5, error=1e-10) == "cure: inputs_per_slice=4000 and excess=1.25"
+    assert SliceLaw((64, 64), 64).error(1.0) <= 1e-13
+    assert SliceLaw((64, 64), law.choose_inputs_per_slice(1.25)).error(1.25) <= 1e-11
+    assert SliceLaw((64, 64), 1, is_orthogonal=False).choose_excess() > chosen
+    assert SliceLaw((9, 4000), 1).cure(0.5, error=1e-10) == "cure: inputs_per_slice=4000 and excess=1.25"

@@ -10,7 +10,8 @@ import importlib.util
 
 from onlynorm.errors import MissingDataError
 
-_missing = [name for name in ("jinja2", "pandas", "pydantic") if importlib.util.find_spec(name) is None]
+_needed = ("jinja2", "pandas", "pydantic", "threadpoolctl")
+_missing = [name for name in _needed if importlib.util.find_spec(name) is None]
 if _missing:
     raise MissingDataError(
         f"theorems, reproduce, report and bench need {', '.join(_missing)}; not installed. Run `pip install "

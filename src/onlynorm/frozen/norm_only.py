@@ -45,7 +45,7 @@ class Follower(Protocol):
     def weight_for(self, gammas: tuple[Tensor, ...]) -> Tensor:
         """The effective weight for these gammas."""
 
-    def renew(self, gammas: tuple[nn.Parameter, ...]) -> None:
+    def renew(self, gammas: tuple[Tensor, ...]) -> None:
         """Sets the held weight from these gammas."""
 
 
@@ -120,7 +120,7 @@ class NormOnlyLayer(FrozenLayer):
         return layer
 
     @property
-    def gammas(self) -> tuple[nn.Parameter, ...]:
+    def gammas(self) -> tuple[Tensor, ...]:
         """Gamma, and the output gamma if there is one."""
         return (self.gamma,) if self.output_gamma is None else (self.gamma, self.output_gamma)
 

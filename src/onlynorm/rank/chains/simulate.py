@@ -212,7 +212,7 @@ class _Counts:
     n_observed: int
 
 
-@claiming("keep")
+@claiming("checkpoint")
 def simulate(
     chain: Chain,
     n_steps: int,
@@ -221,22 +221,22 @@ def simulate(
     quantities: Sequence[str] = USUAL,
     every: int = 1,
     burn_in: int = 0,
-    keep: Path | str | None = None,
+    checkpoint: Path | str | None = None,
     progress: Progress | None = None,
 ) -> ChainAverages:
     """Averages of the quantities over `n_steps` layers of all chains, every `every`-th layer after `burn_in`.
 
     Consecutive layers are correlated, so observing all of them is expensive and adds little information, depending on
     gamma. At width 32, `every` = 16 has 1.2 (gamma 0.1) to 1.7 (gamma 0.5) times the error of every layer, 64 has 2.3
-    to 3. The state is saved to the file `keep` every 30 seconds and at the end; a run resumes from an existing file,
-    and may have more steps than before. `progress` is called with (steps done, total steps, message).
+    to 3. The state is saved to the file `checkpoint` every 30 seconds and at the end; a run resumes from an existing
+    file, and may have more steps than before. `progress` is called with (steps done, total steps, message).
     Theory: daneshmand2020:thm-3
     """
     need_instance("simulate", chain, Chain, cure="Pass Chain(width=32).")
     n_steps = need_integer("n_steps", n_steps, low=1, high=MAX_STEPS, cure="Pass the number of layers, such as 1000.")
     need_progress(progress)
     state = ChainState(chain, inputs=inputs, quantities=quantities, every=every, burn_in=burn_in)
-    path = None if keep is None else need_path("keep", keep)
+    path = None if checkpoint is None else need_path("checkpoint", checkpoint)
     if path is not None and path.exists():
         state.load(path)
         if state.step > n_steps:

@@ -4,7 +4,7 @@ The inputs are split into slices of k = `inputs_per_slice`, and each slice enter
 out * k * excess features. k = inp is a wide construction without activation; a layer with fewer inputs than k has one
 slice. The numbers of inputs and outputs may differ. In a convolution the slices are channels.
 
-`features` may be any random distribution. "orthogonal" is recommended: by `Law` it loses half as many digits as
+`features` may be any random distribution. "orthogonal" is recommended: by `SliceLaw` it loses half as many digits as
 "he_normal", the default of all constructions. By default `excess` is the smallest for which the law predicts an error
 of 1e-11, so that the error is well below 1e-9 with either.
 
@@ -82,7 +82,7 @@ WANTED = 1e-11
 
 
 @dataclass(frozen=True)
-class Law:
+class SliceLaw:
     """The law for a target of `shape` (out, inp, *kernel) split into slices of `inputs_per_slice` inputs."""
 
     shape: tuple[int, ...]
@@ -246,7 +246,7 @@ HAAR_SECONDS = 2e-9
 
 
 def estimate(target: TargetLayer, construction: Deep, settings: Settings, load: Load = ALONE) -> Costs:
-    """The cost of the deep construction of this layer; condition number and error are predicted by `Law`."""
+    """The cost of the deep construction of this layer; condition number and error are predicted by `SliceLaw`."""
     layers = draw_target(target, construction, settings)
     law = law_of(target, construction)
     first, width, n_layers = layers[0], layers[0].n_features, len(layers)
@@ -279,7 +279,7 @@ def estimate(target: TargetLayer, construction: Deep, settings: Settings, load: 
     )  # fmt: skip
 
 
-def law_of(target: TargetLayer, construction: Deep) -> Law:
+def law_of(target: TargetLayer, construction: Deep) -> SliceLaw:
     """The law for this layer; raises if the construction does not support it."""
     if target.groups > 1:
         raise ConversionError(
@@ -287,7 +287,7 @@ def law_of(target: TargetLayer, construction: Deep) -> Law:
             "Wide(), LowRank() or Residual()."
         )
     inputs_per_slice = min(construction.inputs_per_slice, target.shape[1])
-    return Law(target.shape, inputs_per_slice, is_orthogonal=construction.features == "orthogonal")
+    return SliceLaw(target.shape, inputs_per_slice, is_orthogonal=construction.features == "orthogonal")
 
 
 def draw_target(target: TargetLayer, construction: Deep, settings: Settings) -> list[Features]:

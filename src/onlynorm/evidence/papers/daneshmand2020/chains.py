@@ -61,7 +61,7 @@ def growing_averages(
     chain = Chain(width, gamma, activation=activation, n_chains=n_chains, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "chain"
-        return [_plain(simulate(chain, n, every=every, quantities=("r",), keep=kept)) for n in sorted(lengths)]
+        return [_plain(simulate(chain, n, every=every, quantities=("r",), checkpoint=kept)) for n in sorted(lengths)]
 
 
 def eigenvalues_over_depth(

@@ -18,7 +18,7 @@ from onlynorm.errors import AccuracyWarning
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.features import check_shape, draw
 from onlynorm.models import mlp
-from onlynorm.reconstruction import deep, slices
+from onlynorm.reconstruction import SliceLaw, Slices, draw_layers, solve_slices
 from onlynorm.validate import as_real, need_free_memory, need_integer, need_items, need_number, need_seed, need_sizes
 
 
@@ -136,13 +136,13 @@ def deep_table(
         target = torch.randn(width, width, dtype=torch.float64, generator=generator) / width**0.5
         for narrow in [k for k in ks if k <= width]:
             unique = unique_solution(target, inputs_per_slice=narrow, seed=seed)
-            law = deep.Law((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
+            law = SliceLaw((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
             for excess in excesses:
                 n_features = draw(features, (width, narrow), excess=excess).n_features
-                layers = slices.draw_layers(
+                layers = draw_layers(
                     features, (width, width), inputs_per_slice=narrow, n_features=n_features, seed=seed
                 )
-                found = slices.solve_slices(layers, target)
+                found = solve_slices(layers, target)
                 rows.append(
                     DeepRow(
                         width, narrow, excess, law.n_layers, n_features, found.residual, found.condition,
@@ -154,7 +154,7 @@ def deep_table(
 
 def unique_solution(
     target: Float[Tensor, "out inp *kernel"], *, inputs_per_slice: int, features: str = "he_normal", seed: int = 0
-) -> slices.Slices:
+) -> Slices:
     """The paper's own solution: as many features as equations in every layer, so that each has one solution only.
 
     It exists with probability one, and float64 loses it to rounding where layers are many and narrow.
@@ -164,5 +164,5 @@ def unique_solution(
     check_shape(target.shape)
     count = need_integer("inputs_per_slice", inputs_per_slice, low=1, high=target.shape[1], cure="Try 1.")
     n_features = math.prod((len(target), count, *target.shape[2:]))
-    layers = slices.draw_layers(features, tuple(target.shape), inputs_per_slice=count, n_features=n_features, seed=seed)
-    return slices.solve_slices(layers, target, is_near=False)
+    layers = draw_layers(features, tuple(target.shape), inputs_per_slice=count, n_features=n_features, seed=seed)
+    return solve_slices(layers, target, is_near=False)
