@@ -573,7 +573,7 @@ def doubled(network: nn.Sequential) -> nn.Sequential:
 def test_a_repaired_model_is_loaded_only_onto_its_forward_hooks(tmp_path: Path, method: str) -> None:
     result = on.repair(doubled(model()), X, LABELS, method=method)
     on.save(result, tmp_path / "file")
-    with pytest.raises(FormatError, match=r"hooks\] at '2.*' are \[0, 0\] in the model and \[0, 1\] in the file"):
+    with pytest.raises(FormatError, match=r"hooks\] at '2.*' are \[0, 0\] in the network and \[0, 1\] in the file"):
         on.load(tmp_path / "file", like=fresh())
     loaded = on.load(tmp_path / "file", like=doubled(model(seed=1)))
     assert torch.equal(loaded.eval()(X), result.model.eval()(X))
@@ -581,10 +581,10 @@ def test_a_repaired_model_is_loaded_only_onto_its_forward_hooks(tmp_path: Path, 
     (tmp_path / "file").write_bytes(forged(data, hooks=DROPPED))  # a file of an earlier version
     assert isinstance(on.load(tmp_path / "file", like=fresh()), nn.Sequential)
     (tmp_path / "file").write_bytes(forged(data, hooks=3))
-    with pytest.raises(FormatError, match="hooks of its modules"):
+    with pytest.raises(FormatError, match="hyperparameters and hooks of its modules"):
         on.load(tmp_path / "file", like=fresh())
     on.save(repaired(method), tmp_path / "file")
-    with pytest.raises(FormatError, match=r"are \[0, 1\] in the model and \[0, 0\] in the file"):
+    with pytest.raises(FormatError, match=r"are \[0, 1\] in the network and \[0, 0\] in the file"):
         on.load(tmp_path / "file", like=doubled(model(seed=1)))
 
 

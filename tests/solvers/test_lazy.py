@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import onlynorm as on
-from onlynorm.solvers import lazy
+from onlynorm.solvers import Solution, lazy
 from onlynorm.solvers.lazy import copy_lazy, set_lazy
 from onlynorm.solvers.methods import direct
 from tests.systems import draw_system
+from tests.tensors import normal
 
 
 @lazy.lazy("value")
@@ -106,3 +107,23 @@ def test_large_systems_hold_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     solution = on.solve(*draw_system(6, 8, 30), method="cholesky")
     held = [value for value in vars(solution).values() if callable(value)]
     assert not [value for value in held if not isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("method", ["auto", "qr", "cholesky", "krylov", "minimum width"])
+@pytest.mark.parametrize("shape", [(4, 4, 16), (7, 3, 30), (3, 7, 20)])
+def test_fields_are_those_of_the_system_that_was_solved_when_buffers_are_used_again(
+    method: str, shape: tuple[int, int, int]
+) -> None:
+    out, inp, n_features = shape
+    left, right, target = normal(out, n_features), normal(n_features, inp, seed=1), normal(out, inp, seed=2)
+
+    def solved() -> Solution:
+        if method == "minimum width":
+            return on.solve(left, right, target, minimum_width=True)
+        return on.solve(left, right, target, method=method)
+
+    first, second = solved(), solved()
+    before = (first.condition, first.shortfall)
+    for buffer in (left, right, target):
+        buffer.zero_()
+    assert (second.condition, second.shortfall) == before

@@ -429,3 +429,18 @@ def test_rows_of_unequal_size_are_factored_in_double_precision_at_once() -> None
     turned = on.solve(right.mT, left.mT, target.mT)
     assert turned.is_least_squares
     assert "was used" not in turned.reason
+
+
+@pytest.mark.parametrize("decades", [30, 80, 100, 130])
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("n_features", [115, 150])
+def test_lengths_of_features_do_not_matter_where_their_squares_underflow(
+    decades: int, side: str, n_features: int
+) -> None:
+    left, right, target = draw_system(12, 12, n_features)
+    lengths = torch.logspace(-decades, decades, n_features, dtype=torch.float64)
+    split = {"left": (lengths, 1.0), "right": (1.0, lengths), "both": (lengths.sqrt(), lengths.sqrt())}[side]
+    unit = on.solve(left, right, target)
+    found = on.solve(left * split[0], (right.mT * split[1]).mT, target)
+    assert found.residual == pytest.approx(unit.residual, rel=1e-6, abs=1e-9)
+    assert found.is_least_squares == unit.is_least_squares

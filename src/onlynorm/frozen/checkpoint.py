@@ -18,7 +18,6 @@ import contextlib
 import copy
 import hashlib
 import math
-import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +43,13 @@ from onlynorm.frozen.pair import LowRankBlock, NormOnlyBlock
 from onlynorm.frozen.residual import ResidualBlock
 from onlynorm.frozen.sequence import DeepBlock, MultilayerBlock
 from onlynorm.memory import memory_limit, need_memory
-from onlynorm.modules import need_model, unwrap
+from onlynorm.modules import need_model, structure, unwrap
 from onlynorm.modules.affine import Sharing
 from onlynorm.modules.convolution import explicit_padding
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, layer_options
 from onlynorm.modules.norms import FoldedNorm, folded_places
 from onlynorm.modules.walk import copy_network, precision, replace_layer, swap
-from onlynorm.storage import from_plain, read_tensors, to_plain, write_tensors
+from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.validate import Progress, need_choice, need_device, need_path, need_progress
 
 FORMAT = 1
@@ -105,7 +104,7 @@ def save_network(
         "blocks": entries, "folded": folded_places(network), "aliases": aliases,
         "dtype": str(dtype or precision(network)).removeprefix("torch."),
         "folded_axes": {place: network.get_submodule(place).n_axes for place in folded_places(network)},
-        "structure": describe_structure(network), "hooks": count_hooks(network),
+        **describe_structure(network),
     }  # fmt: skip
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
@@ -565,6 +564,8 @@ def _normalised(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a convolution with explicit padding, and no padding mode without padding."""
     if not options:
         return {}
+    if any(isinstance(one, list | tuple) and len(one) != len(options["kernel_size"]) for one in options.values()):
+        raise ValueError("one size per axis")
     padding = explicit_padding(options)
     return {**options, "padding": padding, "padding_mode": options["padding_mode"] if any(padding) else None}
 
@@ -589,74 +590,32 @@ def _output_shape(module: nn.Module, layer: nn.Module, *, n_missing: int = 0) ->
     return tuple(output.shape)
 
 
-SKIPPED = frozenset({"training", "inplace", "gradient_checkpointing", "name_or_path", "activation_relu_or_gelu"})
-"""Attributes without effect in evaluation mode, or derived from others."""
-LONGEST = 1000
-"""Longer lists are data, not hyperparameters."""
-
-
 def describe_structure(network: nn.Module) -> dict[str, dict[str, Any]]:
-    """Class and JSON attributes of every module by its first place, except frozen layers and folded norms."""
-    found: dict[str, dict[str, Any]] = {}
-    inside: list[str] = []
-    for place, module in network.named_modules():
-        if isinstance(module, FrozenLayer | FoldedNorm):
-            inside.append(f"{place}." if place else "")
-        elif not place.startswith(tuple(inside)) or not inside:
-            found[place] = _describe(module)
-    return found
+    """Classes, hyperparameters and hooks of the modules, except frozen layers and folded norms, as JSON types."""
+    return structure.describe(network, opaque=_OPAQUE, kind_of=plain_kind)
 
 
-def count_hooks(network: nn.Module) -> dict[str, list[int]]:
-    """[forward pre-hooks, forward hooks] of every module with any; they may change its output."""
-    counts = ((p, [len(m._forward_pre_hooks), len(m._forward_hooks)]) for p, m in network.named_modules())
-    return {place: numbers for place, numbers in counts if any(numbers)}
+def structure_differences(
+    document: Mapping[str, object], network: nn.Module, *, replaced: Collection[str] = ()
+) -> list[str]:
+    """How the structure of the network differs from that in a file, except at replaced places."""
+    return structure.differences(document, network, replaced=replaced, opaque=_OPAQUE, kind_of=plain_kind)
 
 
-def differences(
-    stored: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], *, replaced: Collection[str]
-) -> Iterable[str]:
-    """Descriptions of the differences between two structures, except at replaced places."""
-    for place in sorted(stored.keys() | own.keys()):
-        if place in replaced:
-            continue
-        theirs, mine = stored.get(place), own.get(place)
-        if theirs is None or mine is None:
-            yield f"{place!r} is {'missing' if mine is None else mine['class']} in the network"
-            continue
-        for name in sorted(theirs.keys() | mine.keys()):
-            if theirs.get(name) != mine.get(name):
-                values = [f"{side.get(name, 'not set')!r:.40}" for side in (mine, theirs)]
-                yield f"{name} of {place!r} is {values[0]} in the network and {values[1]} in the file"
+def mixed_precision(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Modules whose tensors have one floating-point dtype in the network and several in the file."""
+    dtypes: dict[tuple[str, torch.dtype], set[torch.dtype]] = {}
+    for name in state.keys() & tensors.keys():
+        if state[name].is_floating_point():
+            dtypes.setdefault((name.rpartition(".")[0], state[name].dtype), set()).add(tensors[name].dtype)
+    return [
+        f"tensors of {place!r} have several dtypes in the file ({', '.join(sorted(str(dtype) for dtype in found))})"
+        for (place, _), found in sorted(dtypes.items(), key=lambda item: item[0][0])
+        if len(found) > 1
+    ]
 
 
-def _describe(module: nn.Module) -> dict[str, Any]:
-    if "_orig_mod" in module._modules:  # a wrapper of torch.compile
-        return {"class": type(module).__name__}
-    values = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    if "makes_nested" in values:
-        values["use_nested_tensor"] = values.pop("makes_nested")
-    values.pop("fast_activation", None)
-    plain = {name: _plain(value) for name, value in values.items() if name not in SKIPPED}
-    return {
-        "class": plain_kind(module).__name__,
-        **{name: value for name, value in plain.items() if value is not _NOT_PLAIN},
-    }
-
-
-_NOT_PLAIN = object()
-
-
-def _plain(value: object) -> Any:
-    """A hyperparameter in JSON types; functions, such as torch.nn.functional.relu, by their name."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return to_plain(value)
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return value.__name__
-    if isinstance(value, tuple | list) and len(value) <= LONGEST:
-        items = [_plain(item) for item in value]
-        return _NOT_PLAIN if _NOT_PLAIN in items else items
-    return _NOT_PLAIN
+_OPAQUE = (FrozenLayer, FoldedNorm)
 
 
 def _parse(
@@ -697,6 +656,7 @@ def _need_architecture(
         if own.get(name) != stored.get(name):
             mine, theirs = own.get(name, "missing"), stored.get(name, "missing")
             wrong.append(f"{name!r} is {mine} in the network and {theirs} in the file")
+    wrong += mixed_precision(_outside(like.state_dict(), replaced), tensors)
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise FormatError(
@@ -726,28 +686,13 @@ def _need_ties(own: Mapping[str, Tensor], stored: Mapping[str, Tensor], aliases:
 
 def _need_structure(like: nn.Module, document: Mapping[str, object], replaced: list[str]) -> None:
     """Raises if a module has another class, other hyperparameters or other hooks than in the file."""
-    if "structure" not in document:  # a file of an earlier version
-        return
-    stored, hooks = _as_dict(document.get("structure")), _as_dict(document.get("hooks"))
-    if not all(isinstance(module, dict) for module in stored.values()):
-        raise FormatError(f"a {KIND} needs a dict of hyperparameters for each module; got others. {CURE}")
-    own = from_plain({place: to_plain(values) for place, values in describe_structure(like).items()})
-    wrong = list(differences(stored, own, replaced=replaced))
+    wrong = structure_differences(document, like, replaced=replaced)
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise FormatError(
             f"load needs a network of the saved architecture; {'; '.join(wrong[:4])}{more}. Pass a new network of the "
-            "target's architecture as like=."
+            "target's architecture, with the same forward hooks, as like=."
         )
-    present = count_hooks(like)
-    for place in sorted(hooks.keys() | present.keys()):
-        if hooks.get(place, [0, 0]) != present.get(place, [0, 0]):
-            raise FormatError(
-                "load needs the forward hooks of the saved network, which may change its output: "
-                f"[pre-hooks, hooks] at {place!r} are {present.get(place, [0, 0])} in the network and "
-                f"{hooks.get(place, [0, 0])!r:.40} in the file. Register the same hooks on like=, or remove them "
-                "before saving."
-            )
 
 
 def _as_dict(value: object) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tools for any `nn.Module`: layers and norms, outputs, wrappers, folding, and default losses.
 
-Reading order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched.
+Reading order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched, structure.
 """
 
 from onlynorm.modules import activations, affine

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from onlynorm.errors import FormatError, StorageError
 from onlynorm.frozen.checkpoint import (
-    count_hooks,
     describe_activation,
     describe_layer,
     describe_structure,
@@ -44,7 +43,7 @@ def fingerprint(
     fields["box"] = None if box is None else tensors_digest({"low": box.low, "high": box.high})
     plain: dict[str, Any] = to_plain(
         {
-            **fields, **others, "architecture": digest([describe_structure(model), count_hooks(model)]),
+            **fields, **others, "architecture": digest(describe_structure(model)),
             "target network": tensors_digest(model.state_dict()),
             "calibration batch": tensors_digest({str(i): x for i, x in enumerate(inputs)}),
             "onlynorm": version(), "torch": torch.__version__,

@@ -403,6 +403,11 @@ class KhatriRao:
             left, right = left[:, features], right[features]
         return KhatriRao(left, right)
 
+    def copied(self) -> KhatriRao:
+        """The operator of copies of both factors."""
+        left, right = self.dense()
+        return KhatriRao(left.clone(), right.clone())
+
     def scaled(self, left_power: int, right_power: int) -> KhatriRao:
         """The stored operator of left * 2^left_power and right * 2^right_power, exact."""
         powers = [
@@ -420,9 +425,9 @@ class KhatriRao:
         """
         sides = torch.empty(2, self.n_features, dtype=self.dtype, device=self.device)
         for where, left, right in self.blocks():
-            sides[0, where], sides[1, where] = (torch.linalg.vector_norm(side, dim=1) for side in (left, right))
-        lengths = sides.prod(0)
-        lengths = torch.where(lengths > 0, lengths.clamp_min(SHORTEST * float(lengths.max())), torch.ones_like(lengths))
+            sides[0, where], sides[1, where] = (_row_lengths(side) for side in (left, right))
+        lengths, is_zero = sides.prod(0), (sides == 0).any(0)
+        lengths = lengths.clamp_min(SHORTEST * float(lengths.max())).masked_fill(is_zero, 1.0)
         other = KhatriRao.__new__(KhatriRao)
         other.__dict__.update(self.__dict__)
         if self._left is None or self._right is None:
@@ -478,6 +483,17 @@ class KhatriRao:
             f"KhatriRao({self.out} x {self.inp} = {self.equations} equations, {self.n_features} features, "
             f"excess {self.excess:.3g}, {self.dtype}, {kind} in blocks of {self.block})"
         )
+
+
+def _row_lengths(rows: Float[Tensor, "some side"]) -> Float[Tensor, " some"]:
+    """The Euclidean length of every row, also where its squares underflow or overflow."""
+    lengths = torch.linalg.vector_norm(rows, dim=1)
+    info = torch.finfo(rows.dtype)
+    if not bool(((lengths > info.tiny**0.5 / info.eps) & (lengths < info.max**0.5)).all()):
+        largest = rows.abs().amax(1, keepdim=True)
+        divisor = torch.where(largest > 0, largest, 1.0)
+        lengths = torch.linalg.vector_norm(rows / divisor, dim=1) * largest[:, 0]
+    return lengths
 
 
 def cached_features(n_features: int, per_feature: int, *, is_stored: bool = True) -> int:

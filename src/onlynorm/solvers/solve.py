@@ -499,16 +499,20 @@ def _add_shortfall(
             "the tolerance to get the best solution found."
         )
 
+    # A copy, since the caller may change the factors before the field is read.
+    n_bytes = operator.stored_bytes if operator.is_stored else MAX_HELD + 1
+    held = operator.copied() if n_bytes <= MAX_HELD else operator
+
     def shortfall(solution: Solution) -> str:
         reached = f"residual {solution.residual:.1e}"
         if solution.is_least_squares:
             reached += ", the least-squares optimum for these features"
         elif solution.output_gamma is None:
             reached += f", not the least-squares optimum ({solution.optimality:.1e} in the span of the features)"
-        return f"{reached}{tried}. {_cure(operator, solution, attempt, method, has_near=has_near)}"
+        return f"{reached}{tried}. {_cure(held, solution, attempt, method, has_near=has_near)}"
 
     # Computed now if features are not stored: reading the field would draw them again.
-    set_lazy(solution, "shortfall", shortfall, operator.stored_bytes if operator.is_stored else MAX_HELD + 1)
+    set_lazy(solution, "shortfall", shortfall, n_bytes)
     return solution
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, FormatError
-from onlynorm.frozen.checkpoint import count_hooks, describe_structure, differences
+from onlynorm.frozen.checkpoint import describe_structure, mixed_precision, structure_differences
 from onlynorm.frozen.options import PRECISIONS
 from onlynorm.modules import need_model, unwrap
 from onlynorm.modules.walk import copy_network, replace_module
@@ -23,7 +23,7 @@ from onlynorm.rank.coverage import is_layer, tie_like
 from onlynorm.rank.repairs.insert_norms import NORMS, WithNorm, add_norm
 from onlynorm.rank.repairs.repair import Repaired
 from onlynorm.rank.repairs.rescale import Skip
-from onlynorm.storage import from_plain, read_tensors, tensors_digest, to_plain, write_tensors
+from onlynorm.storage import read_tensors, tensors_digest, write_tensors
 
 KIND = "onlynorm-repaired"
 FORMAT = 1
@@ -42,8 +42,7 @@ def save_repaired(result: Repaired, path: Path) -> None:
             )
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
     document = {
-        **result.as_dict(), "inserted": _inserted(model), "structure": describe_structure(model),
-        "hooks": count_hooks(model),
+        **result.as_dict(), "inserted": _inserted(model), **describe_structure(model),
     }  # fmt: skip
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
@@ -105,27 +104,13 @@ def _insert(network: nn.Module, entry: Mapping[str, Any]) -> None:
 
 def _need_same(network: nn.Module, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raises if a module has another class, other hyperparameters or hooks, or if a tensor does not fit."""
-    wrong: list[str] = []
-    stored, hooks = document.get("structure"), document.get("hooks")
-    if stored is not None:  # files of earlier versions have none
-        if not isinstance(stored, dict) or not all(isinstance(module, dict) for module in stored.values()):
-            raise FormatError(f"a repaired model needs a dict of hyperparameters per module; got others. {CURE}")
-        own = {place: from_plain(to_plain(values)) for place, values in describe_structure(network).items()}
-        wrong += differences(stored, own, replaced=())
-    if hooks is not None:  # nor these
-        if not isinstance(hooks, dict):
-            raise FormatError(f"a repaired model needs the hooks of its modules; the file has others. {CURE}")
-        present = count_hooks(network)
-        for place in sorted(hooks.keys() | present.keys()):
-            mine, theirs = present.get(place, [0, 0]), hooks.get(place, [0, 0])
-            if mine != theirs:
-                wrong.append(f"[pre-hooks, hooks] at {place!r} are {mine} in the model and {theirs!r:.40} in the file")
+    wrong = structure_differences(document, network)
     state = network.state_dict()
     for name in sorted(state.keys() | tensors.keys()):
         held, value = state.get(name), tensors.get(name)
         if held is None or value is None or held.shape != value.shape or not _fits(value.dtype, held.dtype):
             wrong.append(f"{name!r} is {_form(held)} in the model and {_form(value)} in the file")
-    wrong += _mixed_precision(state, tensors)
+    wrong += mixed_precision(state, tensors)
     if wrong:
         more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise FormatError(
@@ -136,19 +121,6 @@ def _need_same(network: nn.Module, document: Mapping[str, Any], tensors: Mapping
 
 def _fits(value: torch.dtype, held: torch.dtype) -> bool:
     return value == held or (held.is_floating_point and value in PRECISIONS.values())
-
-
-def _mixed_precision(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Modules whose tensors have one floating-point dtype in the model and several in the file."""
-    dtypes: dict[tuple[str, torch.dtype], set[torch.dtype]] = {}
-    for name in state.keys() & tensors.keys():
-        if state[name].is_floating_point():
-            dtypes.setdefault((name.rpartition(".")[0], state[name].dtype), set()).add(tensors[name].dtype)
-    return [
-        f"tensors of {place!r} have several dtypes in the file ({', '.join(sorted(str(dtype) for dtype in found))})"
-        for (place, _), found in sorted(dtypes.items(), key=lambda item: item[0][0])
-        if len(found) > 1
-    ]
 
 
 def _form(value: Tensor | None) -> str:

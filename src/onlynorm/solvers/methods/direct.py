@@ -138,6 +138,8 @@ def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Dir
     import scipy.linalg
 
     matrix, flat = operator.materialise(), target.reshape(-1, operator.equations)
+    n_bytes = matrix.numel() * matrix.element_size()
+    held = matrix.clone() if n_bytes <= MAX_HELD else None
     cutoff = (max(matrix.shape) + ROUNDED_PIVOT) * torch.finfo(matrix.dtype).eps
     found, _, rank, _ = scipy.linalg.lstsq(
         matrix.cpu().numpy(), flat.mT.cpu().numpy(), cond=cutoff, lapack_driver="gelsy", overwrite_a=True,
@@ -153,11 +155,10 @@ def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Dir
     if operator.n_features < operator.equations:
         error = optimality
     result = DirectResult(gamma, 1, math.nan, error, rank=int(rank), optimality=optimality)
-    n_bytes = 8 * operator.equations * operator.n_features
-    if n_bytes <= MAX_HELD:
-        set_lazy(result, "condition", lambda _: _condition_of_rank(operator, int(rank)), n_bytes)
-    else:
-        set_lazy(result, "condition", lambda _: max(1.0, _growth(operator, gamma)), n_bytes)
+    if held is None:
+        result.condition = max(1.0, _growth(operator, gamma))
+    else:  # a copy: the caller may change the factors before the field is read
+        set_lazy(result, "condition", lambda _: _condition_of_rank(held, int(rank)), n_bytes)
     return result
 
 
@@ -304,9 +305,9 @@ def _largest_eigenvalue(step: Callable[[Vector], Vector], start: Vector) -> floa
     return float(np.linalg.eigvalsh(projected)[-1]) if np.isfinite(projected).all() else math.inf
 
 
-def _condition_of_rank(operator: Operator, rank: int) -> float:
+def _condition_of_rank(matrix: Tensor, rank: int) -> float:
     """The largest singular value of M over the smallest of this rank."""
-    s = torch.linalg.svdvals(operator.materialise())
+    s = torch.linalg.svdvals(matrix)
     return float(s[0] / s[rank - 1]) if rank > 0 else math.inf
 
 
