@@ -31,6 +31,7 @@ from onlynorm.features.streams import Stream
 ROUNDS = 3
 """Fewer rounds mix too little if n is not a power of two; more make no measurable difference."""
 _PANEL = 2**16  # entries that are transformed at once: they and their sums fit into the cache of a core
+_LARGE = 2**20  # entries from which the memory of the results matters
 _FEWEST = 16  # minimum number of columns of a panel, for vectorization
 
 
@@ -91,8 +92,14 @@ class FastOrthogonal:
         rows = x.reshape(-1, self.n).to(torch.promote_types(x.dtype, torch.float32))
         signs, orders = self.signs.to(rows), self.orders.to(rows.device)
         apply, orders = (_apply_transpose, orders.argsort(1)) if is_transposed else (_apply, orders)
-        panels = [apply(part.mT, signs, orders).mT for part in rows.split(max(_FEWEST, _PANEL // self.n))]
-        return torch.cat(panels).reshape(x.shape).to(x.dtype)
+        panels = (apply(part.mT, signs, orders).mT for part in rows.split(max(_FEWEST, _PANEL // self.n)))
+        if x.numel() < _LARGE or (torch.is_grad_enabled() and x.requires_grad):
+            return torch.cat(list(panels)).reshape(x.shape).to(x.dtype)
+        made, start = torch.empty_like(rows, dtype=x.dtype, memory_format=torch.contiguous_format), 0
+        for panel in panels:  # without a second copy of the results
+            made[start : start + len(panel)] = panel
+            start += len(panel)
+        return made.reshape(x.shape)
 
 
 def n_blocks(n: int) -> int:
