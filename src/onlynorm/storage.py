@@ -100,6 +100,15 @@ def from_plain(value: Any) -> Any:
     return value
 
 
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Every setting of a run that differs from the saved one, with both values as text."""
+    return {
+        name: f"{name}: {saved.get(name)!r:.60} saved, {now.get(name)!r:.60} now"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    }
+
+
 def canonical(value: Any) -> str:
     """`value` as canonical JSON: sorted keys, no spaces."""
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -181,12 +181,12 @@ def test_killed_at_twenty_moments_a_resumed_run_writes_the_same_file(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"seed": 1}, r"another seed \(0 then, 1 now\)"),
-        ({"features": "he_uniform"}, r"another features \(he_normal then, he_uniform now\)"),
-        ({"activation": nn.Tanh()}, r"another activation \("),
-        ({"inputs": normal(30, 6, seed=1)}, r"another calibration batch \("),
-        ({"fold_norms": True}, r"another fold_norms \(False then, True now\)"),
-        ({"error": 1e-6}, r"another error \(None then, 1e-06 now\); tolerance \(None then, .*; window \("),
+        ({"seed": 1}, r"another seed: 0 saved, 1 now"),
+        ({"features": "he_uniform"}, r"another features: 'he_normal' saved, 'he_uniform' now"),
+        ({"activation": nn.Tanh()}, r"another activation: "),
+        ({"inputs": normal(30, 6, seed=1)}, r"another calibration batch: "),
+        ({"fold_norms": True}, r"another fold_norms: False saved, True now"),
+        ({"error": 1e-6}, r"another error: None saved, 1e-06 now; tolerance: None saved, .*; window: "),
     ],
 )
 def test_other_arguments_do_not_mix_with_a_partial_run(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_another_target_does_not_mix_with_a_partial_run(tmp_path: Path) -> None:
     other = net()
     with torch.no_grad():
         other[2].bias[0] += 1e-12
-    with pytest.raises(FormatError, match=r"got another target network \(.*Delete the folder"):
+    with pytest.raises(FormatError, match=r"got another target network: .*Delete the folder"):
         reconstruct(other, X, partial=tmp_path)
     leaky = nn.Sequential(other[0], nn.LeakyReLU(), net()[2])
-    with pytest.raises(FormatError, match=r"got another architecture \(.*Delete the folder"):
+    with pytest.raises(FormatError, match=r"got another architecture: .*Delete the folder"):
         reconstruct(leaky, X, partial=tmp_path)
 
 

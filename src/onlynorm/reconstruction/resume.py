@@ -26,7 +26,17 @@ from onlynorm.frozen.checkpoint import (
 from onlynorm.frozen.form import Block
 from onlynorm.modules.layers import TargetLayer
 from onlynorm.reconstruction.constructions.options import Construction, Settings
-from onlynorm.storage import claim, digest, from_plain, read_tensors, tensors_digest, to_plain, version, write_tensors
+from onlynorm.storage import (
+    changed_settings,
+    claim,
+    digest,
+    from_plain,
+    read_tensors,
+    tensors_digest,
+    to_plain,
+    version,
+    write_tensors,
+)
 
 FORMAT = 2
 """Format 1 had other options."""
@@ -94,10 +104,8 @@ class Partial:
         return block, evidence
 
     def _need_same(self, run: dict[str, Any], cure: str) -> None:
-        now = from_plain(self.run)
-        other = [name for name in {**run, **now} if run.get(name) != now.get(name)]
-        if other:
-            listed = "; ".join(f"{name} ({_short(run.get(name))} then, {_short(now.get(name))} now)" for name in other)
+        if other := changed_settings(run, from_plain(self.run)):
+            listed = "; ".join(other.values())
             raise FormatError(f"resuming needs the arguments of the run in {self.folder}; got another {listed}. {cure}")
 
     def _path(self, number: int) -> Path:
@@ -110,7 +118,3 @@ def remove(folder: Path) -> None:
         for path in (*folder.glob("layer-*.safetensors"), *folder.glob(".layer-*.safetensors.*.tmp")):
             path.unlink()
         folder.rmdir()
-
-
-def _short(value: object) -> str:
-    return f"{value!s:.32}"

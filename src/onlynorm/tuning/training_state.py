@@ -26,7 +26,7 @@ from onlynorm.errors import ConversionError, FormatError
 from onlynorm.frozen import NormOnlyLayer
 from onlynorm.modules.norms import plain_name
 from onlynorm.seeds import GLOBAL_GENERATORS
-from onlynorm.storage import make_checked, read_tensors, write_tensors
+from onlynorm.storage import changed_settings, make_checked, read_tensors, write_tensors
 from onlynorm.tuning.adapter import write_values
 from onlynorm.tuning.batches import n_batches
 from onlynorm.tuning.fingerprint import hidden_buffers, is_plain, state_of
@@ -164,17 +164,14 @@ def load_state(
     saved = document.get("settings")
     if not isinstance(saved, dict):
         raise FormatError(f"a training run needs its settings; {path.name} has none. {cure}")
-    changed = sorted(key for key in settings.keys() | saved.keys() if settings.get(key) != saved.get(key))
+    changed = changed_settings(saved, settings)
     other = [words for key, words in _DIGESTS.items() if key in changed]
     if changed and len(other) == len(changed):
         raise ConversionError(
             f"resuming needs the model and the data of the run in {path.name}; got {' and '.join(other)}. {cure}"
         )
     if changed:
-        listed = ", ".join(
-            f"{key}: {saved.get(key)!r} saved, {settings.get(key)!r} now"
-            for key in [key for key in changed if key not in _DIGESTS][:4]
-        )
+        listed = ", ".join([text for key, text in changed.items() if key not in _DIGESTS][:4])
         raise ConversionError(
             f"resuming needs the settings of the run in {path.name}; got different ones ({listed}). {cure}"
         )

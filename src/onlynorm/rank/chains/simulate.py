@@ -20,7 +20,7 @@ from onlynorm.errors import ConversionError, FormatError, ValueRangeError
 from onlynorm.rank.chains.averages import ROOM, BatchMeans, Estimate
 from onlynorm.rank.chains.chain import MAX_STEPS, Chain, steps
 from onlynorm.rank.chains.quantities import ROWWISE, USUAL, check_quantities, observe
-from onlynorm.storage import claiming, digest, make_checked, read_tensors, write_tensors
+from onlynorm.storage import changed_settings, claiming, digest, make_checked, read_tensors, write_tensors
 from onlynorm.validate import Progress, need_choice, need_instance, need_integer, need_path, need_progress
 
 KIND, FORMAT = "chain state", 1
@@ -176,9 +176,8 @@ class ChainState:
         saved = document.get("settings")
         if not isinstance(saved, dict):
             raise FormatError(f"a {KIND} needs its settings; {path.name} has none. {cure}")
-        changed = [name for name, value in self._settings.items() if saved.get(name) != value]
-        if changed:
-            text = ", ".join(f"{name}: {saved.get(name)!r} saved, {self._settings[name]!r} now" for name in changed[:4])
+        if changed := changed_settings(saved, self._settings):
+            text = ", ".join(list(changed.values())[:4])
             raise ConversionError(f"resuming needs the chain of {path.name}; got another ({text}). {cure}")
         means = self.averages
         try:
