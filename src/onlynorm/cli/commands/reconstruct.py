@@ -128,7 +128,7 @@ def reconstruct_command(
 
 def load_target(model: str, weights: Path | None) -> nn.Module:
     """The network to rebuild; prints a message if its weights are not trained."""
-    if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
+    if weights is None and model in BUILT_IN and not BUILT_IN[model].is_trained:
         errors.print(f"{model} has untrained random weights; pass --weights FILE for trained ones.", highlight=False)
     return load_model(model, weights)
 

@@ -210,7 +210,7 @@ def _train(
 
 def _load_twice(model: str, weights: Path | None) -> tuple[nn.Module, nn.Module]:
     """The model to train and a second copy, to test the adapter on."""
-    if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
+    if weights is None and model in BUILT_IN and not BUILT_IN[model].is_trained:
         errors.print(f"{model} has untrained random weights; pass --weights FILE for trained ones.", highlight=False)
     network, base = (load_model(model, weights) for _ in range(2))
     if base is network:
