@@ -49,6 +49,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "digits_cnn": BuiltIn(digits_cnn, (64,), "digits", shipped="digits_cnn.safetensors"),
     "mlp": BuiltIn(functools.partial(mlp, (64, 32, 10)), (64,), "digits"),
     "mlp_bn": BuiltIn(functools.partial(mlp, (64, 128, 128, 10), norm="batch"), (64,), "digits"),
+    "mlp_deep": BuiltIn(functools.partial(mlp, (64, *(64,) * 30, 10)), (64,), "digits"),
     "resnet18": BuiltIn(functools.partial(ResNet, 18), _IMAGENET, "cifar10"),
     "resnet20": BuiltIn(CifarResNet, _CIFAR, "cifar10", "resnet20"),
     "resnet32": BuiltIn(functools.partial(CifarResNet, 32), _CIFAR, "cifar10"),

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import Weights
-from onlynorm.cli.datasets import AnyData, Parts, find_parts
+from onlynorm.cli.datasets import AnyData, Parts, corrupt_split, find_parts
 from onlynorm.cli.terminal import counter, errors, print_facts, print_json
+from onlynorm.data import CORRUPTIONS
 from onlynorm.errors import (
     ConversionError,
     OnlynormError,
@@ -67,8 +69,10 @@ class Command(Schedule):
 
 @app.command(
     "tune",
-    epilog="Examples: `onlynorm tune resnet20 --data photos --also linear --adapter photos.safetensors`, "
-    "`onlynorm tune mlp_bn --data digits --epochs 5 --json`, "
+    epilog="Examples: `onlynorm tune digits_cnn --corrupt contrast`, "
+    "`onlynorm tune digits_cnn --corrupt blur --severity 4 --epochs 5 --adapter blur.safetensors --json`, "
+    "`onlynorm tune resnet20 --data photos --also linear --adapter photos.safetensors` (`onlynorm data get resnet20` "
+    "gets its weights), "
     "`onlynorm tune my.models:make --weights base.pt --data own.safetensors --statistics freeze --which 'layer4.*' "
     "--optimizer adamw --lr 0.002 --dtype float16`, "
     "`onlynorm tune my.models:make --data my.data:train_and_test`",
@@ -112,6 +116,11 @@ def tune_command(
         Path | None, typer.Option(help="Checkpoint of the run; by default a temporary file next to the adapter.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for a CSV table and TensorBoard events.")] = None,
+    corruption: Annotated[
+        str | None,
+        typer.Option("--corrupt", help=f"Tune and test on corrupted images: {', '.join(CORRUPTIONS)}."),
+    ] = None,
+    severity: Annotated[float, typer.Option(min=0.0, max=5.0, help="Severity of the corruption.")] = 3.0,
     image_size: Annotated[
         int | None,
         typer.Option(min=1, help="Size to which images of a folder are scaled (default: that of the model, or 32)."),
@@ -133,6 +142,9 @@ def tune_command(
     ):  # fmt: skip
         if name not in known:
             raise UnknownNameError(kind, name, known)
+    if corruption is not None and corruption not in CORRUPTIONS:
+        raise UnknownNameError("corruption", corruption, CORRUPTIONS)
+    alter = None if corruption is None else partial(corrupt_split, kind=corruption, severity=severity, seed=seed)
     plain = Schedule(
         epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=RATES[optimizer] if lr is None else lr,
         weight_decay=weight_decay, warmup=warmup, label_smoothing=label_smoothing, augmentation=augmentation,
@@ -146,12 +158,13 @@ def tune_command(
         need_folder(path.parent, what="adapters")
     network, base = _load_twice(model, weights)
     handle = only_norms(network, also=also or (), statistics=statistics, which=which)
+    corrupted = "" if corruption is None else f" {corruption} {severity}"
     schedule = Command(
-        **vars(plain), base=digest(fingerprint.fingerprint(base, ())), data=f"{data} {image_size}",
+        **vars(plain), base=digest(fingerprint.fingerprint(base, ())), data=f"{data} {image_size}{corrupted}",
         statistics=statistics,
         trained=digest([name for name, _ in handle.named_parameters()]),
     )  # fmt: skip
-    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable)
+    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable, alter=alter)
     _need_outputs(network, parts, model)
     for path in parts.unreadable:
         errors.print(f"skipped, cannot be read: {escape(str(path))}", highlight=False)
