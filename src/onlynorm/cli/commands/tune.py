@@ -70,12 +70,9 @@ class Command(Schedule):
 @app.command(
     "tune",
     epilog="Examples: `onlynorm tune digits_cnn --corrupt contrast`, "
-    "`onlynorm tune digits_cnn --corrupt blur --severity 4 --epochs 5 --adapter blur.safetensors --json`, "
-    "`onlynorm tune resnet20 --data photos --also linear --adapter photos.safetensors` (`onlynorm data get resnet20` "
-    "gets its weights), "
-    "`onlynorm tune my.models:make --weights base.pt --data own.safetensors --statistics freeze --which 'layer4.*' "
-    "--optimizer adamw --lr 0.002 --dtype float16`, "
-    "`onlynorm tune my.models:make --data my.data:train_and_test`",
+    "`onlynorm tune digits_cnn --corrupt blur --statistics recalibrate --which 5 --also 13 --adapter "
+    "blur.safetensors`, `onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --optimizer adamw --lr 0.01 "
+    "--dtype float16`. On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm tune resnet20 --corrupt noise --epochs 3`",
 )
 @claiming("adapter")
 def tune_command(
