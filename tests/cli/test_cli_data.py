@@ -48,7 +48,9 @@ def test_data_are_downloaded_and_then_listed(run: RunCli, tmp_path: Path, server
     assert "toy present 200 kB toys/file.bin" in run("get", "toy").out
     assert (tmp_path / "data/toys/file.bin").read_bytes() == CONTENT
     assert "toy present 200 kB toys/file.bin" in run("list").out
-    (facts,) = run("get", "toy", "--json").json()
+    document = run("get", "toy", "--json").json()
+    assert document["folder"] == str(tmp_path / "data")
+    (facts,) = document["data"]
     assert facts == {
         "name": "toy", "title": "a toy", "state": "present", "path": str(tmp_path / "data/toys/file.bin"),
         "n_bytes": len(CONTENT), "n_download": len(CONTENT),
@@ -84,7 +86,7 @@ def test_failures_are_one_line_and_the_next_run_resumes(run: RunCli, server: Ser
         (("get", "cifar"), "data to get needs a known name; got 'cifar'. Did you mean"),
         (("get", "toy", "--from", "nowhere"), "copying data needs a folder; got none at nowhere"),
         (("get", "toy", "--timeout", "0"), "timeout"),
-        (("get",), "Missing argument 'NAME...'"),
+        (("get",), "Missing argument 'NAME'"),
     ],
     ids=lambda one: one if isinstance(one, str) else " ".join(one),
 )
@@ -108,6 +110,7 @@ def test_the_progress_bar_shows_bytes_speed_and_time(
     run: RunCli, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(errors, "_force_terminal", True)
+    monkeypatch.setattr(errors, "is_interactive", True)
     monkeypatch.setattr(errors, "width", 120)
     with byte_bars(hidden=False) as progress:
         get_data("toy", progress=progress)

@@ -34,10 +34,10 @@ app.add_typer(group, name="data")
 @group.command(
     "get",
     epilog="Examples: `onlynorm data get cifar10`, `onlynorm data get fashion_mnist resnet20`, "
-    "`onlynorm data get fashion_mnist --from /usr/share/dataset-fashion-mnist`",
+    "`onlynorm data get fashion_mnist --from /media/usb`",
 )
 def get_command(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help=f"One or more of {', '.join(SOURCES)}.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help=f"One or more of {', '.join(SOURCES)}.")],
     source: Annotated[
         Path | None, typer.Option("--from", metavar="FOLDER", help="Copy from this folder instead of downloading.")
     ] = None,
@@ -60,7 +60,7 @@ def get_command(
         errors.print("Interrupted: run the same command again to resume.", highlight=False)
         raise
     if as_json:
-        print_json([state.as_dict() for state in states])
+        print_json({"folder": str(data_folder()), "data": [state.as_dict() for state in states]})
     else:
         _print(states)
 

@@ -40,8 +40,8 @@ Dtype = Annotated[str, typer.Option(help="Dtype of both networks: float32 or flo
     "reconstruct",
     epilog="Examples: `onlynorm reconstruct digits_cnn --excess 1.25 --out net.safetensors`, "
     "`onlynorm reconstruct digits_cnn --features ortho_cond --activation tanh --set kernel=second --out "
-    "ortho.safetensors`, `onlynorm reconstruct onlynorm.models:digits_cnn --data digits --out random.safetensors`. On natural images: "
-    "`onlynorm data get resnet20 cifar10`, `onlynorm reconstruct resnet20 --out resnet20.safetensors`",
+    "ortho.safetensors`, `onlynorm reconstruct onlynorm.models:digits_cnn --data digits --out random.safetensors`. "
+    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm reconstruct resnet20 --out net20.safetensors`",
 )
 @claiming("out")
 def reconstruct_command(

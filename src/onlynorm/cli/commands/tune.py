@@ -71,8 +71,8 @@ class Command(Schedule):
     "tune",
     epilog="Examples: `onlynorm tune digits_cnn --corrupt contrast`, "
     "`onlynorm tune digits_cnn --corrupt blur --statistics recalibrate --which 5 --also 13 --adapter "
-    "blur.safetensors`, `onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --optimizer adamw --lr 0.01 "
-    "--dtype float16`. On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm tune resnet20 --corrupt noise --epochs 3`",
+    "blur.safetensors`, `onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --dtype float16 --json`. "
+    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm tune resnet20 --corrupt noise --epochs 3`",
 )
 @claiming("adapter")
 def tune_command(
