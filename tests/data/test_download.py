@@ -24,13 +24,15 @@ import pytest
 from broken_disks import fill_disk, forbid_new_files
 from serving import CONTENT, Answer, Server, partial, ranged, reply, serving, whole
 
-from onlynorm.data import SOURCES, RemoteFile, Source, cifar10, data_folder, find_data, get_data, list_data
+from onlynorm.data import SOURCES, RemoteFile, Source, cifar10, data_folder, find_data, get_data, list_data, load_data
 from onlynorm.data.downloads import get as getting
 from onlynorm.data.downloads.download import MAX_TRIES, download, is_right
-from onlynorm.errors import FormatError, MissingDataError, OnlynormError, StorageError, UnknownNameError
+from onlynorm.errors import FormatError, MissingDataError, StorageError, UnknownNameError
+from onlynorm.models import load_model
 
 N = len(CONTENT)
 HALF = N // 2
+REAL = os.environ.get("ONLYNORM_DATA", "nowhere")
 
 
 @pytest.fixture(autouse=True)
@@ -238,11 +240,9 @@ def test_a_bad_answer_is_no_file_and_the_message_says_why(
     with pytest.raises(MissingDataError, match=what):
         fetch(server.file(answer), folder)
     server.requests.clear()
-    addresses = (f"{server.address}/bad", f"{server.address}/good")
-    good = serving()
-    with good as second:
+    with serving() as second:
         second.answers[:] = [ranged()]
-        file = server.file(answer, addresses=(addresses[0], f"{second.address}/good"))
+        file = server.file(answer, addresses=(f"{server.address}/bad", f"{second.address}/good"))
         assert fetch(file, folder) == CONTENT
 
 
@@ -390,6 +390,21 @@ def test_what_is_complete_is_found_in_a_folder_that_cannot_be_written_to(
     assert get_data("toy").is_present
 
 
+def test_a_data_folder_that_cannot_be_written_to_is_named(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SOURCES, "toy", source(server, ranged()))
+    with monkeypatch.context() as limited:
+        limited.setattr(os, "access", lambda path, mode: path != data_folder())
+        with pytest.raises(StorageError, match=r"data folder needs to be writable.*Permission denied.*ONLYNORM_DATA"):
+            get_data("toy")
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path / "file/data"))
+    with pytest.raises(StorageError, match=r"data folder needs to be writable.*Not a directory"):
+        get_data("toy")
+    assert server.requests == []
+
+
 def test_another_version_of_a_data_set_is_used(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "toy", source(server, ranged(), others=("toys-py",)))
     (data_folder() / "toys-py").mkdir(parents=True)
@@ -500,18 +515,12 @@ def test_a_copy_that_is_compressed_differently_is_accepted_for_its_content(tmp_p
     assert not accepts(b"")
 
 
-def test_the_real_fashion_mnist_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONLYNORM_DATA")
-    real = os.environ.get("REAL_DATA") or REAL
-    if not real or not Path(real, "fashion-mnist").is_dir():
+def test_the_real_fashion_mnist_is_recognized() -> None:
+    if not Path(REAL, "fashion-mnist").is_dir():
         pytest.skip("no real data: set ONLYNORM_DATA to a folder with fashion-mnist")
-    monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path / "data"))
-    state = get_data("fashion_mnist", source=real)
+    state = get_data("fashion_mnist", source=REAL)
     assert state.is_present
     assert sorted(path.name for path in state.path.iterdir()) == sorted(one.name for one in SOURCES[state.name].files)
-
-
-REAL = os.environ.get("ONLYNORM_DATA", "")
 
 
 # ------------------------------------------------------------------------------- archives
@@ -647,10 +656,7 @@ def test_the_table_names_each_file_by_http_and_by_a_whole_checksum() -> None:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_message_about_missing_data_names_the_command_that_gets_it(name: str) -> None:
-    from onlynorm.data import load_data
-    from onlynorm.models import load_model
-
-    with pytest.raises(OnlynormError, match=f"`onlynorm data get {name}`"):
+    with pytest.raises(MissingDataError, match=f"`onlynorm data get {name}`"):
         load_model(name) if name == "resnet20" else load_data(name)
     with pytest.raises(MissingDataError, match="needs to be in the data folder"):
         find_data(SOURCES[name].folder)

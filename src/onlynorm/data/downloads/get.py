@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import shutil
@@ -81,6 +82,10 @@ def get_data(
     folder = None if source is None else _need_folder(need_path("source", source))
     if _is_complete(name, wanted):
         return _state(name, wanted)
+    with _writing(data_folder()):
+        data_folder().mkdir(parents=True, exist_ok=True)
+        if not os.access(data_folder(), os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     with claim(data_folder() / name):
         if wanted.members:
             _get_archive(wanted, folder, timeout=timeout, progress=progress)
