@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from onlynorm.data import digits
+from onlynorm.models import load_model
+from onlynorm.tuning import accuracy
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -48,6 +52,18 @@ def test_norms_learn_from_scratch_as_the_ordinary_network_does(capsys: pytest.Ca
     assert structured == ordinary
     assert followed == pytest.approx(ordinary, rel=1e-3)  # float32, and features of condition number 18
     assert plain > ordinary + 0.1
+
+
+@pytest.mark.slow
+def test_the_shipped_network_is_trained_again_to_the_same_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (correct,) = shares(printed("train_digits_cnn.py", capsys))
+    data, shipped = digits(), load_model("digits_cnn")
+    assert correct == pytest.approx(100 * accuracy(shipped, (data.test_inputs, data.test_labels)), abs=1.0)  # 3 images
+    again = load_model("digits_cnn", tmp_path / "digits_cnn.safetensors")
+    assert 100 * accuracy(again, (data.test_inputs, data.test_labels)) == pytest.approx(correct, abs=0.05)  # as printed
 
 
 def test_every_example_is_run_here() -> None:

@@ -149,6 +149,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise _unwritable(path, error) from error
 
 
+def move_atomically(source: Path, target: Path) -> None:
+    """Renames a finished file of the same folder, after flushing it to the disk; a file at `target` is replaced."""
+    handle = os.open(source, os.O_RDWR | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(source, target)
+    _flush_folder(target.parent)
+
+
 def _unwritable(path: Path | str, error: Exception) -> StorageError:
     return StorageError(
         f"saving results needs a writable folder with space; got {getattr(error, 'strerror', None) or error} for "

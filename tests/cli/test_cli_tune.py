@@ -270,6 +270,20 @@ def test_what_a_function_of_yours_makes_is_learned_from(run: RunCli) -> None:
     assert both["accuracy_after"] == from_file["accuracy_after"]
 
 
+def test_a_trained_network_is_adapted_to_corrupted_images(run: RunCli) -> None:
+    facts = run("digits_cnn", "--corrupt", "contrast", "--adapter", "contrast.safetensors", "--json").json()
+    assert facts["accuracy_before"] < 0.3  # 15 % and 99 % where it was trained
+    assert facts["accuracy_after"] > 0.95
+    assert (facts["n_trained"], facts["n_parameters"]) == (128, 7514)
+    data, network = digits(), load_model("digits_cnn")
+    images = corrupt(data.test_inputs.reshape(-1, 1, 8, 8), "contrast", severity=3.0, seed=0).flatten(1)
+    assert accuracy(network, (images, data.test_labels)) == facts["accuracy_before"]
+    load_adapter(network, "contrast.safetensors")
+    assert accuracy(network, (images, data.test_labels)) == facts["accuracy_after"]
+    clean = run("digits_cnn", "--corrupt", "contrast", "--severity", 0, "--epochs", 1, "--lr", 0, "--json").json()
+    assert clean["accuracy_before"] > 0.99
+
+
 @pytest.mark.parametrize(("name", "n_test"), [("tensors", 60), ("both", 100), ("split", len(digits().test_labels))])
 def test_one_data_set_is_cut_in_two_and_two_are_taken_as_they_are(run: RunCli, name: str, n_test: int) -> None:
     facts = run("mlp_bn", "--data", OWN + name, "--epochs", 1, "--json").json()
@@ -312,6 +326,9 @@ def test_folders_that_are_no_data_are_refused(run: RunCli, photos: Callable[...,
         (("mlp", *QUICK), "only_norms needs a model with norms to train; got none in Sequential"),
         (("mpl", *QUICK), "model needs a known name; got 'mpl'. Did you mean 'mlp'"),
         (("mlp_bn", *QUICK, "--statistics", "frozen"), "statistics needs a known name; got 'frozen'"),
+        (("mlp_bn", *QUICK, "--corrupt", "noise"), "--corrupt needs a data set of images by name, digits, cifar10"),
+        (("mlp_bn", "--data", OWN + "tensors", "--corrupt", "noise"), "--corrupt needs a data set of images by name"),
+        (("mlp_bn", "--corrupt", "rain"), "corruption needs a known name; got 'rain'"),
         (("mlp_bn", *QUICK, "--optimizer", "adam"), "optimizer needs a known name; got 'adam'. Did you mean 'adamw'"),
         (("mlp_bn", *QUICK, "--augmentation", "mixup"), "augmentation needs a known name; got 'mixup'"),
         (("mlp_bn", *QUICK, "--augmentation", "flip"), "augmentation needs images"),

@@ -36,6 +36,8 @@ RUNS: dict[str, list[tuple[str, ...]]] = {
         ("memorize", "digits", "--points", "50", "--out", "made.safetensors", "--figure", "noise.svg"),
         ("memorize", "real.npz"),
     ],
+    "data list": [("data", "list")],
+    "data get": [("data", "get", "resnet20")],
 }
 
 
@@ -71,6 +73,10 @@ def test_the_keys_of_a_command_are_those_of_its_page(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "module_of_json.py").write_text(MODULE)
     np.savez(tmp_path / "real.npz", inputs=np.eye(4), targets=np.arange(4.0))
+    if command == "data get":
+        monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path))
+        (tmp_path / "weights").mkdir()
+        (tmp_path / "weights/resnet20_cifar10.safetensors").write_bytes(b"weights")
     if command == "verify":
         run(*RUNS["reconstruct"][0])
     keys = documented(command)

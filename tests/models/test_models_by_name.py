@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from onlynorm.data import find_data
+from onlynorm.data import digits, find_data
 from onlynorm.errors import ConversionError, FormatError, MissingDataError, UnknownNameError
-from onlynorm.models import BUILT_IN, load_model, load_weights, make_model, mlp
+from onlynorm.models import BUILT_IN, CifarResNet, load_model, load_weights, make_model, mlp
+from onlynorm.seeds import own_randomness
+from onlynorm.tuning import accuracy
 
 # ---------------------------------------------------------------------------------------------- by name
 
@@ -40,8 +43,43 @@ def test_resnet20_comes_with_its_trained_weights_where_the_data_folder_has_them(
     trained = load_weights(make_model("resnet20"), path).state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in load_model("resnet20").state_dict().items())
     monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path))
-    with pytest.raises(MissingDataError, match=r"resnet20_cifar10.safetensors needs to be in the data folder"):
+    with pytest.raises(
+        MissingDataError, match=r"resnet20-12fca82f.th needs to be in the data folder.*data get resnet20"
+    ):
         load_model("resnet20")
+
+
+def test_resnet20_takes_the_file_of_its_author(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is of PyTorch's old format, saved from a DataParallel wrapper with the accuracy beside the weights."""
+    monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path))
+    with own_randomness(1):
+        trained = CifarResNet()
+    saved = {"state_dict": nn.DataParallel(trained).state_dict(), "best_prec1": 91.73}
+    assert all(name.startswith("module.") for name in saved["state_dict"])
+    (tmp_path / "weights").mkdir()
+    for is_zip in (False, True):
+        torch.save(saved, tmp_path / "weights/resnet20-12fca82f.th", _use_new_zipfile_serialization=is_zip)
+        found = load_model("resnet20").state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in trained.state_dict().items())
+    save_file(make_model("resnet20").state_dict(), tmp_path / "weights/resnet20_cifar10.safetensors")
+    found = load_model("resnet20").state_dict()  # the file of the author comes first
+    assert torch.equal(found["linear.weight"], trained.linear.weight)
+
+
+def test_the_shipped_network_is_trained() -> None:
+    network, data = load_model("digits_cnn"), digits()
+    assert not network.training
+    assert sum(one.numel() for one in network.parameters()) == 7514
+    # 99.4 % where it was trained; a picture or two may change sides where sums are rounded in another order
+    assert accuracy(network, (data.test_inputs, data.test_labels)) >= 0.99
+    assert BUILT_IN["digits_cnn"].is_trained
+    assert BUILT_IN["resnet20"].is_trained
+    assert not BUILT_IN["mlp"].is_trained
+
+
+def test_the_shipped_weights_are_part_of_the_package() -> None:
+    file = importlib.resources.files("onlynorm.models").joinpath("digits_cnn.safetensors")
+    assert 0 < len(file.read_bytes()) < 50_000
 
 
 def test_names_of_no_network_are_refused() -> None:

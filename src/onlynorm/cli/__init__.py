@@ -17,6 +17,7 @@ from onlynorm.cli.commands import diagnose as diagnose
 from onlynorm.cli.commands import repair as repair
 from onlynorm.cli.commands import factorize as factorize
 from onlynorm.cli.commands import memorize as memorize
+from onlynorm.cli.commands import data as data
 from onlynorm.cli.evidence import theorems as theorems
 from onlynorm.cli.evidence import reproduce as reproduce
 from onlynorm.cli.evidence import report as report

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,7 +14,16 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from onlynorm.cli.terminal import errors
-from onlynorm.data import CIFAR_MEAN, CIFAR_STD, DATA_SETS, Split, load_data
+from onlynorm.data import (
+    CIFAR_MEAN,
+    CIFAR_STD,
+    DATA_SETS,
+    FASHION_MEAN,
+    FASHION_STD,
+    Split,
+    corrupt,
+    load_data,
+)
 from onlynorm.errors import FormatError, ShapeError, ValueRangeError
 from onlynorm.models import BUILT_IN, run_factory
 from onlynorm.seeds import seeded
@@ -39,6 +49,14 @@ AnyData = Annotated[
         "package.module:factory of a Dataset; default: that of the model."
     ),
 ]
+_CIFAR = ((3, 32, 32), CIFAR_MEAN, CIFAR_STD)
+IMAGES: dict[str, tuple[tuple[int, ...], Sequence[float], Sequence[float]]] = {
+    "digits": ((1, 8, 8), (0.0,), (1.0,)),
+    "cifar10": _CIFAR,
+    "cifar100": _CIFAR,
+    "fashion_mnist": ((1, 28, 28), (FASHION_MEAN,), (FASHION_STD,)),
+}
+"""Shape and normalization of the data sets of images."""
 TEST_FRACTION = 0.2
 """Fraction of samples in the test set if the data has no train/test split."""
 
@@ -74,15 +92,46 @@ def is_own(data: str | None) -> bool:
 
 
 def find_parts(
-    data: str | None, model: str, *, image_size: int | None = None, seed: int = 0, skip_unreadable: bool = False
+    data: str | None,
+    model: str,
+    *,
+    image_size: int | None = None,
+    seed: int = 0,
+    skip_unreadable: bool = False,
+    alter: Callable[[Split], Split] | None = None,
 ) -> Parts:
-    """The given data set, or the default one of a built-in model; images are scaled to its input size."""
+    """The given data set, or the default one of a built-in model; images are scaled to its input size.
+
+    `alter` is applied to a data set by name.
+    """
     if data is None or not is_own(data):
-        return split_parts(find_split(data, model))
+        split = find_split(data, model)
+        return split_parts(split if alter is None else alter(split))
+    if alter is not None:
+        raise ValueRangeError(
+            f"--corrupt needs a data set of images by name, {', '.join(IMAGES)}; got {data}. Pass one of them."
+        )
     if not Path(data).is_dir():
         return factory_parts(data, seed=seed)
     usual = BUILT_IN[model].input_shape[-1] if model in BUILT_IN else 32
     return folder_parts(Path(data), size=image_size or usual, seed=seed, skip_unreadable=skip_unreadable)
+
+
+def corrupt_split(split: Split, kind: str, *, severity: float, seed: int) -> Split:
+    """The data set with corrupted training and test images."""
+    if split.name not in IMAGES:
+        raise ValueRangeError(
+            f"--corrupt needs a data set of images by name, {', '.join(IMAGES)}; got {split.name}. Pass one of them, "
+            "or corrupt the images with onlynorm.data.corrupt."
+        )
+    shape, mean, std = IMAGES[split.name]
+    train, test = (
+        corrupt(
+            inputs.reshape(-1, *shape), kind, severity=severity, seed=seed + offset, mean=mean, std=std
+        ).reshape(inputs.shape)
+        for offset, inputs in ((1, split.train_inputs), (0, split.test_inputs))
+    )  # fmt: skip
+    return replace(split, train_inputs=train, test_inputs=test)
 
 
 def find_batch(

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 
@@ -237,6 +247,23 @@ def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int, str], No
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=None)
         yield lambda done, total, message: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def byte_bars(*, hidden: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields a function `progress(done, total, message)`: a bar of bytes per message, with speed and time left."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=20), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(), console=errors, disable=hidden, transient=True,
+    ) as progress:  # fmt: skip
+        tasks: dict[str, Any] = {}
+
+        def show(done: int, total: int, message: str) -> None:
+            if message not in tasks:  # what was there before does not count for the speed
+                tasks[message] = progress.add_task(escape(message), total=total or None, completed=done)
+            progress.update(tasks[message], completed=done, total=total or None)
+
+        yield show
 
 
 @contextmanager

@@ -25,12 +25,13 @@ def cifar10() -> Split:
 
     The folder is `cifar-10-batches-bin`, else `cifar-10-batches-py`.
     """
-    folder, is_binary = _find("cifar-10-batches-bin", "cifar-10-batches-py")
+    folder, is_binary = _find("cifar-10-batches-bin", "cifar-10-batches-py", get="cifar10")
     ending = ".bin" if is_binary else ""
     train = sorted(path for path in folder.glob(f"data_batch_*{ending}") if is_binary or not path.suffix)
     if not train:
         raise MissingDataError(
-            f"CIFAR-10 needs data_batch_1{ending} or more in {folder.name}; got none. Copy one there."
+            f"CIFAR-10 needs data_batch_1{ending} or more in {folder.name}; got none. Run `onlynorm data get "
+            "cifar10`, or copy one there."
         )
     files = [*train, folder / f"test_batch{ending}"]
     parts = [
@@ -47,7 +48,7 @@ def cifar100(*, coarse: bool = False) -> Split:
 
     The folder is `cifar-100-binary`, else `cifar-100-python`.
     """
-    folder, is_binary = _find("cifar-100-binary", "cifar-100-python")
+    folder, is_binary = _find("cifar-100-binary", "cifar-100-python", get="cifar100")
     n_classes, column = (20, 0) if coarse else (100, 1)
     name = "cifar100_coarse" if coarse else "cifar100"
     if is_binary:
@@ -64,7 +65,7 @@ def cifar100(*, coarse: bool = False) -> Split:
     return Split(name, *parts[0], *parts[1])
 
 
-def _find(binary: str, python: str) -> tuple[Path, bool]:
+def _find(binary: str, python: str, *, get: str) -> tuple[Path, bool]:
     """(folder, is_binary); the binary folder if both or neither exist."""
     try:
         return find_data(binary), True
@@ -72,7 +73,7 @@ def _find(binary: str, python: str) -> tuple[Path, bool]:
         try:
             return find_data(python), False
         except MissingDataError:
-            return find_data(binary), True  # raises with the name of the preferred folder
+            return find_data(binary, get=get), True  # raises with the name of the preferred folder
 
 
 def _read_binary(path: Path, *, what: str, n_classes: int, n_labels: int = 1, column: int = 0) -> tuple[Tensor, Tensor]:
@@ -125,7 +126,10 @@ def _normalize(pixels: Tensor) -> Tensor:
 
 def _need_file(path: Path, what: str) -> None:
     if not path.exists():
-        raise MissingDataError(f"{what} needs {path.name} in {path.parent.name}; got none. Copy it there.")
+        raise MissingDataError(
+            f"{what} needs {path.name} in {path.parent.name}; got none. Run `onlynorm data get "
+            f"{what.lower().replace('-', '')}`, or copy it there."
+        )
 
 
 def _need_labels(labels: Tensor, path: Path, what: str, n_classes: int) -> None:

@@ -19,7 +19,7 @@ FASHION_MEAN, FASHION_STD = 0.286, 0.353
 
 def fashion_mnist() -> Split:
     """Fashion-MNIST images (1, 28, 28), normalized by `FASHION_MEAN` and `FASHION_STD`, from its gzipped idx files."""
-    folder = find_data("fashion-mnist")
+    folder = find_data("fashion-mnist", get="fashion_mnist")
     parts: list[Tensor] = []
     for part in ("train", "t10k"):
         images = _read_idx(folder / f"{part}-images-idx3-ubyte.gz", (28, 28))
@@ -36,7 +36,10 @@ def fashion_mnist() -> Split:
 def _read_idx(path: Path, sample: tuple[int, ...]) -> Tensor:
     """The array in a gzipped idx file (magic number, sizes, values) with samples of this shape."""
     if not path.exists():
-        raise MissingDataError(f"Fashion-MNIST needs {path.name} in {path.parent.name}; got none. Copy it there.")
+        raise MissingDataError(
+            f"Fashion-MNIST needs {path.name} in {path.parent.name}; got none. Run `onlynorm data get "
+            "fashion_mnist`, or copy it there."
+        )
     n_axes = 1 + len(sample)
     n_head = 4 + 4 * n_axes
     head = inflate(path, n_head)

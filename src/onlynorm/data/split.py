@@ -60,13 +60,21 @@ def data_folder() -> Path:
     return Path(given) if given else Path(cache) / "onlynorm"
 
 
-def find_data(name: str) -> Path:
-    """The path of a file or folder in the data folder; raises `MissingDataError` if it does not exist."""
+def find_data(name: str, *, get: str | None = None) -> Path:
+    """The path of a file or folder in the data folder; raises `MissingDataError` if it does not exist.
+
+    `get` is the name by which `onlynorm data get` knows it, for the message of the error.
+    """
     need_text("find_data", name, cure="Pass the name of a file or folder of the data folder.")
     folder = data_folder()
     if not need_path("find_data", folder / name).exists():
+        if get is None:
+            cure = "Copy it there in its standard format"
+        else:
+            get = need_text("get", get, cure="Pass a name that onlynorm data get knows.")
+            cure = f"Run `onlynorm data get {get}`, which downloads it or copies it with --from FOLDER"
         raise MissingDataError(
-            f"{name} needs to be in the data folder; got nothing at {folder / name}. Copy it there in its standard "
-            "format, or set ONLYNORM_DATA to the folder that contains it."
+            f"{name} needs to be in the data folder; got nothing at {folder / name}. {cure}, or set ONLYNORM_DATA to "
+            "the folder that contains it."
         )
     return folder / name

@@ -5,7 +5,7 @@ Reading order: build, plain, resnet, vit, by_name.
 
 from onlynorm.models.build import INITS, NORMS
 from onlynorm.models.by_name import BUILT_IN, BuiltIn, load_model, load_weights, make_model, run_factory
-from onlynorm.models.plain import ACTIVATIONS, VGG_STAGES, mlp, vgg
+from onlynorm.models.plain import ACTIVATIONS, VGG_STAGES, digits_cnn, mlp, vgg
 from onlynorm.models.resnet import CifarBlock, CifarResNet, ResNet, cifar_resnet, resnet
 from onlynorm.models.vit import ViT, vit
 
@@ -21,6 +21,7 @@ __all__ = [
     "ResNet",
     "ViT",
     "cifar_resnet",
+    "digits_cnn",
     "load_model",
     "load_weights",
     "make_model",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.data import find_data
+from onlynorm.data import SOURCES, find_data
 from onlynorm.data.tensor_files import read_safetensors, read_torch
 from onlynorm.errors import ConversionError, FormatError, MissingDataError, UnknownNameError
-from onlynorm.models.plain import mlp, vgg
+from onlynorm.models.plain import digits_cnn, mlp, vgg
 from onlynorm.models.resnet import CifarResNet, ResNet
 from onlynorm.models.vit import vit
 from onlynorm.modules.validate import need_model
@@ -27,20 +27,31 @@ from onlynorm.validate import need_path, need_text
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in network: its factory, input shape, default data set and trained weights."""
+    """A built-in network: its factory, input shape, default data set and trained weights.
+
+    `shipped` is a file of weights next to this module; `weights` the name by which `get_data` gets them.
+    """
 
     make: Callable[[], nn.Module]
     input_shape: tuple[int, ...]
     data: str
     weights: str = ""
+    shipped: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there are trained weights for it, shipped or to download."""
+        return bool(self.weights or self.shipped)
 
 
 _CIFAR, _IMAGENET = (3, 32, 32), (3, 224, 224)
 BUILT_IN: dict[str, BuiltIn] = {
+    "digits_cnn": BuiltIn(digits_cnn, (64,), "digits", shipped="digits_cnn.safetensors"),
     "mlp": BuiltIn(functools.partial(mlp, (64, 32, 10)), (64,), "digits"),
     "mlp_bn": BuiltIn(functools.partial(mlp, (64, 128, 128, 10), norm="batch"), (64,), "digits"),
+    "mlp_deep": BuiltIn(functools.partial(mlp, (64, *(64,) * 30, 10)), (64,), "digits"),
     "resnet18": BuiltIn(functools.partial(ResNet, 18), _IMAGENET, "cifar10"),
-    "resnet20": BuiltIn(CifarResNet, _CIFAR, "cifar10", "weights/resnet20_cifar10.safetensors"),
+    "resnet20": BuiltIn(CifarResNet, _CIFAR, "cifar10", "resnet20"),
     "resnet32": BuiltIn(functools.partial(CifarResNet, 32), _CIFAR, "cifar10"),
     "resnet44": BuiltIn(functools.partial(CifarResNet, 44), _CIFAR, "cifar10"),
     "resnet50": BuiltIn(functools.partial(ResNet, 50), _IMAGENET, "cifar10"),
@@ -54,13 +65,24 @@ BUILT_IN: dict[str, BuiltIn] = {
 def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
     """The network of `make_model` in evaluation mode with weights from a file.
 
-    Without a file, resnet20 gets its trained weights from the data folder; other built-in networks have random weights.
+    Without a file, digits_cnn has the weights shipped with this library and resnet20 those of the data folder; other
+    built-in networks have random weights.
     """
     network = make_model(spec)
     built_in = BUILT_IN.get(spec)
-    if weights is None and built_in is not None and built_in.weights:
-        weights = find_data(built_in.weights)
+    if weights is None and built_in is not None and built_in.is_trained:
+        weights = Path(__file__).with_name(built_in.shipped) if built_in.shipped else _find_weights(built_in.weights)
     return network if weights is None else load_weights(network, weights).eval()
+
+
+def _find_weights(name: str) -> Path:
+    """The file that `get_data` gets, or another one with the same weights."""
+    source = SOURCES[name]
+    own = f"{source.folder}/{source.files[0].name}"
+    for file in (own, *source.others):
+        with contextlib.suppress(MissingDataError):
+            return find_data(file)
+    return find_data(own, get=name)
 
 
 def make_model(spec: str) -> nn.Module:

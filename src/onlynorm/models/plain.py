@@ -107,6 +107,11 @@ def vgg(
     return network
 
 
+def digits_cnn() -> nn.Sequential:
+    """Three convolutions with batch norms and a linear layer, for flattened images of 8 x 8 pixels."""
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *vgg(((16, 16), (32,)), in_channels=1, image_size=8))
+
+
 def _norms(norm: nn.Module) -> list[nn.Module]:
     """[norm], or an empty list for an Identity."""
     return [] if isinstance(norm, nn.Identity) else [norm]

@@ -26,8 +26,8 @@ SPARED = ("of signal", "units", "soft rank", "dead")
 
 @app.command(
     "diagnose",
-    epilog="Examples: `onlynorm diagnose resnet20`, `onlynorm diagnose my.models:deep --data fashion_mnist --html "
-    "diagnosis.html`, `onlynorm diagnose vit --data photos --batch 32 --plot depth.svg --json`",
+    epilog="Examples: `onlynorm diagnose mlp_deep --html diagnosis.html`, `onlynorm diagnose digits_cnn --batch 32 "
+    "--plot depth.svg --json`. On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm diagnose resnet20`",
 )
 def diagnose_command(
     model: Annotated[

@@ -19,8 +19,8 @@ from onlynorm.memory import readable
 
 @app.command(
     "factorize",
-    epilog="Examples: `onlynorm factorize --random 64 --depth 32`, `onlynorm factorize weight.npy --depth 256 --out "
-    "factors.safetensors`, `onlynorm factorize net.safetensors --name layer.weight --method svd --json`",
+    epilog="Examples: `onlynorm factorize --random 64 --depth 32`, `onlynorm factorize --random 8 --depth 256 --method "
+    "svd --out factors.safetensors --json`; a matrix of your own is a file: weight.npy, or net.safetensors with --name",
 )
 def factorize_command(
     matrix: Annotated[

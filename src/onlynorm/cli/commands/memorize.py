@@ -32,9 +32,9 @@ from onlynorm.identity import (
 
 @app.command(
     "memorize",
-    epilog="Examples: `onlynorm memorize digits`, `onlynorm memorize fashion_mnist --points 10000 --projection "
-    "principal --out fashion.safetensors --figure noise.png`, "
-    "`onlynorm memorize own.npz --noise 0.001 --noise 0.01 --json`",
+    epilog="Examples: `onlynorm memorize digits`, `onlynorm memorize digits --points 500 --projection principal "
+    "--noise 0.001 --noise 0.01 --out digits.safetensors --figure noise.png`. On other images: "
+    "`onlynorm data get fashion_mnist`, `onlynorm memorize fashion_mnist --points 10000 --json`",
 )
 def memorize_command(
     data: Annotated[

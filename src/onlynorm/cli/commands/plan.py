@@ -33,7 +33,7 @@ from onlynorm.solvers import choose, need_tolerance, spectrum
 @app.command(
     "plan",
     epilog="Examples: `onlynorm plan resnet20 --excess 1.1`, `onlynorm plan 64,64,3,3 --tolerance 1e-12`, "
-    "`onlynorm plan my.models:make --input 3,224,224 --set width=minimum`",
+    "`onlynorm plan onlynorm.models:digits_cnn --input 64 --set width=minimum`",
 )
 def plan_command(
     target: Annotated[

@@ -38,9 +38,10 @@ Dtype = Annotated[str, typer.Option(help="Dtype of both networks: float32 or flo
 
 @app.command(
     "reconstruct",
-    epilog="Examples: `onlynorm reconstruct resnet20 --excess 1.25 --out net.safetensors`, "
-    "`onlynorm reconstruct mlp --weights mlp.pt --data digits --features ortho_cond`, "
-    "`onlynorm reconstruct my.models:make --data batch.npy --activation tanh --set kernel=second`",
+    epilog="Examples: `onlynorm reconstruct digits_cnn --excess 1.25 --out net.safetensors`, "
+    "`onlynorm reconstruct digits_cnn --features ortho_cond --activation tanh --set kernel=second --out "
+    "ortho.safetensors`, `onlynorm reconstruct onlynorm.models:digits_cnn --data digits --out random.safetensors`. "
+    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm reconstruct resnet20 --out net20.safetensors`",
 )
 @claiming("out")
 def reconstruct_command(
@@ -128,7 +129,7 @@ def reconstruct_command(
 
 def load_target(model: str, weights: Path | None) -> nn.Module:
     """The network to rebuild; prints a message if its weights are not trained."""
-    if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
+    if weights is None and model in BUILT_IN and not BUILT_IN[model].is_trained:
         errors.print(f"{model} has untrained random weights; pass --weights FILE for trained ones.", highlight=False)
     return load_model(model, weights)
 

@@ -22,9 +22,9 @@ from onlynorm.rank import MAX_RATIO, METHODS, repair
 
 @app.command(
     "repair",
-    epilog="Examples: `onlynorm repair my.models:deep --data fashion_mnist --out repaired.safetensors`, "
-    "`onlynorm repair vgg --method lsuv --json`, "
-    "`onlynorm repair my.models:deep --data fashion_mnist --method paper --steps 75`",
+    epilog="Examples: `onlynorm repair mlp_deep --out repaired.safetensors`, "
+    "`onlynorm repair mlp_deep --method paper --steps 75`. On natural images: `onlynorm data get cifar10`, "
+    "`onlynorm repair vgg --method lsuv --json`",
 )
 def repair_command(
     model: Annotated[

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import Weights
-from onlynorm.cli.datasets import AnyData, Parts, find_parts
+from onlynorm.cli.datasets import AnyData, Parts, corrupt_split, find_parts
 from onlynorm.cli.terminal import counter, errors, print_facts, print_json
+from onlynorm.data import CORRUPTIONS
 from onlynorm.errors import (
     ConversionError,
     OnlynormError,
@@ -67,11 +69,10 @@ class Command(Schedule):
 
 @app.command(
     "tune",
-    epilog="Examples: `onlynorm tune resnet20 --data photos --also linear --adapter photos.safetensors`, "
-    "`onlynorm tune mlp_bn --data digits --epochs 5 --json`, "
-    "`onlynorm tune my.models:make --weights base.pt --data own.safetensors --statistics freeze --which 'layer4.*' "
-    "--optimizer adamw --lr 0.002 --dtype float16`, "
-    "`onlynorm tune my.models:make --data my.data:train_and_test`",
+    epilog="Examples: `onlynorm tune digits_cnn --corrupt contrast`, "
+    "`onlynorm tune digits_cnn --corrupt blur --statistics recalibrate --which 5 --also 13 --adapter "
+    "blur.safetensors`, `onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --dtype float16 --json`. "
+    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm tune resnet20 --corrupt noise --epochs 3`",
 )
 @claiming("adapter")
 def tune_command(
@@ -112,6 +113,11 @@ def tune_command(
         Path | None, typer.Option(help="Checkpoint of the run; by default a temporary file next to the adapter.")
     ] = None,
     logs: Annotated[Path | None, typer.Option(help="Folder for a CSV table and TensorBoard events.")] = None,
+    corruption: Annotated[
+        str | None,
+        typer.Option("--corrupt", help=f"Tune and test on corrupted images: {', '.join(CORRUPTIONS)}."),
+    ] = None,
+    severity: Annotated[float, typer.Option(min=0.0, max=5.0, help="Severity of the corruption.")] = 3.0,
     image_size: Annotated[
         int | None,
         typer.Option(min=1, help="Size to which images of a folder are scaled (default: that of the model, or 32)."),
@@ -133,6 +139,9 @@ def tune_command(
     ):  # fmt: skip
         if name not in known:
             raise UnknownNameError(kind, name, known)
+    if corruption is not None and corruption not in CORRUPTIONS:
+        raise UnknownNameError("corruption", corruption, CORRUPTIONS)
+    alter = None if corruption is None else partial(corrupt_split, kind=corruption, severity=severity, seed=seed)
     plain = Schedule(
         epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=RATES[optimizer] if lr is None else lr,
         weight_decay=weight_decay, warmup=warmup, label_smoothing=label_smoothing, augmentation=augmentation,
@@ -146,12 +155,13 @@ def tune_command(
         need_folder(path.parent, what="adapters")
     network, base = _load_twice(model, weights)
     handle = only_norms(network, also=also or (), statistics=statistics, which=which)
+    corrupted = "" if corruption is None else f" {corruption} {severity}"
     schedule = Command(
-        **vars(plain), base=digest(fingerprint.fingerprint(base, ())), data=f"{data} {image_size}",
+        **vars(plain), base=digest(fingerprint.fingerprint(base, ())), data=f"{data} {image_size}{corrupted}",
         statistics=statistics,
         trained=digest([name for name, _ in handle.named_parameters()]),
     )  # fmt: skip
-    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable)
+    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable, alter=alter)
     _need_outputs(network, parts, model)
     for path in parts.unreadable:
         errors.print(f"skipped, cannot be read: {escape(str(path))}", highlight=False)
@@ -210,7 +220,7 @@ def _train(
 
 def _load_twice(model: str, weights: Path | None) -> tuple[nn.Module, nn.Module]:
     """The model to train and a second copy, to test the adapter on."""
-    if weights is None and model in BUILT_IN and not BUILT_IN[model].weights:
+    if weights is None and model in BUILT_IN and not BUILT_IN[model].is_trained:
         errors.print(f"{model} has untrained random weights; pass --weights FILE for trained ones.", highlight=False)
     network, base = (load_model(model, weights) for _ in range(2))
     if base is network:

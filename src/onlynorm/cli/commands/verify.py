@@ -28,8 +28,9 @@ from onlynorm.solvers import need_tolerance
 
 @app.command(
     "verify",
-    epilog="Examples: `onlynorm verify net.safetensors --model resnet20`, "
-    "`onlynorm verify net.safetensors --model mlp --weights mlp.pt --dtype float64 --collapsed`",
+    epilog="Examples: `onlynorm reconstruct digits_cnn --out net.safetensors`, then "
+    "`onlynorm verify net.safetensors --model digits_cnn` and "
+    "`onlynorm verify net.safetensors --model digits_cnn --dtype float64 --collapsed`",
 )
 def verify_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `onlynorm reconstruct`.")],

