@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-import typer
 from rich.markup import escape
 from torch import Tensor
 from torch.utils.data import Subset
 
+from onlynorm.cli.help import MODEL_AND_DATA, option
 from onlynorm.cli.terminal import errors
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, DATA_SETS, Split, load_data
-from onlynorm.errors import FormatError, ShapeError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
 from onlynorm.models import BUILT_IN, run_factory
 from onlynorm.seeds import seeded
 from onlynorm.tuning import batches
@@ -29,14 +30,35 @@ def find_split(data: str | None, model: str) -> Split:
         raise ValueRangeError(
             f"{model} needs data to run on; got none. Pass --data digits, cifar10, fashion_mnist or a file of inputs."
         )
+    if data is not None:
+        need_source(data)
     return load_data(BUILT_IN[model].data if data is None else data)
+
+
+def need_source(data: str, *, endings: tuple[str, ...] = (".safetensors", ".npy")) -> None:
+    """Raises if this is neither a data set nor an existing file of tensors; names similar to a data set pass."""
+    path = Path(data)
+    if data in DATA_SETS or path.suffix in endings or difflib.get_close_matches(data, DATA_SETS, cutoff=0.6):
+        return
+    needed = f"data needs the name of a data set ({', '.join(DATA_SETS)}) or a {' or '.join(endings)} file"
+    if path.is_dir():
+        raise ValueRangeError(
+            f"{needed}; {data} is a folder. Only tune, diagnose and repair read folders of images; save the images "
+            f"as a {endings[0]} file."
+        )
+    if path.is_file():
+        raise FormatError(f"{needed}; got {data}. Save it as {path.with_suffix(endings[0])}.")
+    raise MissingDataError(f"{needed}; there is no file or folder {data}. Check the path.")
 
 
 AnyData = Annotated[
     str | None,
-    typer.Option(
-        help=f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
-        "package.module:factory of a Dataset; default: that of the model."
+    option(
+        MODEL_AND_DATA,
+        "DATA",
+        f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
+        "package.module:factory of a Dataset; default: that of the model.",
+        choices=DATA_SETS,
     ),
 ]
 TEST_FRACTION = 0.2

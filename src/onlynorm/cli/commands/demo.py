@@ -19,6 +19,7 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from onlynorm.cli.app import AsJson, Excess, FeaturesName, app
+from onlynorm.cli.help import FEATURES, START, examples, option
 from onlynorm.cli.terminal import print_facts, print_json, print_layers, print_plan, screen, spinner
 from onlynorm.data import Split, digits
 from onlynorm.errors import MemoryLimitError
@@ -122,9 +123,9 @@ def train(network: nn.Sequential, data: Split, *, seed: int, epochs: int = 8, ba
     return network
 
 
-@app.command(epilog="Example: `onlynorm demo --features ortho_cond`")
+@app.command(rich_help_panel=START, epilog=examples("onlynorm demo", "onlynorm demo --features ortho_cond"))
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the data split, the training and the frozen weights.")] = 0,
+    seed: Annotated[int, option(FEATURES, "N", "Seed of the data split, the training and the frozen weights.")] = 0,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
     as_json: AsJson = False,

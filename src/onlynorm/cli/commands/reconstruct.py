@@ -18,12 +18,23 @@ from onlynorm.cli.arguments import (
     Data,
     Density,
     Fields,
+    ModelName,
     Seed,
     Weights,
     parse_rebuilding,
 )
 from onlynorm.cli.datasets import find_split
-from onlynorm.cli.terminal import counter, errors, layer_bars, print_facts, print_json, print_layers, screen
+from onlynorm.cli.help import CONSTRUCTION, MODEL_AND_DATA, OUTPUT, REBUILD, RUN, examples, flag, option
+from onlynorm.cli.terminal import (
+    counter,
+    errors,
+    layer_bars,
+    print_facts,
+    print_json,
+    print_layers,
+    screen,
+    spinner,
+)
 from onlynorm.errors import AccuracyWarning, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.files import save
 from onlynorm.models import BUILT_IN, load_model
@@ -33,44 +44,48 @@ from onlynorm.storage import claiming
 
 SAME = {"float64": 1e-8, "float32": 1e-2}
 """Default tolerance of the relative error of the outputs, per dtype."""
-Dtype = Annotated[str, typer.Option(help="Dtype of both networks: float32 or float64.")]
+Dtype = Annotated[str, option(RUN, "DTYPE", "Dtype of both networks: float32 or float64.", choices=SAME)]
 
 
 @app.command(
     "reconstruct",
-    epilog="Examples: `onlynorm reconstruct resnet20 --excess 1.25 --out net.safetensors`, "
-    "`onlynorm reconstruct mlp --weights mlp.pt --data digits --features ortho_cond`, "
-    "`onlynorm reconstruct my.models:make --data batch.npy --activation tanh --set kernel=second`",
+    rich_help_panel=REBUILD,
+    epilog=examples(
+        "onlynorm reconstruct resnet20 --excess 1.25 --out net.safetensors",
+        "onlynorm reconstruct mlp --weights mlp.pt --data digits --features ortho_cond",
+        "onlynorm reconstruct my.models:make --data batch.npy --activation tanh --set kernel=second",
+    ),
 )
 @claiming("out")
 def reconstruct_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
-    ],
-    out: Annotated[Path, typer.Option(help="Output file with the seed and the norms.")] = Path("net.safetensors"),
+    model: ModelName,
     weights: Weights = None,
     data: Data = None,
     calibration: Annotated[
-        int | None, typer.Option(min=1, help="Number of calibration samples (default: up to 64).")
+        int | None, option(MODEL_AND_DATA, "N", "Number of calibration samples (default: up to 64).", min=1)
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=0, help="Number of test samples (default: up to 64); 0 skips verification.")
+        int | None,
+        option(MODEL_AND_DATA, "N", "Number of test samples (default: up to 64); 0 skips verification.", min=0),
     ] = None,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
     density: Density = None,
     seed: Seed = 0,
-    activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
+    activation: ActivationName = "relu",
+    fold_norms: Annotated[
+        bool, flag(CONSTRUCTION, "Fold batch norms into their layers first.", "--fold-norms")
+    ] = False,
+    fields: Fields = None,
+    dtype: Dtype = "float64",
     tolerance: Annotated[
-        float | None, typer.Option(help="Maximum residual of every layer; fails if it is larger.")
+        float | None, option(RUN, "X", "Maximum residual of every layer; fails if it is larger.")
     ] = None,
     error: Annotated[
-        float | None, typer.Option(help="Maximum relative error of the outputs; fails if it is larger.")
+        float | None, option(RUN, "X", "Maximum relative error of the outputs; fails if it is larger.")
     ] = None,
-    fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold batch norms into their layers first.")] = False,
-    dtype: Dtype = "float64",
-    fields: Fields = None,
+    out: Annotated[Path, option(OUTPUT, "FILE", "Output file with the seed and the norms.")] = Path("net.safetensors"),
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a trained network from frozen random weights and trained norms, and verify it.
@@ -84,8 +99,10 @@ def reconstruct_command(
     if out.is_dir():
         raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'net.safetensors'}.")
     need_folder(out.parent, what="networks")
-    target = load_target(model, weights).to(kind)
-    split = find_split(data, model)
+    with spinner("reconstruct", hidden=as_json) as status:
+        status("loading model and data")
+        target = load_target(model, weights).to(kind)
+        split = find_split(data, model)
     batch = first_samples(split.train_inputs, calibration, default=64).to(kind)
     test = first_samples(split.test_inputs, images, default=64)
     partial = out.with_name(f"{out.name}.partial")
@@ -123,6 +140,7 @@ def reconstruct_command(
     else:
         print_layers(result)
         print_facts(f"{model} from {result.construction.features} features, seed {seed}", facts)
+        print_rounding(comparison, dtype)
     exit_unless_same(comparison, SAME[dtype], as_json)
 
 
@@ -157,6 +175,18 @@ def comparison_facts(comparison: Comparison, tolerance: float) -> dict[str, Any]
 
 def _is_same(comparison: Comparison, tolerance: float) -> bool:
     return comparison.check.relative_error <= tolerance and comparison.check.is_reproducible
+
+
+def print_rounding(comparison: Comparison | None, dtype: str) -> None:
+    """Says in one line why errors in float32 and in float64 differ."""
+    if comparison is None:
+        return
+    ratio = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
+    advice = "; --dtype float64 avoids them." if dtype == "float32" else "."
+    screen.print(
+        f"Rounding errors in float32 are {ratio:.0e} times those in float64{advice}".replace("e+0", "e"),
+        highlight=False,
+    )
 
 
 def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: bool) -> None:
