@@ -65,7 +65,7 @@ def main() -> NoReturn:
     """Runs the command line; library errors are printed as one line and set the exit code."""
     settings = {"debug": False}
     try:
-        app(obj=settings)
+        app(prog_name="onlynorm", obj=settings)
     except OnlynormError as error:
         if settings["debug"]:
             errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
@@ -75,12 +75,12 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def need_folder(out: Path, *, what: str = "records") -> None:
+def need_folder(out: Path, *, what: str = "records", option: str = "--out") -> None:
     """Raises unless the folder can be written to or created; called before a computation starts."""
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise StorageError(
-            f"{what} need a writable folder; got {out}, but {existing} is not writable. Choose another --out."
+            f"{what} need a writable folder; got {out}, but {existing} is not writable. Choose another {option}."
         )
 
 

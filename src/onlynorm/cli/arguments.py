@@ -87,7 +87,10 @@ def need_model_name(spec: str) -> str:
     if path.is_file():
         raise ValueRangeError(f"MODEL needs {usual}; got the file {spec}. Weights are passed as --weights {spec}.")
     if path.suffix or path.name != spec:
-        raise MissingDataError(f"MODEL needs {usual}; got {spec}, and there is no such file or folder.")
+        raise MissingDataError(
+            f"MODEL needs {usual}; got {spec}, and there is no such file. A file of weights is passed as "
+            "--weights FILE."
+        )
     return spec
 
 

@@ -35,12 +35,15 @@ def find_split(data: str | None, model: str) -> Split:
     return load_data(BUILT_IN[model].data if data is None else data)
 
 
-def need_source(data: str, *, endings: tuple[str, ...] = (".safetensors", ".npy")) -> None:
+def need_source(
+    data: str, *, endings: tuple[str, ...] = (".safetensors", ".npy"), is_folder_read: bool = False
+) -> None:
     """Raises if this is neither a data set nor an existing file of tensors; names similar to a data set pass."""
     path = Path(data)
     if data in DATA_SETS or path.suffix in endings or difflib.get_close_matches(data, DATA_SETS, cutoff=0.6):
         return
-    needed = f"data needs the name of a data set ({', '.join(DATA_SETS)}) or a {' or '.join(endings)} file"
+    kinds = f"a {' or '.join(endings)} file" + (" or a folder of images" if is_folder_read else "")
+    needed = f"data needs the name of a data set ({', '.join(DATA_SETS)}) or {kinds}"
     if path.is_dir():
         raise ValueRangeError(
             f"{needed}; {data} is a folder. Only tune, diagnose and repair read folders of images; save the images "
@@ -100,6 +103,8 @@ def find_parts(
 ) -> Parts:
     """The given data set, or the default one of a built-in model; images are scaled to its input size."""
     if data is None or not is_own(data):
+        if data is not None:
+            need_source(data, is_folder_read=True)
         return split_parts(find_split(data, model))
     if not Path(data).is_dir():
         return factory_parts(data, seed=seed)
@@ -114,6 +119,8 @@ def find_batch(
     if is_own(data):
         pairs = find_parts(data, model, image_size=image_size, seed=seed).train
         return batches.collate(pairs, draw_indices(len(pairs), n_samples, seed))
+    if data is not None:
+        need_source(data, is_folder_read=True)
     split = find_split(data, model)
     chosen = draw_indices(len(split.train_inputs), n_samples, seed)
     if not len(split.train_labels):

@@ -18,8 +18,8 @@ from onlynorm.errors import OnlynormError
 FIELDS: set[str] = set()
 """Fields of constructions and ranges, which commands with --set accept as NAME=VALUE."""
 OTHER_NAMES = {
-    "a size of noise": ("noise",), "dim of a random matrix": ("random",), "n_points": ("points",),
-    "n_samples": ("calibration", "batch"), "n_steps": ("steps",),
+    "a size of noise": ("noise",), "dim of a random matrix": ("random",), "module or parameter": ("also",),
+    "n_points": ("points",), "n_samples": ("calibration", "batch"), "n_steps": ("steps",),
 }  # fmt: skip
 """Names in messages, and names of the parameters of commands that set them."""
 PHRASES = {

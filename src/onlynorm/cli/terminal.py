@@ -46,7 +46,7 @@ class Console(RichConsole):
 screen = Console()
 errors = Console(stderr=True)
 WIDE = 110
-"""Terminal width from which all columns of a plan are shown."""
+"""Terminal width from which all columns of a plan, and of the list of statements, are shown."""
 LABELS = {
     "agreement": "same prediction", "bytes": "size", "constant": "parameters over n log n + r^2",
     "dense_matrix_bytes": "dense matrix (not built)", "feature_bytes": "features in float64",
@@ -96,11 +96,12 @@ def print_statements(chosen: Sequence[tuple[Statement, str]], found: dict[str, F
         for s, _ in chosen:
             _print_finding(s, found.get(s.key))
     else:
-        grid = make_table("key", "title", "check", "corrections")
+        has_room = screen.width >= WIDE
+        grid = make_table("key", "title", "corrections", *(["check"] if has_room else []))
         grid.columns[0].no_wrap = True  # so that a key can be copied
         for s, where in chosen:
-            place = where.rpartition(f".{s.key.partition(':')[0]}.")[2]
-            grid.add_row(s.key, escape(s.title), place or "-", "yes" if s.slips else "")
+            place = where.rpartition(f".{s.key.partition(':')[0]}.")[2] or "-"
+            grid.add_row(s.key, escape(s.title), "yes" if s.slips else "", *([place] if has_room else []))
         screen.print(grid)
     verdicts = [str(finding.verdict) for finding in found.values()]
     words = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in CHIPS if verdict in verdicts)
@@ -239,8 +240,8 @@ def print_json(value: object) -> None:
 def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows a status message on standard error."""
     with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, disable=hidden,
-        transient=True,
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, transient=True,
+        disable=hidden or not errors.is_terminal,
     ) as progress:  # fmt: skip
         task = progress.add_task(name)
         yield lambda text: progress.update(task, description=f"{name}: {escape(text)}")
@@ -251,7 +252,7 @@ def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None
     """Yields a function that advances a progress bar by one, on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
-        disable=hidden, transient=True,
+        disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=total)
         yield lambda text: progress.update(task, description=f"{name}: {escape(text)}", advance=1)
@@ -262,7 +263,7 @@ def counter(name: str, *, hidden: bool, shows_message: bool = False) -> Iterator
     """Yields a function `progress(done, total, message)` that updates a bar on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
-        disable=hidden, transient=True,
+        disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=None)
         yield lambda done, total, message: progress.update(
@@ -275,7 +276,7 @@ def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str,
     """Two progress bars: finished layers, and the residual of the current layer on a log scale."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-        console=errors, disable=hidden, transient=True,
+        console=errors, disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         layers = progress.add_task("layers", total=len(names), note=f"0/{len(names)}")
         present = progress.add_task(escape(names[0]) if names else "", total=1.0, note="")

@@ -107,7 +107,7 @@ def _need_files(html: Path | None, plot: Path | None) -> None:
             continue
         if path.is_dir():
             raise StorageError(f"{name} needs a file name; {path} is a folder. Try {path / 'diagnosis.html'}.")
-        need_folder(path.parent, what="diagnoses")
+        need_folder(path.parent, what="diagnoses", option=name)
     if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
         raise ValueRangeError(f"--plot needs a name that ends in .svg, .png or .pdf; got {plot}. Try depth.svg.")
 

@@ -78,8 +78,8 @@ def memorize_command(
     Nothing is trained. The network is evaluated at every training point. Exits with 1 if a class is wrong, or if a real
     output differs by more than 1e-6 of the largest target.
     """
-    for file in (out, figure):
-        _need_file(file)
+    for name, file in (("--out", out), ("--figure", figure)):
+        _need_file(name, file)
     if figure is not None and figure.suffix.lower().removeprefix(".") not in ENDINGS:
         raise UnknownNameError("ending of a figure", figure.suffix or figure.name, [f".{one}" for one in ENDINGS])
     with spinner("memorize", hidden=as_json) as status:
@@ -115,12 +115,12 @@ def memorize_command(
         raise typer.Exit(1)
 
 
-def _need_file(path: Path | None) -> None:
+def _need_file(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise StorageError(f"output needs a file name; {path} is a folder. Try {path / 'memorizer.safetensors'}.")
-    need_folder(path.parent, what="files")
+        raise StorageError(f"{option} needs a file name; {path} is a folder. Try {path / 'memorizer.safetensors'}.")
+    need_folder(path.parent, what="files", option=option)
 
 
 def _facts(sample: ToMemorize, network: Memorizer) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def reconstruct_command(
         status("loading model and data")
         target = load_target(model, weights).to(kind)
         split = find_split(data, model)
-    batch = first_samples(split.train_inputs, calibration, default=64).to(kind)
-    test = first_samples(split.test_inputs, images, default=64)
+    batch = first_samples(split.train_inputs, calibration, default=64, option="--calibration").to(kind)
+    test = first_samples(split.test_inputs, images, default=64, option="--images")
     partial = out.with_name(f"{out.name}.partial")
     try:
         names = [layer.name for layer in find_layers(target).layers]
@@ -181,12 +181,9 @@ def print_rounding(comparison: Comparison | None, dtype: str) -> None:
     """Says in one line why errors in float32 and in float64 differ."""
     if comparison is None:
         return
-    ratio = torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps
-    advice = "; --dtype float64 avoids them." if dtype == "float32" else "."
-    screen.print(
-        f"Rounding errors in float32 are {ratio:.0e} times those in float64{advice}".replace("e+0", "e"),
-        highlight=False,
-    )
+    ratio = f"{torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps:.0e}".replace("e+0", "e")
+    effect = ", hence the larger error" if dtype == "float32" else " and would show larger errors"
+    screen.print(f"float32 rounds {ratio} times as coarsely as float64{effect}.", highlight=False)
 
 
 def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: bool) -> None:
@@ -200,10 +197,12 @@ def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: b
         raise typer.Exit(1)
 
 
-def first_samples(samples: Tensor, n_samples: int | None, *, default: int) -> Tensor:
+def first_samples(samples: Tensor, n_samples: int | None, *, default: int, option: str) -> Tensor:
     """The first `n_samples` samples, by default up to `default`; raises if there are fewer than `n_samples`."""
     if n_samples is not None and n_samples > len(samples):
-        raise ValueRangeError(f"{n_samples} samples need as many in the data; got {len(samples)}. Pass fewer.")
+        raise ValueRangeError(
+            f"{option}: {n_samples} samples need as many in the data; got {len(samples)}. Pass fewer."
+        )
     return samples[: default if n_samples is None else n_samples]
 
 

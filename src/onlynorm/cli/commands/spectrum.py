@@ -44,7 +44,7 @@ def spectrum_command(
         bool, flag(FEATURES, "Scale every feature to unit length first, as in solve.", "--unit-length/--as-drawn")
     ] = True,
     sweep: Annotated[bool, flag(RUN, "Also measure the condition number over the excess.")] = True,
-    seeds: Annotated[int, option(RUN, "N", "Number of seeds at each excess of the sweep.", min=1)] = 3,
+    seeds: Annotated[int, option(RUN, "N", "Number of seeds at each excess of the sweep.", min=1, max=10_000)] = 3,
     out: Annotated[Path | None, option(OUTPUT, "FOLDER", "Folder for the figure, as SVG and PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -171,8 +171,9 @@ def tune_command(
     _need_fabric(shared)
     if adapter.is_dir():
         raise StorageError(f"--adapter needs a file name; {adapter} is a folder. Try {adapter / 'a.safetensors'}.")
-    for path in (adapter, *(() if checkpoint is None else (checkpoint,))):
-        need_folder(path.parent, what="adapters")
+    for name, path in (("--adapter", adapter), ("--checkpoint", checkpoint)):
+        if path is not None:
+            need_folder(path.parent, what="adapters", option=name)
     with spinner("tune", hidden=as_json) as status:
         status("loading model and data")
         network, base = _load_twice(model, weights)

@@ -67,7 +67,7 @@ def verify_command(
         status("loading model and data")
         target = load_target(model, weights).to(kind)
         split = find_split(data, model)
-        test = first_samples(split.test_inputs, images, default=500)
+        test = first_samples(split.test_inputs, images, default=500, option="--images")
         status("generating the frozen weights")
         network = load(file, like=make_model(model))
         network = (collapse(network) if collapsed else network).to(kind).eval()

@@ -29,7 +29,7 @@ def reproduce_command(
     ids: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ID]...",
+            metavar="ID",
             help="Figures or tables, as in random_features:fig-3, or papers, as in hardt_ma2017; all by default.",
         ),
     ] = None,
