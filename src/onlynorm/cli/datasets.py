@@ -40,7 +40,7 @@ def need_source(
 ) -> None:
     """Raises if this is neither a data set nor an existing file of tensors; names similar to a data set pass."""
     path = Path(data)
-    if data in DATA_SETS or path.suffix in endings or difflib.get_close_matches(data, DATA_SETS, cutoff=0.6):
+    if data in DATA_SETS or path.suffix.lower() in endings or difflib.get_close_matches(data, DATA_SETS, cutoff=0.6):
         return
     kinds = f"a {' or '.join(endings)} file" + (" or a folder of images" if is_folder_read else "")
     needed = f"data needs the name of a data set ({', '.join(DATA_SETS)}) or {kinds}"
