@@ -43,7 +43,7 @@ def options_of(command: Any) -> Iterator[Any]:
 
 def examples_in(text: str) -> list[str]:
     """The lines of the code block, as the shell joins them."""
-    (block,) = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    (block,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
     return [line for line in block.replace("\\\n", "").splitlines() if line]
 
 
@@ -75,7 +75,7 @@ def test_every_command_is_in_a_panel() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_examples_are_shown_line_by_line_as_they_are_typed(name: str) -> None:
     shown = [line.strip() for line in help_of(name).splitlines()]
-    (block,) = re.findall(r"```bash\n(.*?)```", COMMANDS[name].epilog, flags=re.DOTALL)
+    (block,) = re.findall(r"```text\n(.*?)```", COMMANDS[name].epilog, flags=re.DOTALL)
     for line in block.splitlines():
         assert line.strip() in shown
         assert len(line) <= WIDTH
@@ -127,12 +127,9 @@ def test_the_shell_completes_commands_models_data_and_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
 ) -> None:
     words = typed.split(" ")
-    for name, value in {
-        "_ONLYNORM_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": f"{len(words) - 1}",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_ONLYNORM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
     monkeypatch.setattr(sys, "argv", ["onlynorm"])
     with pytest.raises(SystemExit) as stopped:
         cli.main()

@@ -100,7 +100,7 @@ def flag(panel: str, help: str, *names: str) -> Any:
 def examples(*lines: str, note: str = "") -> str:
     """An epilog of one example per line; lines of more than 76 columns are continued with a backslash."""
     written = "\n".join(_continued(line) for line in lines)
-    return f"Examples:\n\n```bash\n{written}\n```" + (f"\n\n{note}" if note else "")
+    return f"Examples:\n\n```text\n{written}\n```" + (f"\n\n{note}" if note else "")
 
 
 def _continued(line: str) -> str:

@@ -13,7 +13,7 @@ from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import ModelName, Weights
 from onlynorm.cli.datasets import AnyData, find_batch
 from onlynorm.cli.help import METHOD, MODEL_AND_DATA, OUTPUT, TRAIN, examples, flag, option
-from onlynorm.cli.terminal import make_table, percent, print_json, screen, spinner
+from onlynorm.cli.terminal import WIDE, make_table, percent, print_json, screen, spinner
 from onlynorm.errors import ShapeError, StorageError
 from onlynorm.files import save
 from onlynorm.models import load_model
@@ -86,6 +86,9 @@ def repair_command(
         print_json({"model": model, **result.as_dict(), **({} if out is None else {"file": str(out)})})
         return
     grid = make_table(*result.columns)
+    grid.columns[0].no_wrap = True
+    if screen.width < WIDE:
+        grid.padding = (0, 1, 0, 0)
     for row in result.rows():
         grid.add_row(*map(escape, row))
     screen.print(grid)
