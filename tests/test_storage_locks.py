@@ -220,7 +220,7 @@ def test_commands_hold_what_they_write(tmp_path: Path, other: Holder, run: RunCl
     commands = {
         "report.html": ("report", "--records", "records", "--out", "report.html"),
         "net.safetensors": ("reconstruct", "mlp", "--out", "net.safetensors", "--features", "id_cond"),
-        "a.safetensors": ("tune", "mlp_bn", "--data", "digits", "--epochs", "0", "--adapter", "a.safetensors"),
+        "a.safetensors": ("tune", "mlp_bn", "--data", "digits", "--epochs", "1", "--adapter", "a.safetensors"),
     }
     for name, words in commands.items():
         other.hold(tmp_path / name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -46,22 +45,6 @@ def test_help_lists_every_command(flag: str) -> None:
     assert result.exit_code == 0
     assert "only their normalization" in result.stdout
     assert all(name in result.stdout for name in TOP)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command_shows_an_example(name: str) -> None:
-    result = CliRunner().invoke(cli.app.app, [*name.split(), "--help"])
-    assert result.exit_code == 0
-    assert re.search(rf"Examples?: .*onlynorm {name}", " ".join(result.stdout.split()))
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_example_of_the_help_is_a_line_the_command_understands(name: str) -> None:
-    examples = re.findall(r"`onlynorm ([^`]+)`", COMMANDS[name].epilog)
-    assert any(example.startswith(f"{name} ") or example == name for example in examples)
-    for example in examples:  # some need the file of another command
-        own = next(one for one in COMMANDS if f"{example} ".startswith(f"{one} "))
-        COMMANDS[own].make_context(own, shlex.split(example.removeprefix(own)))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

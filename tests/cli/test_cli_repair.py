@@ -76,7 +76,7 @@ def test_a_file_with_inserted_modules_is_loaded_onto_the_plain_architecture(run:
 def test_modules_that_are_not_seen_are_listed(run: RunCli) -> None:
     ran = run("own:Recurrent", "--data", "digits", "--batch", 64)
     assert ran.code == 0
-    assert "not seen: 'rnn' (GRU: no repair for this kind of module), 41.5% of the parameters" in " ".join(
+    assert "not seen: 'rnn' (GRU: no repair for this kind of module), 41.5 % of the parameters" in " ".join(
         ran.stdout.split()
     )
     told = run("own:Recurrent", "--data", "digits", "--batch", 64, "--json").json()

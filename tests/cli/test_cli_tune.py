@@ -143,7 +143,7 @@ def test_training_stops_early_when_the_loss_does_not_fall(run: RunCli) -> None:
 
 def stopping(at: int) -> Any:
     @contextlib.contextmanager
-    def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int, str], None]]:
+    def counter(name: str, *, hidden: bool, shows_message: bool) -> Iterator[Callable[[int, int, str], None]]:
         def show(done: int, total: int, message: str) -> None:
             if done == at:
                 raise KeyboardInterrupt
@@ -328,13 +328,13 @@ def test_folders_that_are_no_data_are_refused(run: RunCli, photos: Callable[...,
         (("mlp_bn", *QUICK, "--statistics", "frozen"), "statistics needs a known name; got 'frozen'"),
         (("mlp_bn", *QUICK, "--corrupt", "noise"), "--corrupt needs a data set of images by name, digits, cifar10"),
         (("mlp_bn", "--data", OWN + "tensors", "--corrupt", "noise"), "--corrupt needs a data set of images by name"),
-        (("mlp_bn", "--corrupt", "rain"), "corruption needs a known name; got 'rain'"),
+        (("mlp_bn", "--corrupt", "rain"), "--corrupt needs a known name; got 'rain'"),
         (("mlp_bn", *QUICK, "--optimizer", "adam"), "optimizer needs a known name; got 'adam'. Did you mean 'adamw'"),
         (("mlp_bn", *QUICK, "--augmentation", "mixup"), "augmentation needs a known name; got 'mixup'"),
         (("mlp_bn", *QUICK, "--augmentation", "flip"), "augmentation needs images"),
         (("mlp_bn", *QUICK, "--precision", "16-true"), "precision needs a known name; got '16-true'"),
         (("mlp_bn", *QUICK, "--dtype", "int8"), "dtype needs a known name; got 'int8'"),
-        (("mlp_bn", *QUICK, "--also", "head"), "module or parameter needs a known name; got 'head'"),
+        (("mlp_bn", *QUICK, "--also", "head"), "--also needs a known name; got 'head'"),
         (("mlp_bn", *QUICK, "--which", "layer9"), "got 'layer9', and the norms are '1', '4'"),
         (("mlp_bn", *QUICK, "--devices", "0"), "--devices needs a positive number or auto; got '0'"),
         (
@@ -342,7 +342,7 @@ def test_folders_that_are_no_data_are_refused(run: RunCli, photos: Callable[...,
             "devices needs 1",
         ),
         (("mlp_bn", *QUICK, "--strategy", "magic"), "--devices and --strategy need"),
-        (("mlp_bn", *QUICK, "--epochs", "-1"), "an integer from 0; got -1"),
+        (("mlp_bn", *QUICK, "--epochs", "-1"), "--epochs must be an integer from 1; got -1"),
         (("mlp_bn", *QUICK, "--lr", "nan"), "a number in [0, inf); got nan"),
         (("mlp_bn", *QUICK, "--seed", "-1"), "Invalid value for '--seed'"),
         (("mlp_bn", *QUICK, "--patience", "0"), "Invalid value for '--patience'"),

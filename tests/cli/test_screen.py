@@ -25,7 +25,9 @@ from onlynorm.cli.terminal import (
     WIDE,
     bar,
     counter,
+    errors,
     layer_bars,
+    percent,
     print_bench,
     print_facts,
     print_json,
@@ -162,6 +164,39 @@ def test_facts_of_records_and_statements_are_plain_data(capsys: Output) -> None:
 def test_a_fact_is_shown_as_people_read_it(capsys: Output, value: object, shown: str) -> None:
     print_facts("title", {"": value})
     assert flat(capsys.readouterr().out) == f"title {shown}"
+
+
+@pytest.mark.parametrize(
+    ("fraction", "shown"),
+    [
+        (0.914, "91.4 %"), (1.0, "100 %"), (0.0, "0 %"), (0.5, "50.0 %"), (0.99996, "99.996 %"), (2e-4, "0.02 %"),
+        (1e-12, "0 %"),
+    ],
+)  # fmt: skip
+def test_a_fraction_is_shown_in_percent_and_rounded_to_0_or_100_only_where_it_is(fraction: float, shown: str) -> None:
+    assert percent(fraction) == shown
+
+
+def test_accuracies_are_shown_in_percent_and_stay_fractions_in_json(capsys: Output) -> None:
+    facts = {"target_accuracy": 0.914, "agreement": 1, "tolerance": 0.01, "outside": math.nan}
+    print_facts("title", facts)
+    assert flat(capsys.readouterr().out) == (
+        "title target accuracy 91.4 % same prediction 100 % tolerance 0.01 outside the calibrated range nan"
+    )
+    print_json(facts)
+    assert json.loads(capsys.readouterr().out)["target_accuracy"] == 0.914
+
+
+def test_findings_are_readable_on_80_columns(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "width", 80)
+    chosen = list(registry.statements("daneshmand2020"))
+    evidence = "the ratio is 1.000 for 40 matrices " * 9
+    found = {s.key: Finding(s.key, registry.Verdict.CORRECTED, evidence, {}, 0.0) for s in chosen}
+    print_statements([(s, "") for s in chosen], found)
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{chosen[0].key}: holds with a corrected constant" in lines
+    assert len(lines) <= 9 * len(chosen)
+    assert max(map(len, lines)) <= 80
 
 
 def test_empty_facts_are_left_out_and_zeros_are_not(capsys: Output) -> None:
@@ -313,15 +348,24 @@ def show_stages(show: Callable[[Stage], None]) -> None:
 @pytest.mark.parametrize("hidden", [False, True])
 def test_progress_never_reaches_standard_output(
     capsys: Output,
+    monkeypatch: pytest.MonkeyPatch,
     make: Callable[[bool], AbstractContextManager[Callable[[Any], None]]],
     use: Callable[[Callable[[Any], None]], None],
     hidden: bool,
 ) -> None:
+    monkeypatch.setattr(errors, "_force_terminal", True)
     with make(hidden) as show:
         use(show)
     seen = capsys.readouterr()
     assert seen.out == ""
     assert bool(seen.err) != hidden
+
+
+@pytest.mark.parametrize("make", [spinner, counter])
+def test_a_file_that_collects_messages_has_no_lines_of_progress(capsys: Output, make: Any) -> None:
+    with make("work", hidden=False):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_stages_keep_a_line_per_artifact_with_its_count(capsys: Output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,23 +14,30 @@ import typer
 from rich.markup import escape
 
 import onlynorm
+from onlynorm.cli.help import FEATURES, OUTPUT, App, flag, option
 from onlynorm.cli.terminal import errors
 from onlynorm.errors import OnlynormError, StorageError, ToleranceError
 from onlynorm.features import names
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with `onlynorm demo`. Each command has its own --help with examples.",
+    epilog="Start with `onlynorm demo`. `onlynorm COMMAND --help` shows options and examples.",
 )
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+AsJson = Annotated[bool, flag(OUTPUT, "Print one JSON document instead of a table.", "--json")]
 Excess = Annotated[
-    float | None,
-    typer.Option(max=1e6, help="Features per equation; one equation per weight (default 1.25)."),
+    float | None, option(FEATURES, "X", "Features per equation; one equation per weight (default 1.25).", max=1e6)
 ]
-FeaturesName = Annotated[str, typer.Option(help=f"Distribution of the frozen weights: {', '.join(names())}.")]
+FeaturesName = Annotated[
+    str,
+    option(
+        FEATURES,
+        "NAME",
+        f"Distribution of the frozen weights: {', '.join(names())}.",
+        choices=names(),
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,32 +48,39 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    ctx: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="ONLYNORM_DEBUG", help="Show the traceback of an error.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     """Build, tune and explain neural networks through **only their normalization layers**."""
+    if isinstance(ctx.obj, dict):
+        ctx.obj["debug"] = debug
 
 
 def main() -> NoReturn:
     """Runs the command line; library errors are printed as one line and set the exit code."""
+    settings = {"debug": False}
     try:
-        app()
-    except ToleranceError as error:
-        errors.print(f"[red]failed:[/] {escape(str(error))}", highlight=False)
-        sys.exit(1)
+        app(prog_name="onlynorm", obj=settings)
     except OnlynormError as error:
-        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
+        if settings["debug"]:
+            errors.print("".join(traceback.format_exception(error)), highlight=False, markup=False, soft_wrap=True)
+        has_failed = isinstance(error, ToleranceError)
+        errors.print(f"[red]{'failed' if has_failed else 'error'}:[/] {escape(str(error))}", highlight=False)
+        sys.exit(1 if has_failed else 2)
     sys.exit(0)
 
 
-def need_folder(out: Path, *, what: str = "records") -> None:
+def need_folder(out: Path, *, what: str = "records", option: str = "--out") -> None:
     """Raises unless the folder can be written to or created; called before a computation starts."""
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise StorageError(
-            f"{what} need a writable folder; got {out}, but {existing} is not writable. Choose another --out."
+            f"{what} need a writable folder; got {out}, but {existing} is not writable. Choose another {option}."
         )
 
 

@@ -12,10 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
+from onlynorm.cli import messages
+from onlynorm.cli.help import CONSTRUCTION, FEATURES, MODEL_AND_DATA, completing, option
 from onlynorm.data import DATA_SETS
-from onlynorm.errors import ShapeError, UnknownNameError, ValueRangeError
+from onlynorm.errors import MissingDataError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.frozen import FrozenOptions
-from onlynorm.models import ACTIVATIONS
+from onlynorm.models import ACTIVATIONS, BUILT_IN
 from onlynorm.reconstruction import Construction, Deep, LowRank, Multilayer, Ranges, Residual, Wide
 from onlynorm.validate import need_choice
 
@@ -24,26 +26,81 @@ FLAGS = ("construction", "features", "excess", "density", "seed", "activation", 
 """Fields with an option of their own, which `--set` does not accept."""
 RANGES = ("window", "margin", "precision")
 Weights = Annotated[
-    Path | None, typer.Option(help="File with the weights of the model: .safetensors, or a PyTorch state dict.")
+    Path | None,
+    option(MODEL_AND_DATA, "FILE", "File with the weights of the model: .safetensors, or a PyTorch state dict."),
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; default: that of the model."),
+    option(
+        MODEL_AND_DATA,
+        "DATA",
+        f"{', '.join(DATA_SETS)}, or a .safetensors or .npy file; default: that of the model.",
+        choices=DATA_SETS,
+    ),
 ]
 Density = Annotated[
-    float | None, typer.Option(help="Fraction of nonzero weights of sparse features (default 0.5; id_cond: all).")
+    float | None, option(FEATURES, "X", "Fraction of nonzero weights of sparse features (default 0.5; id_cond: all).")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the frozen weights.")]
+Seed = Annotated[int, option(FEATURES, "N", "Seed of the frozen weights.")]
 ActivationName = Annotated[
-    str, typer.Option(help=f"Activation between the frozen layers: {', '.join(ACTIVATIONS)} or none.")
+    str,
+    option(
+        CONSTRUCTION,
+        "NAME",
+        f"Activation between the frozen layers: {', '.join(ACTIVATIONS)} or none.",
+        choices=(*ACTIVATIONS, "none"),
+    ),
 ]
-ConstructionName = Annotated[str, typer.Option(help=f"How layers are rebuilt: {', '.join(CONSTRUCTIONS)}.")]
+ConstructionName = Annotated[
+    str,
+    option(
+        CONSTRUCTION,
+        "NAME",
+        f"How layers are rebuilt: {', '.join(CONSTRUCTIONS)}.",
+        choices=CONSTRUCTIONS,
+    ),
+]
 Fields = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        CONSTRUCTION,
+        "NAME=VALUE",
+        "Any other option of the construction or of the ranges, as in --set kernel=second.",
         "--set",
-        metavar="NAME=VALUE",
-        help="Any other option of the construction or of the ranges, as in --set kernel=second.",
+    ),
+]
+
+
+def need_model_name(spec: str) -> str:
+    """Returns what is given as a model, unless it is the path of a file or folder, existing or not."""
+    path = Path(spec)
+    if spec in BUILT_IN or ":" in spec or is_shape(spec):
+        return spec
+    usual = "a built-in name such as resnet20, or package.module:factory"
+    if path.suffix == ".py":
+        there = "" if path.is_file() else ", and there is no such file"
+        raise ValueRangeError(
+            f"MODEL needs {usual}; got {spec}{there}. Write {path.stem}:NAME for a function NAME in {path.name}."
+        )
+    if path.is_dir():
+        raise ValueRangeError(f"MODEL needs {usual}; got the folder {spec}. Data is passed as --data {spec}.")
+    if path.is_file():
+        raise ValueRangeError(f"MODEL needs {usual}; got the file {spec}. Weights are passed as --weights {spec}.")
+    if path.suffix or path.name != spec:
+        raise MissingDataError(
+            f"MODEL needs {usual}; got {spec}, and there is no such file. A file of weights is passed as "
+            "--weights FILE."
+        )
+    return spec
+
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=completing(BUILT_IN),
+        callback=need_model_name,
+        help="A built-in name such as resnet20, or package.module:factory.",
     ),
 ]
 
@@ -101,6 +158,10 @@ def _set_fields(kind: type[Construction]) -> dict[str, Any]:
     without = (*FLAGS, *(field.name for field in dataclasses.fields(FrozenOptions)))
     names = [field.name for field in dataclasses.fields(kind) if field.name not in without]
     return {name: own[name] for name in names} | {name: ranges[name] for name in RANGES} | {"storage": str}
+
+
+for _kind in CONSTRUCTIONS.values():
+    messages.FIELDS.update(_set_fields(_kind))
 
 
 def _value(name: str, text: str, hint: Any) -> Any:

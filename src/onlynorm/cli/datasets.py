@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
-import typer
 from rich.markup import escape
 from torch import Tensor
 from torch.utils.data import Subset
 
+from onlynorm.cli.help import MODEL_AND_DATA, option
 from onlynorm.cli.terminal import errors
 from onlynorm.data import (
     CIFAR_MEAN,
@@ -24,7 +25,7 @@ from onlynorm.data import (
     corrupt,
     load_data,
 )
-from onlynorm.errors import FormatError, ShapeError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
 from onlynorm.models import BUILT_IN, run_factory
 from onlynorm.seeds import seeded
 from onlynorm.tuning import batches
@@ -39,14 +40,38 @@ def find_split(data: str | None, model: str) -> Split:
         raise ValueRangeError(
             f"{model} needs data to run on; got none. Pass --data digits, cifar10, fashion_mnist or a file of inputs."
         )
+    if data is not None:
+        need_source(data)
     return load_data(BUILT_IN[model].data if data is None else data)
+
+
+def need_source(
+    data: str, *, endings: tuple[str, ...] = (".safetensors", ".npy"), is_folder_read: bool = False
+) -> None:
+    """Raises if this is neither a data set nor an existing file of tensors; names similar to a data set pass."""
+    path = Path(data)
+    if data in DATA_SETS or path.suffix.lower() in endings or difflib.get_close_matches(data, DATA_SETS, cutoff=0.6):
+        return
+    kinds = f"a {' or '.join(endings)} file" + (" or a folder of images" if is_folder_read else "")
+    needed = f"data needs the name of a data set ({', '.join(DATA_SETS)}) or {kinds}"
+    if path.is_dir():
+        raise ValueRangeError(
+            f"{needed}; {data} is a folder. Only tune, diagnose and repair read folders of images; save the images "
+            f"as a {endings[0]} file."
+        )
+    if path.is_file():
+        raise FormatError(f"{needed}; got {data}. Save it as {path.with_suffix(endings[0])}.")
+    raise MissingDataError(f"{needed}; there is no file or folder {data}. Check the path.")
 
 
 AnyData = Annotated[
     str | None,
-    typer.Option(
-        help=f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
-        "package.module:factory of a Dataset; default: that of the model."
+    option(
+        MODEL_AND_DATA,
+        "DATA",
+        f"{', '.join(DATA_SETS)}, a .safetensors or .npy file, a folder of images, or "
+        "package.module:factory of a Dataset; default: that of the model.",
+        choices=DATA_SETS,
     ),
 ]
 _CIFAR = ((3, 32, 32), CIFAR_MEAN, CIFAR_STD)
@@ -105,6 +130,8 @@ def find_parts(
     `alter` is applied to a data set by name.
     """
     if data is None or not is_own(data):
+        if data is not None:
+            need_source(data, is_folder_read=True)
         split = find_split(data, model)
         return split_parts(split if alter is None else alter(split))
     if alter is not None:
@@ -141,6 +168,8 @@ def find_batch(
     if is_own(data):
         pairs = find_parts(data, model, image_size=image_size, seed=seed).train
         return batches.collate(pairs, draw_indices(len(pairs), n_samples, seed))
+    if data is not None:
+        need_source(data, is_folder_read=True)
     split = find_split(data, model)
     chosen = draw_indices(len(split.train_inputs), n_samples, seed)
     if not len(split.train_labels):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onlynorm.cli.datasets import need_source
 from onlynorm.data import DATA_SETS, load_data, tensor_files
 from onlynorm.errors import FormatError, MissingDataError, ShapeError, UnknownNameError, ValueRangeError
 from onlynorm.modules import is_class_labels
@@ -57,6 +58,7 @@ def find_sample(data: str, n_points: int | None) -> ToMemorize:
 def _read(data: str) -> ToMemorize:
     path = Path(data)
     ending = path.suffix.lower()
+    need_source(data, endings=FILES)
     if ending not in FILES:
         raise UnknownNameError("data", data, (*DATA_SETS, *(f"FILE{ending}" for ending in FILES)))
     if not path.is_file():

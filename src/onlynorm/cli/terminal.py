@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -28,7 +29,9 @@ from rich.progress import (
 )
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
+from onlynorm.cli.messages import in_options
 from onlynorm.display import Table as TextTable
 from onlynorm.errors import visible
 from onlynorm.memory import readable
@@ -53,7 +56,7 @@ class Console(RichConsole):
 screen = Console()
 errors = Console(stderr=True)
 WIDE = 110
-"""Terminal width from which all columns of a plan are shown."""
+"""Terminal width from which all columns of a plan, and of the list of statements, are shown."""
 LABELS = {
     "agreement": "same prediction", "bytes": "size", "constant": "parameters over n log n + r^2",
     "dense_matrix_bytes": "dense matrix (not built)", "feature_bytes": "features in float64",
@@ -69,6 +72,10 @@ LABELS = {
     "target_bytes": "file of the trained network", "unresolved": "zero or unresolved",
 }  # fmt: skip
 """Labels of keys of --json that are not clear by themselves."""
+FRACTIONS = frozenset({
+    "accuracy_after", "accuracy_before", "agreement", "network_accuracy", "outside", "target_accuracy",
+})  # fmt: skip
+"""Keys of --json whose values are shown in percent."""
 CHIPS = {"holds": "green", "holds with a corrected constant": "yellow", "fails": "red", "not yet checked": "dim"}
 """Colors of verdicts."""
 
@@ -94,22 +101,31 @@ def record_facts(record: Record) -> dict[str, Any]:
 
 
 def print_statements(chosen: Sequence[tuple[Statement, str]], found: dict[str, Finding]) -> None:
-    """Prints a table of statements with the locations of their checks, or with verdicts if checks were run."""
-    grid = make_table("key", "title", "verdict" if found else "check", "evidence" if found else "corrections")
-    grid.columns[0].no_wrap = True  # so that a key can be copied
-    for s, where in chosen:
-        title = escape(s.title)
-        finding = found.get(s.key)
-        if finding is None:
-            grid.add_row(s.key, title, where or "-", "yes" if s.slips else "")
-        else:
-            verdict = str(finding.verdict)
-            evidence = "" if verdict == "not yet checked" else escape(finding.evidence)
-            grid.add_row(s.key, title, f"[{CHIPS[verdict]}]{verdict}[/]", evidence)
-    screen.print(grid)
+    """Prints a table of statements with the locations of their checks, or each with its verdict and the evidence."""
+    if found:
+        for s, _ in chosen:
+            _print_finding(s, found.get(s.key))
+    else:
+        has_room = screen.width >= WIDE
+        grid = make_table("key", "title", "corrections", *(["check"] if has_room else []))
+        grid.columns[0].no_wrap = True  # so that a key can be copied
+        for s, where in chosen:
+            place = where.rpartition(f".{s.key.partition(':')[0]}.")[2] or "-"
+            grid.add_row(s.key, escape(s.title), "yes" if s.slips else "", *([place] if has_room else []))
+        screen.print(grid)
     verdicts = [str(finding.verdict) for finding in found.values()]
     words = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in CHIPS if verdict in verdicts)
     screen.print(f"{len(chosen)} statements" + (f": {words}" if words else "; `onlynorm theorems KEY` shows one"))
+
+
+def _print_finding(s: Statement, finding: Finding | None) -> None:
+    verdict = "not yet checked" if finding is None else str(finding.verdict)
+    screen.print(f"[bold]{escape(s.key)}[/]: [{CHIPS[verdict]}]{verdict}[/]", highlight=False)
+    evidence = "" if finding is None or verdict == "not yet checked" else finding.evidence
+    for text, style in ((s.title, ""), (evidence, "dim")):
+        if text:
+            screen.print(Padding(Text(text, style=style), (0, 0, 0, 2)))
+    screen.print()
 
 
 def print_record(record: Record) -> None:
@@ -145,7 +161,7 @@ def print_plan(title: str, plan: Plan) -> None:
     words = "norms/target is a ratio of parameters; seconds are for the whole run on this machine"
     screen.print(f"[dim]{words}; {escape(plan.basis)}[/]", highlight=False)
     for remark in plan.remarks:
-        screen.print(escape(remark), highlight=False)
+        screen.print(escape(in_options(remark)), highlight=False)
 
 
 def print_layers(result: Reconstruction) -> None:
@@ -159,26 +175,40 @@ def print_layers(result: Reconstruction) -> None:
     screen.print(grid)
     for row in result.layers:
         if row.shortfall:
-            screen.print(escape(f"{row.name}: {row.shortfall}"), highlight=False)
+            screen.print(escape(in_options(f"{row.name}: {row.shortfall}")), highlight=False)
     for warning in result.warnings:
-        screen.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
+        screen.print(f"[yellow]warning:[/] {escape(in_options(warning))}", highlight=False)
 
 
 def print_facts(title: str, facts: dict[str, Any]) -> None:
     """Prints a title and one line per non-empty value; keys are those of --json, shown as labels."""
-    grid = Table(
-        title=escape(title), show_header=False, title_justify="left", title_style="bold", box=None, padding=(0, 2)
-    )
+    screen.print(f"[bold]{escape(title)}[/]", highlight=False)
+    grid = Table(show_header=False, box=None, padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
     for name, value in facts.items():
         if value not in ("", [], {}, None):
-            grid.add_row(_label(name), readable(value) if name.endswith("bytes") else _readable_value(value))
+            grid.add_row(_label(name), _readable_fact(name, value))
     screen.print(grid)
 
 
 def _label(name: str) -> str:
     return LABELS.get(name) or name.removeprefix("n_").removeprefix("is_").removesuffix("_bytes").replace("_", " ")
+
+
+def _readable_fact(name: str, value: Any) -> str:
+    if name in FRACTIONS and isinstance(value, int | float) and math.isfinite(value):
+        return percent(value)
+    return readable(value) if name.endswith("bytes") else _readable_value(value)
+
+
+def percent(fraction: float) -> str:
+    """The fraction in percent, as in 91.4 %; with more digits if it would be rounded to 0 or 100 %."""
+    for digits in range(1, 6):
+        text = f"{100 * fraction:.{digits}f}"
+        if float(text) not in (0.0, 100.0):
+            break
+    return f"{float(text):g} %" if float(text) in (0.0, 100.0) else f"{text} %"
 
 
 def _readable_value(value: object) -> str:
@@ -220,8 +250,8 @@ def print_json(value: object) -> None:
 def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows a status message on standard error."""
     with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, disable=hidden,
-        transient=True,
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=errors, transient=True,
+        disable=hidden or not errors.is_terminal,
     ) as progress:  # fmt: skip
         task = progress.add_task(name)
         yield lambda text: progress.update(task, description=f"{name}: {escape(text)}")
@@ -232,21 +262,23 @@ def bar(name: str, total: int, *, hidden: bool) -> Iterator[Callable[[str], None
     """Yields a function that advances a progress bar by one, on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
-        disable=hidden, transient=True,
+        disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=total)
         yield lambda text: progress.update(task, description=f"{name}: {escape(text)}", advance=1)
 
 
 @contextmanager
-def counter(name: str, *, hidden: bool) -> Iterator[Callable[[int, int, str], None]]:
+def counter(name: str, *, hidden: bool, shows_message: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Yields a function `progress(done, total, message)` that updates a bar on standard error."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
-        disable=hidden, transient=True,
+        disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task(name, total=None)
-        yield lambda done, total, message: progress.update(task, completed=done, total=total)
+        yield lambda done, total, message: progress.update(
+            task, completed=done, total=total, description=f"{name}: {escape(message)}" if shows_message else name
+        )
 
 
 @contextmanager
@@ -271,7 +303,7 @@ def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str,
     """Two progress bars: finished layers, and the residual of the current layer on a log scale."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(),
-        console=errors, disable=hidden, transient=True,
+        console=errors, disable=hidden or not errors.is_terminal, transient=True,
     ) as progress:  # fmt: skip
         layers = progress.add_task("layers", total=len(names), note=f"0/{len(names)}")
         present = progress.add_task(escape(names[0]) if names else "", total=1.0, note="")

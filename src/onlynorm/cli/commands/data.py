@@ -9,17 +9,18 @@ import typer
 from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, app
+from onlynorm.cli.help import RUN, START, App, examples, option
 from onlynorm.cli.terminal import byte_bars, errors, make_table, print_json, screen
 from onlynorm.data import SOURCES, DataState, data_folder, get_data, list_data
 from onlynorm.memory import readable
 
 STATES = {"present": "green", "incomplete": "yellow", "missing": "dim"}
 """Colors of states."""
-group = typer.Typer(
+group = App(
     no_args_is_help=True,
-    rich_markup_mode="markdown",
-    epilog="Examples: `onlynorm data list`, `onlynorm data get fashion_mnist`, `onlynorm data get cifar10 --from "
-    "/media/usb`",
+    epilog=examples(
+        "onlynorm data list", "onlynorm data get fashion_mnist", "onlynorm data get cifar10 --from /media/usb"
+    ),
 )
 
 
@@ -28,21 +29,24 @@ def describe() -> None:
     """Get data sets and trained weights, and list those in the data folder."""
 
 
-app.add_typer(group, name="data")
+app.add_typer(group, name="data", rich_help_panel=START)
 
 
 @group.command(
     "get",
-    epilog="Examples: `onlynorm data get cifar10`, `onlynorm data get fashion_mnist resnet20`, "
-    "`onlynorm data get fashion_mnist --from /media/usb`",
+    epilog=examples(
+        "onlynorm data get cifar10",
+        "onlynorm data get fashion_mnist resnet20",
+        "onlynorm data get fashion_mnist --from /media/usb",
+    ),
 )
 def get_command(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help=f"One or more of {', '.join(SOURCES)}.")],
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FOLDER", help="Copy from this folder instead of downloading.")
+        Path | None, option(RUN, "FOLDER", "Copy from this folder instead of downloading.", "--from")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds without data after which a connection is closed and opened again.")
+        float, option(RUN, "X", "Seconds without data after which a connection is closed and opened again.")
     ] = 30.0,
     as_json: AsJson = False,
 ) -> None:
@@ -65,7 +69,7 @@ def get_command(
         _print(states)
 
 
-@group.command("list", epilog="Example: `onlynorm data list --json`")
+@group.command("list", epilog=examples("onlynorm data list", "onlynorm data list --json"))
 def list_command(as_json: AsJson = False) -> None:
     """List what `onlynorm data get` knows, and whether it is in the data folder."""
     states = list_data()

@@ -23,6 +23,7 @@ from safetensors.torch import save as to_bytes
 from torch import nn
 
 from onlynorm.cli.app import AsJson, Excess, FeaturesName, app, need_folder
+from onlynorm.cli.help import FEATURES, OUTPUT, START, examples, option
 from onlynorm.cli.terminal import print_json, screen, spinner
 from onlynorm.data import Split, digits
 from onlynorm.display import Curve, Figure, Panel, ShownResult, View, write_page
@@ -352,12 +353,12 @@ def _tell_demo(made: Demo) -> None:
         screen.print(f"[yellow]warning:[/] {escape(warning)}", highlight=False)
 
 
-@app.command(epilog="Example: `onlynorm demo --features ortho_cond`")
+@app.command(rich_help_panel=START, epilog=examples("onlynorm demo", "onlynorm demo --features ortho_cond"))
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the data split, the training and the frozen weights.")] = 0,
+    seed: Annotated[int, option(FEATURES, "N", "Seed of the data split, the training and the frozen weights.")] = 0,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
-    out: Annotated[Path, typer.Option(help="Folder of the page.")] = Path("onlynorm-out"),
+    out: Annotated[Path, option(OUTPUT, "FOLDER", "Folder of the page.")] = Path("onlynorm-out"),
     as_json: AsJson = False,
 ) -> None:
     """Repair a deep network that does not learn, and rebuild a trained one from random weights.

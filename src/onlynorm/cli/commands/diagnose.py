@@ -11,8 +11,9 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
-from onlynorm.cli.arguments import Weights
+from onlynorm.cli.arguments import ModelName, Weights
 from onlynorm.cli.datasets import AnyData, find_batch
+from onlynorm.cli.help import MODEL_AND_DATA, OUTPUT, RUN, TRAIN, examples, option
 from onlynorm.cli.terminal import make_table, print_json, screen, spinner
 from onlynorm.display import ENDINGS
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, StorageError, ValueRangeError
@@ -26,24 +27,35 @@ SPARED = ("of signal", "units", "soft rank", "dead")
 
 @app.command(
     "diagnose",
-    epilog="Examples: `onlynorm diagnose mlp_deep --html diagnosis.html`, `onlynorm diagnose digits_cnn --batch 32 "
-    "--plot depth.svg --json`. On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm diagnose resnet20`",
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "onlynorm diagnose mlp_deep --html diagnosis.html",
+        "onlynorm diagnose digits_cnn --batch 32 --plot depth.svg --json",
+        "onlynorm diagnose resnet20",
+        note="The last one needs `onlynorm data get resnet20 cifar10` first.",
+    ),
 )
 def diagnose_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
-    ],
+    model: ModelName,
     data: AnyData = None,
     weights: Weights = None,
-    batch: Annotated[int, typer.Option(min=2, help="Number of random samples.")] = 128,
-    mode: Annotated[str, typer.Option(help=f"{' or '.join(MODES)}: which statistics batch norms use.")] = "train",
+    batch: Annotated[int, option(MODEL_AND_DATA, "N", "Number of random samples.", min=2)] = 128,
     image_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Size to which images of a folder are scaled (default: that of the model, or 32)."),
+        option(
+            MODEL_AND_DATA,
+            "N",
+            "Size to which images of a folder are scaled (default: that of the model, or 32).",
+            min=1,
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of random inputs.")] = 0,
-    html: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the figure to this file, .svg or .png.")] = None,
+    mode: Annotated[
+        str,
+        option(RUN, "NAME", f"{' or '.join(MODES)}: which statistics batch norms use.", choices=MODES),
+    ] = "train",
+    seed: Annotated[int, option(RUN, "N", "Seed of the samples and of random inputs.", min=0)] = 0,
+    html: Annotated[Path | None, option(OUTPUT, "FILE", "Write a self-contained HTML page to this file.")] = None,
+    plot: Annotated[Path | None, option(OUTPUT, "FILE", "Write the figure to this file, .svg or .png.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the signal and its gradients in every layer, and whether plain SGD is likely to train the network.
@@ -52,9 +64,10 @@ def diagnose_command(
     SGD is then unlikely to train the network, Adam may.
     """
     _need_files(html, plot)
-    network = load_model(model, weights)
-    inputs, targets = find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
     with spinner("diagnose", hidden=as_json) as status:
+        status("loading model and data")
+        network = load_model(model, weights)
+        inputs, targets = find_batch(data, model, n_samples=batch, image_size=image_size, seed=seed)
         status(f"{model} on {len(inputs)} samples")
         found = _diagnose(network, inputs, targets, model=model, mode=mode, seed=seed)
     if html is not None:
@@ -90,12 +103,12 @@ def _diagnose(
 
 def _need_files(html: Path | None, plot: Path | None) -> None:
     """Raises unless the files can be written; called before a computation starts."""
-    for option, path in (("--html", html), ("--plot", plot)):
+    for name, path in (("--html", html), ("--plot", plot)):
         if path is None:
             continue
         if path.is_dir():
-            raise StorageError(f"{option} needs a file name; {path} is a folder. Try {path / 'diagnosis.html'}.")
-        need_folder(path.parent, what="diagnoses")
+            raise StorageError(f"{name} needs a file name; {path} is a folder. Try {path / 'diagnosis.html'}.")
+        need_folder(path.parent, what="diagnoses", option=name)
     if plot is not None and plot.suffix.removeprefix(".") not in ENDINGS:
         raise ValueRangeError(f"--plot needs a name that ends in .svg, .png or .pdf; got {plot}. Try depth.svg.")
 

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, app, need_folder
+from onlynorm.cli.help import CONSTRUCT, DATA, METHOD, OUTPUT, examples, option
 from onlynorm.cli.terminal import make_table, print_facts, print_json, screen, spinner
 from onlynorm.data import matrices
 from onlynorm.errors import ValueRangeError
@@ -16,29 +17,42 @@ from onlynorm.files import save
 from onlynorm.identity import factorize, random_matrix
 from onlynorm.memory import readable
 
+NAMES = ("auto", "root", "log", "polar", "spiral", "svd")
+"""Names of the methods."""
+
 
 @app.command(
     "factorize",
-    epilog="Examples: `onlynorm factorize --random 64 --depth 32`, `onlynorm factorize --random 8 --depth 256 --method "
-    "svd --out factors.safetensors --json`; a matrix of your own is a file: weight.npy, or net.safetensors with --name",
+    rich_help_panel=CONSTRUCT,
+    epilog=examples(
+        "onlynorm factorize --random 64 --depth 32",
+        "onlynorm factorize --random 8 --depth 256 --method svd --out factors.safetensors --json",
+        note="A matrix of your own is a file: weight.npy, or net.safetensors with --name.",
+    ),
 )
 def factorize_command(
     matrix: Annotated[
         Path | None, typer.Argument(metavar="MATRIX", help="A square matrix: .npy, .safetensors or .csv.")
     ] = None,
     random: Annotated[
-        int | None, typer.Option(min=1, help="Use a random matrix of this size instead of a file.")
+        int | None, option(DATA, "N", "Use a random matrix of this size instead of a file.", min=1)
     ] = None,
-    depth: Annotated[int, typer.Option(min=1, help="Number of layers I + A.")] = 64,
+    seed: Annotated[int, option(DATA, "N", "Seed of the random matrix.")] = 0,
+    name: Annotated[str | None, option(DATA, "NAME", "Name of the tensor in a .safetensors file.")] = None,
+    depth: Annotated[int, option(METHOD, "N", "Number of layers I + A.", min=1)] = 64,
     method: Annotated[
-        str, typer.Option(help="auto (smallest norms), root, log, polar, spiral, or svd (the paper's).")
+        str,
+        option(
+            METHOD,
+            "NAME",
+            "auto (smallest norms), root, log, polar, spiral, or svd (the paper's).",
+            choices=NAMES,
+        ),
     ] = "auto",
     tolerance: Annotated[
-        float | None, typer.Option(help="Maximum relative error of the product; fails if it is larger.")
+        float | None, option(METHOD, "X", "Maximum relative error of the product; fails if it is larger.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the tensor in a .safetensors file.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random matrix.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Save the factors to this .safetensors file.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "FILE", "Save the factors to this .safetensors file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Factorize a matrix into layers I + A with small A; A decreases with depth.
@@ -82,9 +96,9 @@ def factorize_command(
         },
     )
     grid = make_table("method", "largest |A|", "obstacle")
-    for option in found.options:
-        norm = "-" if option.obstacle else f"{option.max_norm:.4g}"
-        grid.add_row(option.method, norm, escape(option.obstacle) or "-")
+    for one in found.options:
+        norm = "-" if one.obstacle else f"{one.max_norm:.4g}"
+        grid.add_row(one.method, norm, escape(one.obstacle) or "-")
     screen.print(grid)
     screen.print(escape(found.reason), highlight=False)
     if out is not None:

@@ -12,8 +12,9 @@ import typer
 from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, app, need_folder
+from onlynorm.cli.help import CONSTRUCT, DATA, NETWORK, OUTPUT, completing, examples, option
 from onlynorm.cli.memorize_data import ToMemorize, find_sample
-from onlynorm.cli.terminal import counter, errors, make_table, print_facts, print_json, screen
+from onlynorm.cli.terminal import counter, errors, make_table, print_facts, print_json, screen, spinner
 from onlynorm.data import DATA_SETS
 from onlynorm.display import ENDINGS, Figure
 from onlynorm.errors import StorageError, UnknownNameError, ValueRangeError
@@ -32,32 +33,44 @@ from onlynorm.identity import (
 
 @app.command(
     "memorize",
-    epilog="Examples: `onlynorm memorize digits`, `onlynorm memorize digits --points 500 --projection principal "
-    "--noise 0.001 --noise 0.01 --out digits.safetensors --figure noise.png`. On other images: "
-    "`onlynorm data get fashion_mnist`, `onlynorm memorize fashion_mnist --points 10000 --json`",
+    rich_help_panel=CONSTRUCT,
+    epilog=examples(
+        "onlynorm memorize digits",
+        "onlynorm memorize digits --points 500 --projection principal --noise 0.001 --noise 0.01 "
+        "--out digits.safetensors --figure noise.png",
+        "onlynorm memorize fashion_mnist --points 10000 --json",
+        note="The last one needs `onlynorm data get fashion_mnist` first.",
+    ),
 )
 def memorize_command(
     data: Annotated[
         str,
         typer.Argument(
             metavar="DATA",
+            autocompletion=completing(DATA_SETS),
             help=f"{', '.join(DATA_SETS)}, or a .npz or .safetensors file with inputs and labels (integers) "
             "or targets (real numbers).",
         ),
     ] = "digits",
-    points: Annotated[int | None, typer.Option(min=1, help="Number of training points; all by default.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the blocks (default 4 log n).")] = None,
-    projection: Annotated[
-        str, typer.Option(help=f"{' or '.join(PROJECTIONS)}; principal gives larger class radii.")
-    ] = "random",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the projection, the class vectors and the noise.")] = 0,
+    points: Annotated[int | None, option(DATA, "N", "Number of training points; all by default.", min=1)] = None,
     noise: Annotated[
         list[float] | None,
-        typer.Option(help="Noise level relative to the median distance from the mean; can be repeated."),
+        option(DATA, "X", "Noise level relative to the median distance from the mean; can be repeated."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Save the network to this .safetensors file.")] = None,
+    width: Annotated[int | None, option(NETWORK, "N", "Width of the blocks (default 4 log n).")] = None,
+    projection: Annotated[
+        str,
+        option(
+            NETWORK,
+            "NAME",
+            f"{' or '.join(PROJECTIONS)}; principal gives larger class radii.",
+            choices=PROJECTIONS,
+        ),
+    ] = "random",
+    seed: Annotated[int, option(NETWORK, "N", "Seed of the projection, the class vectors and the noise.", min=0)] = 0,
+    out: Annotated[Path | None, option(OUTPUT, "FILE", "Save the network to this .safetensors file.")] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Plot the accuracy under noise to this .png, .pdf or .svg file.")
+        Path | None, option(OUTPUT, "FILE", "Plot the accuracy under noise to this .png, .pdf or .svg file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,11 +79,13 @@ def memorize_command(
     Nothing is trained. The network is evaluated at every training point. Exits with 1 if a class is wrong, or if a real
     output differs by more than 1e-6 of the largest target.
     """
-    for file in (out, figure):
-        _need_file(file)
+    for name, file in (("--out", out), ("--figure", figure)):
+        _need_file(name, file)
     if figure is not None and figure.suffix.lower().removeprefix(".") not in ENDINGS:
         raise UnknownNameError("ending of a figure", figure.suffix or figure.name, [f".{one}" for one in ENDINGS])
-    sample = find_sample(data, points)
+    with spinner("memorize", hidden=as_json) as status:
+        status(f"loading {data}")
+        sample = find_sample(data, points)
     if sample.is_real and (noise or figure):
         raise ValueRangeError("--noise and --figure need class labels; got real targets. Omit them.")
     with counter("thresholds", hidden=as_json) as progress:
@@ -79,7 +94,9 @@ def memorize_command(
             progress=progress,
         )  # fmt: skip
     started = time.perf_counter()
-    facts = _facts(sample, network)
+    with spinner("memorize", hidden=as_json) as status:
+        status(f"evaluating {len(sample.inputs):,} training points")
+        facts = _facts(sample, network)
     facts["check_seconds"] = time.perf_counter() - started
     measured = None if sample.is_real else _measure(network, sample, noise, seed, hidden=as_json)
     if out is not None:
@@ -99,12 +116,12 @@ def memorize_command(
         raise typer.Exit(1)
 
 
-def _need_file(path: Path | None) -> None:
+def _need_file(option: str, path: Path | None) -> None:
     if path is None:
         return
     if path.is_dir():
-        raise StorageError(f"output needs a file name; {path} is a folder. Try {path / 'memorizer.safetensors'}.")
-    need_folder(path.parent, what="files")
+        raise StorageError(f"{option} needs a file name; {path} is a folder. Try {path / 'memorizer.safetensors'}.")
+    need_folder(path.parent, what="files", option=option)
 
 
 def _facts(sample: ToMemorize, network: Memorizer) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from onlynorm.cli.arguments import (
     Fields,
     Seed,
     is_shape,
+    need_model_name,
     parse_rebuilding,
     parse_shape,
 )
 from onlynorm.cli.datasets import find_split
-from onlynorm.cli.terminal import make_table, print_facts, print_json, print_plan, screen
+from onlynorm.cli.help import CONSTRUCTION, MODEL_AND_DATA, REBUILD, completing, examples, option
+from onlynorm.cli.terminal import make_table, print_facts, print_json, print_plan, screen, spinner
 from onlynorm.errors import ShapeError
 from onlynorm.features import draw
 from onlynorm.memory import memory_budget, readable
@@ -32,29 +34,38 @@ from onlynorm.solvers import choose, need_tolerance, spectrum
 
 @app.command(
     "plan",
-    epilog="Examples: `onlynorm plan resnet20 --excess 1.1`, `onlynorm plan 64,64,3,3 --tolerance 1e-12`, "
-    "`onlynorm plan onlynorm.models:digits_cnn --input 64 --set width=minimum`",
+    rich_help_panel=REBUILD,
+    epilog=examples(
+        "onlynorm plan resnet20 --excess 1.1",
+        "onlynorm plan 64,64,3,3 --tolerance 1e-12",
+        "onlynorm plan onlynorm.models:digits_cnn --input 64 --set width=minimum",
+    ),
 )
 def plan_command(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL|SHAPE", help="A built-in name, package.module:factory, or a shape as in 64,64,3,3."
+            metavar="MODEL|SHAPE",
+            autocompletion=completing(BUILT_IN),
+            callback=need_model_name,
+            help="A built-in name, package.module:factory, or a shape as in 64,64,3,3.",
         ),
     ],
     data: Data = None,
     input_shape: Annotated[
-        str | None, typer.Option("--input", help="Shape of one input instead of data, as in 3,224,224.")
+        str | None, option(MODEL_AND_DATA, "SHAPE", "Shape of one input instead of data, as in 3,224,224.", "--input")
     ] = None,
+    calibration: Annotated[
+        int, option(MODEL_AND_DATA, "N", "Number of calibration samples, as for reconstruct.", min=1)
+    ] = 64,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
     density: Density = None,
     seed: Seed = 0,
-    activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
-    tolerance: Annotated[float | None, typer.Option(help="Maximum relative residual (default 1e-10).")] = None,
-    calibration: Annotated[int, typer.Option(min=1, help="Number of calibration samples, as for reconstruct.")] = 64,
+    activation: ActivationName = "relu",
     fields: Fields = None,
+    tolerance: Annotated[float | None, option(CONSTRUCTION, "X", "Maximum relative residual (default 1e-10).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict widths, memory, condition numbers and time for a network or a layer.
@@ -69,10 +80,12 @@ def plan_command(
     how = parse_rebuilding(
         construction, fields, features=features, excess=excess, density=density, activation=activation
     )
-    planned = plan(
-        make_model(target), _one_input(target, data, input_shape), how.construction, seed=seed, tolerance=tolerance,
-        storage=how.storage, n_samples=calibration,
-    )  # fmt: skip
+    with spinner("plan", hidden=as_json) as status:
+        status(target)
+        planned = plan(
+            make_model(target), _one_input(target, data, input_shape), how.construction, seed=seed,
+            tolerance=tolerance, storage=how.storage, n_samples=calibration,
+        )  # fmt: skip
     if as_json:
         print_json(planned.as_dict())
     else:

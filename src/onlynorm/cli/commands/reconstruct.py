@@ -18,12 +18,23 @@ from onlynorm.cli.arguments import (
     Data,
     Density,
     Fields,
+    ModelName,
     Seed,
     Weights,
     parse_rebuilding,
 )
 from onlynorm.cli.datasets import find_split
-from onlynorm.cli.terminal import counter, errors, layer_bars, print_facts, print_json, print_layers, screen
+from onlynorm.cli.help import CONSTRUCTION, MODEL_AND_DATA, OUTPUT, REBUILD, RUN, examples, flag, option
+from onlynorm.cli.terminal import (
+    counter,
+    errors,
+    layer_bars,
+    print_facts,
+    print_json,
+    print_layers,
+    screen,
+    spinner,
+)
 from onlynorm.errors import AccuracyWarning, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.files import save
 from onlynorm.models import BUILT_IN, load_model
@@ -33,45 +44,51 @@ from onlynorm.storage import claiming
 
 SAME = {"float64": 1e-8, "float32": 1e-2}
 """Default tolerance of the relative error of the outputs, per dtype."""
-Dtype = Annotated[str, typer.Option(help="Dtype of both networks: float32 or float64.")]
+Dtype = Annotated[str, option(RUN, "DTYPE", "Dtype of both networks: float32 or float64.", choices=SAME)]
 
 
 @app.command(
     "reconstruct",
-    epilog="Examples: `onlynorm reconstruct digits_cnn --excess 1.25 --out net.safetensors`, "
-    "`onlynorm reconstruct digits_cnn --features ortho_cond --activation tanh --set kernel=second --out "
-    "ortho.safetensors`, `onlynorm reconstruct onlynorm.models:digits_cnn --data digits --out random.safetensors`. "
-    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm reconstruct resnet20 --out net20.safetensors`",
+    rich_help_panel=REBUILD,
+    epilog=examples(
+        "onlynorm reconstruct digits_cnn --excess 1.25 --out net.safetensors",
+        "onlynorm reconstruct digits_cnn --features ortho_cond --activation tanh --set kernel=second "
+        "--out ortho.safetensors",
+        "onlynorm reconstruct onlynorm.models:digits_cnn --data digits --out random.safetensors",
+        "onlynorm reconstruct resnet20 --out net20.safetensors",
+        note="The last one needs `onlynorm data get resnet20 cifar10` first.",
+    ),
 )
 @claiming("out")
 def reconstruct_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
-    ],
-    out: Annotated[Path, typer.Option(help="Output file with the seed and the norms.")] = Path("net.safetensors"),
+    model: ModelName,
     weights: Weights = None,
     data: Data = None,
     calibration: Annotated[
-        int | None, typer.Option(min=1, help="Number of calibration samples (default: up to 64).")
+        int | None, option(MODEL_AND_DATA, "N", "Number of calibration samples (default: up to 64).", min=1)
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=0, help="Number of test samples (default: up to 64); 0 skips verification.")
+        int | None,
+        option(MODEL_AND_DATA, "N", "Number of test samples (default: up to 64); 0 skips verification.", min=0),
     ] = None,
     features: FeaturesName = "he_normal",
     excess: Excess = None,
     density: Density = None,
     seed: Seed = 0,
-    activation: ActivationName = "relu",
     construction: ConstructionName = "wide",
+    activation: ActivationName = "relu",
+    fold_norms: Annotated[
+        bool, flag(CONSTRUCTION, "Fold batch norms into their layers first.", "--fold-norms")
+    ] = False,
+    fields: Fields = None,
+    dtype: Dtype = "float64",
     tolerance: Annotated[
-        float | None, typer.Option(help="Maximum residual of every layer; fails if it is larger.")
+        float | None, option(RUN, "X", "Maximum residual of every layer; fails if it is larger.")
     ] = None,
     error: Annotated[
-        float | None, typer.Option(help="Maximum relative error of the outputs; fails if it is larger.")
+        float | None, option(RUN, "X", "Maximum relative error of the outputs; fails if it is larger.")
     ] = None,
-    fold_norms: Annotated[bool, typer.Option("--fold-norms", help="Fold batch norms into their layers first.")] = False,
-    dtype: Dtype = "float64",
-    fields: Fields = None,
+    out: Annotated[Path, option(OUTPUT, "FILE", "Output file with the seed and the norms.")] = Path("net.safetensors"),
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a trained network from frozen random weights and trained norms, and verify it.
@@ -85,10 +102,12 @@ def reconstruct_command(
     if out.is_dir():
         raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'net.safetensors'}.")
     need_folder(out.parent, what="networks")
-    target = load_target(model, weights).to(kind)
-    split = find_split(data, model)
-    batch = first_samples(split.train_inputs, calibration, default=64).to(kind)
-    test = first_samples(split.test_inputs, images, default=64)
+    with spinner("reconstruct", hidden=as_json) as status:
+        status("loading model and data")
+        target = load_target(model, weights).to(kind)
+        split = find_split(data, model)
+    batch = first_samples(split.train_inputs, calibration, default=64, option="--calibration").to(kind)
+    test = first_samples(split.test_inputs, images, default=64, option="--images")
     partial = out.with_name(f"{out.name}.partial")
     try:
         names = [layer.name for layer in find_layers(target).layers]
@@ -124,6 +143,7 @@ def reconstruct_command(
     else:
         print_layers(result)
         print_facts(f"{model} from {result.construction.features} features, seed {seed}", facts)
+        print_rounding(comparison, dtype)
     exit_unless_same(comparison, SAME[dtype], as_json)
 
 
@@ -160,6 +180,15 @@ def _is_same(comparison: Comparison, tolerance: float) -> bool:
     return comparison.check.relative_error <= tolerance and comparison.check.is_reproducible
 
 
+def print_rounding(comparison: Comparison | None, dtype: str) -> None:
+    """Says in one line why errors in float32 and in float64 differ."""
+    if comparison is None:
+        return
+    ratio = f"{torch.finfo(torch.float32).eps / torch.finfo(torch.float64).eps:.0e}".replace("e+0", "e")
+    effect = ", hence the larger error" if dtype == "float32" else " and would show larger errors"
+    screen.print(f"float32 rounds {ratio} times as coarsely as float64{effect}.", highlight=False)
+
+
 def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: bool) -> None:
     """Exits with 1 if the two networks differ by more than the tolerance."""
     if comparison is None:
@@ -171,10 +200,12 @@ def exit_unless_same(comparison: Comparison | None, tolerance: float, as_json: b
         raise typer.Exit(1)
 
 
-def first_samples(samples: Tensor, n_samples: int | None, *, default: int) -> Tensor:
+def first_samples(samples: Tensor, n_samples: int | None, *, default: int, option: str) -> Tensor:
     """The first `n_samples` samples, by default up to `default`; raises if there are fewer than `n_samples`."""
     if n_samples is not None and n_samples > len(samples):
-        raise ValueRangeError(f"{n_samples} samples need as many in the data; got {len(samples)}. Pass fewer.")
+        raise ValueRangeError(
+            f"{option}: {n_samples} samples need as many in the data; got {len(samples)}. Pass fewer."
+        )
     return samples[: default if n_samples is None else n_samples]
 
 

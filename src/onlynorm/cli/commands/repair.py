@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
 from rich.markup import escape
 from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
-from onlynorm.cli.arguments import Weights
+from onlynorm.cli.arguments import ModelName, Weights
 from onlynorm.cli.datasets import AnyData, find_batch
-from onlynorm.cli.terminal import make_table, print_json, screen, spinner
+from onlynorm.cli.help import METHOD, MODEL_AND_DATA, OUTPUT, TRAIN, examples, flag, option
+from onlynorm.cli.terminal import WIDE, make_table, percent, print_json, screen, spinner
 from onlynorm.errors import ShapeError, StorageError
 from onlynorm.files import save
 from onlynorm.models import load_model
@@ -22,33 +22,43 @@ from onlynorm.rank import MAX_RATIO, METHODS, repair
 
 @app.command(
     "repair",
-    epilog="Examples: `onlynorm repair mlp_deep --out repaired.safetensors`, "
-    "`onlynorm repair mlp_deep --method paper --steps 75`. On natural images: `onlynorm data get cifar10`, "
-    "`onlynorm repair vgg --method lsuv --json`",
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "onlynorm repair mlp_deep --out repaired.safetensors",
+        "onlynorm repair mlp_deep --method paper --steps 75",
+        "onlynorm repair vgg --method lsuv --json",
+        note="The last one needs `onlynorm data get cifar10` first.",
+    ),
 )
 def repair_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name such as vgg, or package.module:factory.")
-    ],
+    model: ModelName,
     data: AnyData = None,
     weights: Weights = None,
-    method: Annotated[str, typer.Option(help=f"auto (mirrored or rank, if needed), {', '.join(METHODS)}.")] = "auto",
-    batch: Annotated[int, typer.Option(min=2, help="Number of random training samples.")] = 256,
+    batch: Annotated[int, option(MODEL_AND_DATA, "N", "Number of random training samples.", min=2)] = 256,
+    method: Annotated[
+        str,
+        option(
+            METHOD,
+            "NAME",
+            f"auto (mirrored or rank, if needed), {', '.join(METHODS)}.",
+            choices=("auto", *METHODS),
+        ),
+    ] = "auto",
     steps: Annotated[
-        int | None, typer.Option(min=0, help="Steps of a rank ascent per layer; the default depends on the method.")
+        int | None, option(METHOD, "N", "Steps of a rank ascent per layer; the default depends on the method.", min=0)
     ] = None,
     target_rank: Annotated[
         float | None,
-        typer.Option(help="Target rank of the methods rank and whole (default: square root of the width)."),
+        option(METHOD, "X", "Target rank of the methods rank and whole (default: square root of the width)."),
     ] = None,
     max_ratio: Annotated[
-        float, typer.Option(help="Maximum growth of gradients from the last hidden layer to the first.")
+        float, option(METHOD, "X", "Maximum growth of gradients from the last hidden layer to the first.")
     ] = MAX_RATIO,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples and of new weights.")] = 0,
+    seed: Annotated[int, option(METHOD, "N", "Seed of the samples and of new weights.", min=0)] = 0,
     force: Annotated[
-        bool, typer.Option("--force", help="Also change tied weights, and a network that looks trained.")
+        bool, flag(METHOD, "Also change tied weights, and a network that looks trained.", "--force")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the repaired weights to this .safetensors file.")] = None,
+    out: Annotated[Path | None, option(OUTPUT, "FILE", "Write the repaired weights to this .safetensors file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Repair the initial weights of a deep network, and show rank, scale and gradient of every layer before and after.
@@ -61,10 +71,11 @@ def repair_command(
         if out.is_dir():
             raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'repaired.safetensors'}.")
         need_folder(out.parent, what="weights")
-    network = load_model(model, weights)
-    inputs, targets = find_batch(data, model, n_samples=batch, seed=seed)
-    _need_run(network, inputs, model)
     with spinner("repair", hidden=as_json) as status:
+        status("loading model and data")
+        network = load_model(model, weights)
+        inputs, targets = find_batch(data, model, n_samples=batch, seed=seed)
+        _need_run(network, inputs, model)
         status(f"{model} on {len(inputs)} samples")
         result = repair(
             network, inputs, targets, method=method, n_steps=steps, target_rank=target_rank,
@@ -76,13 +87,16 @@ def repair_command(
         print_json({"model": model, **result.as_dict(), **({} if out is None else {"file": str(out)})})
         return
     grid = make_table(*result.columns)
+    grid.columns[0].no_wrap = True
+    if screen.width < WIDE:
+        grid.padding = (0, 1, 0, 0)
     for row in result.rows():
         grid.add_row(*map(escape, row))
     screen.print(grid)
     screen.print(escape(str(result)), highlight=False)
     for one in result.unseen:
         fraction = one.n_parameters / max(result.n_parameters, 1)
-        screen.print(f"not seen: {escape(str(one))}, {fraction:.1%} of the parameters", highlight=False)
+        screen.print(f"not seen: {escape(str(one))}, {percent(fraction)} of the parameters", highlight=False)
     if out is not None:
         is_structural = result.method in METHODS and METHODS[result.method].is_structural
         use = "load it with onlynorm.load(file, like=model)" if is_structural else "pass it as --weights"

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, Excess, FeaturesName, app, need_folder
 from onlynorm.cli.arguments import Density, Seed, parse_shape
+from onlynorm.cli.help import FEATURES, OUTPUT, REBUILD, RUN, examples, flag, option
 from onlynorm.cli.terminal import bar, make_table, print_facts, print_json, screen
 from onlynorm.display import Figure
 from onlynorm.features import Features, draw
@@ -24,8 +25,12 @@ N_COPIES = 3
 
 @app.command(
     "spectrum",
-    epilog="Examples: `onlynorm spectrum 24,24`, `onlynorm spectrum 16,16,3,3 --features er_sign --excess 1.1 --out "
-    "figures`, `onlynorm spectrum 30,30 --features ortho_cond --json`",
+    rich_help_panel=REBUILD,
+    epilog=examples(
+        "onlynorm spectrum 24,24",
+        "onlynorm spectrum 16,16,3,3 --features er_sign --excess 1.1 --out figures",
+        "onlynorm spectrum 30,30 --features ortho_cond --json",
+    ),
 )
 def spectrum_command(
     shape: Annotated[
@@ -35,12 +40,12 @@ def spectrum_command(
     excess: Excess = None,
     density: Density = None,
     seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at each excess of the sweep.")] = 3,
     unit_length: Annotated[
-        bool, typer.Option("--unit-length/--as-drawn", help="Scale every feature to unit length first, as in solve.")
+        bool, flag(FEATURES, "Scale every feature to unit length first, as in solve.", "--unit-length/--as-drawn")
     ] = True,
-    sweep: Annotated[bool, typer.Option(help="Also measure the condition number over the excess.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Folder for the figure, as SVG and PNG.")] = None,
+    sweep: Annotated[bool, flag(RUN, "Also measure the condition number over the excess.")] = True,
+    seeds: Annotated[int, option(RUN, "N", "Number of seeds at each excess of the sweep.", min=1, max=10_000)] = 3,
+    out: Annotated[Path | None, option(OUTPUT, "FOLDER", "Folder for the figure, as SVG and PNG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare singular values of features with their law, and show the double descent of the condition number."""
@@ -100,8 +105,10 @@ def _print_spectrum(found: spectrum.Spectrum) -> None:
     widest = max(fractions.max(), 1e-12)
     for i, fraction in enumerate(fractions):
         bar_text = "#" * round(30 * fraction / widest)
-        predicted = f"{expected[i]:.4f}" if found.is_random else ""
-        grid.add_row(f"{bins[i]:.3f} to {bins[i + 1]:.3f}", f"{fraction:.4f}", predicted, bar_text)
+        predicted = f"{100 * expected[i]:.1f} %" if found.is_random else ""
+        grid.add_row(f"{bins[i]:.3f} to {bins[i + 1]:.3f}", f"{100 * fraction:.1f} %", predicted, bar_text)
+    for column in grid.columns[1:3]:
+        column.justify = "right"
     screen.print(grid)
 
 

@@ -16,9 +16,10 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
-from onlynorm.cli.arguments import Weights
+from onlynorm.cli.arguments import ModelName, Weights
 from onlynorm.cli.datasets import AnyData, Parts, corrupt_split, find_parts
-from onlynorm.cli.terminal import counter, errors, print_facts, print_json
+from onlynorm.cli.help import MODEL_AND_DATA, OUTPUT, RUN, TRAIN, TRAINED, TRAINING, examples, flag, option
+from onlynorm.cli.terminal import counter, errors, print_facts, print_json, spinner
 from onlynorm.data import CORRUPTIONS
 from onlynorm.errors import (
     ConversionError,
@@ -69,62 +70,95 @@ class Command(Schedule):
 
 @app.command(
     "tune",
-    epilog="Examples: `onlynorm tune digits_cnn --corrupt contrast`, "
-    "`onlynorm tune digits_cnn --corrupt blur --statistics recalibrate --which 5 --also 13 --adapter "
-    "blur.safetensors`, `onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --dtype float16 --json`. "
-    "On natural images: `onlynorm data get resnet20 cifar10`, `onlynorm tune resnet20 --corrupt noise --epochs 3`",
+    rich_help_panel=TRAIN,
+    epilog=examples(
+        "onlynorm tune digits_cnn --corrupt contrast",
+        "onlynorm tune digits_cnn --corrupt blur --statistics recalibrate --which 5 --also 13 "
+        "--adapter blur.safetensors",
+        "onlynorm tune onlynorm.models:digits_cnn --data onlynorm.data:digits --dtype float16 --json",
+        "onlynorm tune resnet20 --corrupt noise --epochs 3",
+        note="The last one needs `onlynorm data get resnet20 cifar10` first.",
+    ),
 )
 @claiming("adapter")
 def tune_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A built-in name such as resnet20, or package.module:factory.")
-    ],
-    adapter: Annotated[Path, typer.Option(help="Output file with the norms, and the heads if any.")] = Path(
-        "adapter.safetensors"
-    ),
+    model: ModelName,
     data: AnyData = None,
     weights: Weights = None,
-    also: Annotated[
-        list[str] | None, typer.Option(help="Module or parameter to train in addition to the norms, as in --also head.")
-    ] = None,
-    statistics: Annotated[str, typer.Option(help=f"Running statistics: {', '.join(STATISTICS)}.")] = "track",
-    which: Annotated[str | None, typer.Option(help="Pattern of the norms to train, as in 'layer4.*'.")] = None,
-    epochs: Annotated[int, typer.Option(help="Number of epochs.")] = 10,
-    batch_size: Annotated[int, typer.Option(help="Samples per step.")] = 128,
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate (0.1 for sgd, 0.001 for adamw).")] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "sgd",
-    weight_decay: Annotated[float, typer.Option(min=0.0, help="Weight decay of the trained parameters.")] = 0.0,
-    warmup: Annotated[
-        float, typer.Option(help="Fraction of steps with rising learning rate; a cosine follows.")
-    ] = 0.05,
-    label_smoothing: Annotated[float, typer.Option(help="Label smoothing of the cross entropy.")] = 0.0,
-    augmentation: Annotated[
-        str, typer.Option(help=f"Augmentation of images: {', '.join(batches.AUGMENTATIONS)}.")
-    ] = "none",
-    patience: Annotated[
-        int | None, typer.Option(min=1, help="Stop after this many epochs without a smaller training loss.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of samples, augmentation and splits.")] = 0,
-    devices: Annotated[str, typer.Option(help="Number of devices, or auto.")] = "1",
-    precision: Annotated[str, typer.Option(help=f"One of {', '.join(PRECISIONS)}.")] = "32-true",
-    strategy: Annotated[str, typer.Option(help="Strategy of Lightning Fabric, such as ddp.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the tensors in the file, such as float16.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint of the run; by default a temporary file next to the adapter.")
-    ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder for a CSV table and TensorBoard events.")] = None,
     corruption: Annotated[
         str | None,
-        typer.Option("--corrupt", help=f"Tune and test on corrupted images: {', '.join(CORRUPTIONS)}."),
+        option(
+            MODEL_AND_DATA,
+            "NAME",
+            f"Tune and test on corrupted images: {', '.join(CORRUPTIONS)}.",
+            "--corrupt",
+            choices=CORRUPTIONS,
+        ),
     ] = None,
-    severity: Annotated[float, typer.Option(min=0.0, max=5.0, help="Severity of the corruption.")] = 3.0,
+    severity: Annotated[
+        float, option(MODEL_AND_DATA, "X", "Severity of the corruption, from 0 to 5.", min=0.0, max=5.0)
+    ] = 3.0,
     image_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Size to which images of a folder are scaled (default: that of the model, or 32)."),
+        option(
+            MODEL_AND_DATA,
+            "N",
+            "Size to which images of a folder are scaled (default: that of the model, or 32).",
+            min=1,
+        ),
     ] = None,
     skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Skip images that cannot be read.")
+        bool, flag(MODEL_AND_DATA, "Skip images that cannot be read.", "--skip-unreadable")
     ] = False,
+    which: Annotated[str | None, option(TRAINED, "PATTERN", "Pattern of the norms to train, as in 'layer4.*'.")] = None,
+    also: Annotated[
+        list[str] | None,
+        option(
+            TRAINED,
+            "NAME",
+            "Module or parameter to train in addition to the norms, as in --also head; can be repeated.",
+        ),
+    ] = None,
+    statistics: Annotated[
+        str,
+        option(TRAINED, "NAME", f"Running statistics: {', '.join(STATISTICS)}.", choices=STATISTICS),
+    ] = "track",
+    epochs: Annotated[int, option(TRAINING, "N", "Number of epochs.")] = 10,
+    batch_size: Annotated[int, option(TRAINING, "N", "Samples per step.", min=1)] = 128,
+    optimizer: Annotated[str, option(TRAINING, "NAME", f"One of {', '.join(OPTIMIZERS)}.", choices=OPTIMIZERS)] = "sgd",
+    lr: Annotated[float | None, option(TRAINING, "X", "Peak learning rate (0.1 for sgd, 0.001 for adamw).")] = None,
+    warmup: Annotated[
+        float, option(TRAINING, "X", "Fraction of steps with rising learning rate; a cosine follows.")
+    ] = 0.05,
+    weight_decay: Annotated[float, option(TRAINING, "X", "Weight decay of the trained parameters.", min=0.0)] = 0.0,
+    label_smoothing: Annotated[float, option(TRAINING, "X", "Label smoothing of the cross entropy.")] = 0.0,
+    augmentation: Annotated[
+        str,
+        option(
+            TRAINING,
+            "NAME",
+            f"Augmentation of images: {', '.join(batches.AUGMENTATIONS)}.",
+            choices=batches.AUGMENTATIONS,
+        ),
+    ] = "none",
+    patience: Annotated[
+        int | None, option(TRAINING, "N", "Stop after this many epochs without a smaller training loss.", min=1)
+    ] = None,
+    seed: Annotated[int, option(TRAINING, "N", "Seed of the order of samples, augmentation and splits.", min=0)] = 0,
+    devices: Annotated[str, option(RUN, "N", "Number of devices, or auto.")] = "1",
+    precision: Annotated[str, option(RUN, "NAME", f"One of {', '.join(PRECISIONS)}.", choices=PRECISIONS)] = "32-true",
+    strategy: Annotated[str, option(RUN, "NAME", "Strategy of Lightning Fabric, such as ddp.")] = "auto",
+    checkpoint: Annotated[
+        Path | None, option(RUN, "FILE", "Checkpoint of the run; by default a temporary file next to the adapter.")
+    ] = None,
+    logs: Annotated[Path | None, option(RUN, "FOLDER", "Folder for a CSV table and TensorBoard events.")] = None,
+    adapter: Annotated[Path, option(OUTPUT, "FILE", "Output file with the norms, and the heads if any.")] = Path(
+        "adapter.safetensors"
+    ),
+    dtype: Annotated[
+        str | None,
+        option(OUTPUT, "DTYPE", "Dtype of the tensors in the file, such as float16.", choices=DTYPES),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train only the norms of a model, with all other parameters frozen, and save them as an adapter.
@@ -142,6 +176,11 @@ def tune_command(
     if corruption is not None and corruption not in CORRUPTIONS:
         raise UnknownNameError("corruption", corruption, CORRUPTIONS)
     alter = None if corruption is None else partial(corrupt_split, kind=corruption, severity=severity, seed=seed)
+    if epochs < 1 and not (epochs == 0 and statistics == "recalibrate"):
+        raise ValueRangeError(
+            f"--epochs must be an integer from 1; got {epochs}. Try 10; only --statistics recalibrate changes a model "
+            "in 0 epochs."
+        )
     plain = Schedule(
         epochs=epochs, batch_size=batch_size, optimizer=optimizer, lr=RATES[optimizer] if lr is None else lr,
         weight_decay=weight_decay, warmup=warmup, label_smoothing=label_smoothing, augmentation=augmentation,
@@ -151,9 +190,13 @@ def tune_command(
     _need_fabric(shared)
     if adapter.is_dir():
         raise StorageError(f"--adapter needs a file name; {adapter} is a folder. Try {adapter / 'a.safetensors'}.")
-    for path in (adapter, *(() if checkpoint is None else (checkpoint,))):
-        need_folder(path.parent, what="adapters")
-    network, base = _load_twice(model, weights)
+    for name, path in (("--adapter", adapter), ("--checkpoint", checkpoint)):
+        if path is not None:
+            need_folder(path.parent, what="adapters", option=name)
+    with spinner("tune", hidden=as_json) as status:
+        status("loading model and data")
+        network, base = _load_twice(model, weights)
+        parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable, alter=alter)
     handle = only_norms(network, also=also or (), statistics=statistics, which=which)
     corrupted = "" if corruption is None else f" {corruption} {severity}"
     schedule = Command(
@@ -161,22 +204,27 @@ def tune_command(
         statistics=statistics,
         trained=digest([name for name, _ in handle.named_parameters()]),
     )  # fmt: skip
-    parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable, alter=alter)
     _need_outputs(network, parts, model)
     for path in parts.unreadable:
         errors.print(f"skipped, cannot be read: {escape(str(path))}", highlight=False)
-    before = accuracy(network, parts.test)
-    if statistics == "recalibrate":
-        handle.recalibrate(_inputs(parts.train, schedule))
+    with spinner("tune", hidden=as_json) as status:
+        status(f"accuracy on {len(parts.test):,} test samples")
+        before = accuracy(network, parts.test)
+        if statistics == "recalibrate":
+            status("recalibrating the running statistics")
+            handle.recalibrate(_inputs(parts.train, schedule))
     saved = adapter.with_name(f"{adapter.name}.run") if checkpoint is None else checkpoint
     result = _train(network, parts, schedule=schedule, saved=saved, logs=logs, hidden=as_json, shared=shared)
     if any(os.environ.get(rank, "0") != "0" for rank in ("RANK", "NODE_RANK", "LOCAL_RANK")):
         return  # only the first of several processes writes and prints
     save_adapter(network, adapter, dtype=None if dtype is None else DTYPES[dtype])
     load_adapter(base, adapter)  # the accuracy is that of the base model with the saved file
+    with spinner("tune", hidden=as_json) as status:
+        status(f"accuracy on {len(parts.test):,} test samples")
+        after = accuracy(base, parts.test)
     facts = _facts(handle, adapter) | {
         "accuracy_before": before,
-        "accuracy_after": accuracy(base, parts.test),
+        "accuracy_after": after,
         "n_test_samples": len(parts.test),
         "n_epochs": len(result.history),
         "n_steps": result.n_steps,
@@ -204,7 +252,7 @@ def _train(
 ) -> Fit:
     """Trains with a progress bar; prints the path of the checkpoint if interrupted."""
     try:
-        with counter("tuning", hidden=hidden) as show:
+        with counter("tuning", hidden=hidden, shows_message=True) as show:
             return fit(
                 network, parts.train, schedule=schedule, checkpoint=saved, save_every=SAVE_EVERY, logs=logs,
                 on_step=lambda done, total, loss: show(done, total, f"loss {loss:.3g}"), **shared,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from onlynorm.cli.app import AsJson, app
-from onlynorm.cli.arguments import Data, Weights
+from onlynorm.cli.arguments import Data, Weights, need_model_name
 from onlynorm.cli.commands.reconstruct import (
     SAME,
     Dtype,
@@ -17,41 +17,58 @@ from onlynorm.cli.commands.reconstruct import (
     first_samples,
     load_target,
     parse_dtype,
+    print_rounding,
 )
 from onlynorm.cli.datasets import find_split
+from onlynorm.cli.help import MODEL_AND_DATA, REBUILD, RUN, examples, flag, option
 from onlynorm.cli.terminal import counter, print_facts, print_json, spinner
 from onlynorm.files import load
-from onlynorm.models import make_model
+from onlynorm.models import BUILT_IN, make_model
 from onlynorm.reconstruction import collapse, compare
 from onlynorm.solvers import need_tolerance
 
 
 @app.command(
     "verify",
-    epilog="Examples: `onlynorm reconstruct digits_cnn --out net.safetensors`, then "
-    "`onlynorm verify net.safetensors --model digits_cnn` and "
-    "`onlynorm verify net.safetensors --model digits_cnn --dtype float64 --collapsed`",
+    rich_help_panel=REBUILD,
+    epilog=examples(
+        "onlynorm reconstruct digits_cnn --out net.safetensors",
+        "onlynorm verify net.safetensors --model digits_cnn",
+        "onlynorm verify net.safetensors --model digits_cnn --dtype float64 --collapsed",
+    ),
 )
 def verify_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A file written by `onlynorm reconstruct`.")],
-    model: Annotated[str, typer.Option(help="The target: a built-in name, or package.module:factory.")],
+    model: Annotated[
+        str,
+        option(
+            MODEL_AND_DATA,
+            "MODEL",
+            "The target: a built-in name, or package.module:factory.",
+            choices=BUILT_IN,
+            callback=need_model_name,
+        ),
+    ],
     weights: Weights = None,
     data: Data = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Number of test samples (default: up to 500).")] = None,
+    images: Annotated[
+        int | None, option(MODEL_AND_DATA, "N", "Number of test samples (default: up to 500).", min=1)
+    ] = None,
     dtype: Dtype = "float32",
-    collapsed: Annotated[bool, typer.Option("--collapsed", help="Convert blocks to ordinary layers first.")] = False,
+    collapsed: Annotated[bool, flag(RUN, "Convert blocks to ordinary layers first.", "--collapsed")] = False,
     tolerance: Annotated[
-        float | None, typer.Option(help="Maximum relative error (default 1e-2 in float32, 1e-8 in float64).")
+        float | None, option(RUN, "X", "Maximum relative error (default 1e-2 in float32, 1e-8 in float64).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that the network in a file computes the same function as the target; exits with 1 if not."""
     kind = parse_dtype(dtype)
     wanted = SAME[dtype] if tolerance is None else need_tolerance(tolerance)
-    target = load_target(model, weights).to(kind)
-    split = find_split(data, model)
-    test = first_samples(split.test_inputs, images, default=500)
     with spinner("verify", hidden=as_json) as status:
+        status("loading model and data")
+        target = load_target(model, weights).to(kind)
+        split = find_split(data, model)
+        test = first_samples(split.test_inputs, images, default=500, option="--images")
         status("generating the frozen weights")
         network = load(file, like=make_model(model))
         network = (collapse(network) if collapsed else network).to(kind).eval()
@@ -62,4 +79,5 @@ def verify_command(
         print_json(facts)
     else:
         print_facts(f"{file} compared with {model}, {'collapsed, ' if collapsed else ''}in {dtype}", facts)
+        print_rounding(comparison, dtype)
     exit_unless_same(comparison, wanted, as_json)

@@ -9,21 +9,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from onlynorm.cli.app import AsJson, app, resumable
+from onlynorm.cli.help import OUTPUT, PAPERS, RUN, App, Group, examples, flag, option
 from onlynorm.cli.terminal import errors, print_bench, print_json, spinner
 
 if TYPE_CHECKING:
     from onlynorm.evidence.harness import Benchmark, Result
 
-AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A small run with fewer and smaller cases.")]
-Out = Annotated[Path, typer.Option(help="Folder for finished parts and figures; an interrupted run resumes from it.")]
-Force = Annotated[bool, typer.Option("--force", help="Compute finished parts again.")]
+AsMarkdown = Annotated[bool, flag(OUTPUT, "Print Markdown tables.", "--markdown")]
+Quick = Annotated[bool, flag(RUN, "A small run with fewer and smaller cases.", "--quick")]
+Out = Annotated[
+    Path, option(OUTPUT, "FOLDER", "Folder for finished parts and figures; an interrupted run resumes from it.")
+]
+Force = Annotated[bool, flag(RUN, "Compute finished parts again.", "--force")]
+
+SIZES = "Sizes"
 
 
-class Benches(TyperGroup):
+class Benches(Group):
     """The group of benchmark commands, imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -39,11 +43,12 @@ class Benches(TyperGroup):
         return super().get_command(ctx, cmd_name)
 
 
-benches = typer.Typer(
+benches = App(
     cls=Benches,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
-    epilog="Examples: `onlynorm bench solve --quick`, `onlynorm bench tune --markdown`. Exit code 1: a goal failed.",
+    epilog=examples(
+        "onlynorm bench solve --quick", "onlynorm bench tune --markdown", note="Exit code 1: a goal was not met."
+    ),
 )
 
 
@@ -52,7 +57,7 @@ def describe() -> None:
     """Compare onlynorm with competing methods in the same run."""
 
 
-app.add_typer(benches, name="bench")
+app.add_typer(benches, name="bench", rich_help_panel=PAPERS)
 
 
 def make_command(one: Benchmark[Any]) -> Any:
@@ -83,8 +88,8 @@ def make_command(one: Benchmark[Any]) -> Any:
     function.__signature__ = inspect.Signature(parameters)
     function.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
     resumes = " Resumes after an interruption." if one.is_stored else ""
-    single = typer.Typer(rich_markup_mode="markdown", add_completion=False)
-    epilog = f"Example: `onlynorm bench {one.name} --quick --markdown`"
+    single = App()
+    epilog = examples(f"onlynorm bench {one.name} --quick", f"onlynorm bench {one.name} --markdown")
     single.command(one.name, help=one.about.rstrip(".") + "." + resumes, epilog=epilog)(function)
     return typer.main.get_command(single)
 
@@ -100,8 +105,12 @@ def options_of(sizes: type[Any]) -> dict[str, tuple[Any, Any]]:
         usual = [] if one.default is None or facts["choices"] else [f"{one.default:g}"]
         usual += [] if facts["quick"] is None else [f"{facts['quick']:g} if quick"]
         text = facts["help"].rstrip(".") + (f" ({', '.join(usual)})." if usual else ".")
-        low: Any = {} if facts["choices"] else {"min": facts["low"] or (1 if hint is int else 0)}
-        options[one.name] = Annotated[hint | None, typer.Option(help=text, **low)], None
+        low = None if facts["choices"] else facts["low"] or (1 if hint is int else 0)
+        metavar = {int: "N", float: "X"}.get(hint, "NAME")
+        options[one.name] = (
+            Annotated[hint | None, option(SIZES, metavar, text, choices=facts["choices"], min=low)],
+            None,
+        )
     return options
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, app, resumable
+from onlynorm.cli.help import OUTPUT, PAPERS, RUN, examples, flag, option
 from onlynorm.cli.terminal import print_json, print_record, record_facts, screen, stages
 from onlynorm.errors import UnknownNameError
 
@@ -17,21 +18,32 @@ RECORDS = Path("onlynorm-out/records")
 
 @app.command(
     "reproduce",
-    epilog="Examples: `onlynorm reproduce random_features:fig-3`, `onlynorm reproduce hardt_ma2017`, "
-    "`onlynorm reproduce random_features:fig-3 --scale paper`",
+    rich_help_panel=PAPERS,
+    epilog=examples(
+        "onlynorm reproduce random_features:fig-3",
+        "onlynorm reproduce hardt_ma2017",
+        "onlynorm reproduce random_features:fig-3 --scale paper",
+    ),
 )
 def reproduce_command(
     ids: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Figures or tables, as in random_features:fig-3, or papers, as in hardt_ma2017; all by default."
+            metavar="ID",
+            help="Figures or tables, as in random_features:fig-3, or papers, as in hardt_ma2017; all by default.",
         ),
     ] = None,
     scale: Annotated[
-        str, typer.Option(help="quick, or paper for sizes as close to the paper's as feasible on a CPU: up to hours.")
+        str,
+        option(
+            RUN,
+            "NAME",
+            "quick, or paper for sizes as close to the paper's as feasible on a CPU: up to hours.",
+            choices=("quick", "paper"),
+        ),
     ] = "quick",
-    out: Annotated[Path, typer.Option(help="Folder for records and figures.")] = RECORDS,
-    force: Annotated[bool, typer.Option("--force", help="Compute finished parts again.")] = False,
+    force: Annotated[bool, flag(RUN, "Compute finished parts again.", "--force")] = False,
+    out: Annotated[Path, option(OUTPUT, "FOLDER", "Folder for records and figures.")] = RECORDS,
     as_json: AsJson = False,
 ) -> None:
     """Reproduce figures and tables of the papers and compare with the published values; resumes if interrupted."""

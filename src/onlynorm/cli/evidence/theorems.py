@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from onlynorm.cli.app import AsJson, app
+from onlynorm.cli.help import PAPERS, RUN, examples, flag, option
 from onlynorm.cli.terminal import bar, print_facts, print_json, print_statements, statement_facts
 from onlynorm.errors import UnknownNameError
 
@@ -16,15 +17,18 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Examples: `onlynorm theorems giannou2023:thm-1`, `onlynorm theorems --paper random_features --check`"
+    rich_help_panel=PAPERS,
+    epilog=examples("onlynorm theorems giannou2023:thm-1", "onlynorm theorems --paper random_features --check"),
 )
 def theorems(
-    key: Annotated[str | None, typer.Argument(help="Key of one statement, as in giannou2023:thm-1.")] = None,
-    paper: Annotated[str | None, typer.Option(help="Only the statements of one paper, as in giannou2023.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="Key of one statement, as in giannou2023:thm-1.")
+    ] = None,
+    paper: Annotated[str | None, option(RUN, "PAPER", "Only the statements of one paper, as in giannou2023.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the checks (about a minute for all) and print their verdicts.")
+        bool, flag(RUN, "Run the checks (about a minute for all) and print their verdicts.", "--check")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the checks.")] = 0,
+    seed: Annotated[int, option(RUN, "N", "Seed of the checks.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """List the numbered statements of the papers, show one, or run their checks."""
