@@ -26,6 +26,16 @@ class Split(Result):
     test_labels: Int[Tensor, " n_test"]
 
     @property
+    def train(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the training set."""
+        return self.train_inputs, self.train_labels
+
+    @property
+    def test(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the test set."""
+        return self.test_inputs, self.test_labels
+
+    @property
     def has_labels(self) -> bool:
         """Whether the test set has labels."""
         return len(self.test_labels) > 0
