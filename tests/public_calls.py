@@ -594,7 +594,9 @@ CALLS: dict[str, Call] = {
     "rank.Thresholds": fn(rank.Thresholds, contrast=1e-5, rank=1e-3),
     # ---------------------------------------------------------------------------------------------------- identity
     "identity.factorize": fn(on.factorize, matrix=normal(2, 2), depth=4, tolerance=1e-6),
+    "identity.factorize of a Linear": fn(on.factorize, matrix=copied(_plain_linear), depth=4),
     "identity.Factorization.apply": method(_factorization, "apply", x=normal(3, 2)),
+    "identity.Factorization.to_network": method(_factorization, "to_network", dtype=torch.float32),
     "identity.memorize": fn(on.memorize, inputs=X, labels=LABELS, width=8, n_classes=2, seed=1),
     "identity.Memorizer": fn(on.identity.Memorizer, n_inputs=3, n_outputs=2, width=4, n_blocks=2, n_cues=2),
     "identity.Memorizer.forward": method(_memorizer, "forward", x=X),
@@ -619,7 +621,13 @@ CALLS: dict[str, Call] = {
     "identity.paper_bound": fn(identity.paper_bound, stretch=1.5, depth=20),
     "identity.spiral_bound": fn(identity.spiral_bound, stretch=1.5, depth=20),
     "identity.random_matrix": fn(identity.random_matrix, dim=2, seed=1, name="a"),
-    "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2)),
+    "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2), bias=normal(2)),
+    "identity.near_identity_": fn(
+        identity.near_identity_, model=copied(_conv_net), inputs=IMAGES, zero=True, seed=1
+    ),
+    "identity.near_identity_ of named layers": fn(
+        identity.near_identity_, model=copied(_conv_net), which=["blocks.*.conv2"], seed=1
+    ),
     "identity.Landscape": fn(
         identity.Landscape, target=normal(2, 2), covariance=torch.eye(2, dtype=torch.float64), noise=0.5
     ),

@@ -96,6 +96,8 @@ def _need_dense(name: str, value: Tensor) -> Tensor:
             f"{name} must have values; got a tensor of shape {tuple(value.shape)} on the meta device. Create it on "
             "another device."
         )
+    if torch.compiler.is_compiling():  # a comparison of sizes would limit the batch of a compiled or exported model
+        return value
     n_bytes = value.numel() * value.itemsize
     if n_bytes > _SMALL and n_bytes > value.untyped_storage().nbytes():  # made by `expand`
         need_free_memory(f"{name}, expanded to {shown(value)},", n_bytes, cure="Pass fewer samples.")

@@ -34,6 +34,7 @@ from onlynorm.identity import (
     "memorize",
     epilog="Examples: `onlynorm memorize digits`, `onlynorm memorize fashion_mnist --points 10000 --projection "
     "principal --out fashion.safetensors --figure noise.png`, "
+    "`onlynorm memorize table.csv --labels species`, `onlynorm memorize inputs.npy --labels labels.npy`, "
     "`onlynorm memorize own.npz --noise 0.001 --noise 0.01 --json`",
 )
 def memorize_command(
@@ -41,10 +42,14 @@ def memorize_command(
         str,
         typer.Argument(
             metavar="DATA",
-            help=f"{', '.join(DATA_SETS)}, or a .npz or .safetensors file with inputs and labels (integers) "
-            "or targets (real numbers).",
+            help=f"{', '.join(DATA_SETS)}, or a file: .csv, .npy (with --labels), or .npz or .safetensors with inputs "
+            "and labels (integers) or targets (real numbers).",
         ),
     ] = "digits",
+    labels: Annotated[
+        str | None,
+        typer.Option(help="Label column of a .csv file (default: the last one), or the .npy file with the labels."),
+    ] = None,
     points: Annotated[int | None, typer.Option(min=1, help="Number of training points; all by default.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the blocks (default 4 log n).")] = None,
     projection: Annotated[
@@ -70,7 +75,7 @@ def memorize_command(
         _need_file(file)
     if figure is not None and figure.suffix.lower().removeprefix(".") not in ENDINGS:
         raise UnknownNameError("ending of a figure", figure.suffix or figure.name, [f".{one}" for one in ENDINGS])
-    sample = find_sample(data, points)
+    sample = find_sample(data, points, labels)
     if sample.is_real and (noise or figure):
         raise ValueRangeError("--noise and --figure need class labels; got real targets. Omit them.")
     with counter("thresholds", hidden=as_json) as progress:

@@ -45,6 +45,7 @@ from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream
 from onlynorm.frozen.maps import features_from_settings
 from onlynorm.frozen.options import PRECISIONS
+from onlynorm.identity.memorization.memorizer import in_parts
 from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sample, collect, relative_errors
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import Affine
@@ -112,13 +113,13 @@ class NormMemorizer(nn.Module):
         """Outputs for samples of any shape and dtype, in the dtype of the network, without autocast."""
         x = as_tensor("a memorizer", x)
         rows = x.flatten(1) if x.ndim > 1 else x.reshape(-1, 1)
-        if rows.shape[1] != self.right.shape[1] or not len(rows) or rows.is_complex():
+        if rows.shape[1] != self.right.shape[1] or not rows.shape[0] or rows.is_complex():
             raise ShapeError(
                 f"this memorizer needs samples of {self.right.shape[1]} real numbers, one sample at least; got "
                 f"{x.dtype} of shape {tuple(x.shape)}. Put the samples along the first axis."
             )
         with torch.autocast(self.right.device.type, enabled=False):
-            return torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in rows.split(ROWS)])
+            return torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in in_parts(rows, ROWS)])
 
     @torch.no_grad()
     def classify(self, x: Tensor | np.ndarray) -> Int[Tensor, " n"]:
