@@ -32,7 +32,7 @@ MAX_REFACTORED = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run(Result):
     """`count` layers I + A_j with A_j = G^j core G^-j for a rotation G; equal layers if `rotation` is None.
 
     All layers of a run have the same spectral norm.

@@ -32,6 +32,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.display import Result
 from onlynorm.errors import (
     ConversionError,
     FormatError,
@@ -63,7 +64,7 @@ ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormMemorizerFacts:
+class NormMemorizerFacts(Result):
     """Sizes and accuracy of a `NormMemorizer`; `error` is the largest output error at the points."""
 
     n_points: int
@@ -103,6 +104,12 @@ class NormMemorizer(nn.Module):
         self.register_buffer("right", features.right(), persistent=False)
         self.register_buffer("left", features.left(), persistent=False)
         self.facts: NormMemorizerFacts | None = None
+
+    def extra_repr(self) -> str:
+        """The frozen features, and the number of memorized points if it is known."""
+        f = self.features
+        points = "" if self.facts is None else f", {self.facts.n_points:,} memorized points"
+        return f"{f.name}, {f.n_features:,} features, seed={f.seed}, code={self.code!r}{points}"
 
     def activations(self, rows: Float[Tensor, "n inputs"]) -> Float[Tensor, "n feat"]:
         """The features before their second norm."""

@@ -170,6 +170,11 @@ class Memorizer(nn.Module):
         largest, classes = outputs.max(1)
         return torch.where(largest > 0.0, classes, SILENT)
 
+    def extra_repr(self) -> str:
+        """The sizes, and the number of memorized points if it is known."""
+        sizes = f"{self.n_inputs} inputs, {self.n_outputs} {'outputs' if self.is_real else 'classes'}"
+        return sizes if self.facts is None else f"{sizes}, {self.facts.n_points:,} memorized points"
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Memorizer:
         super()._apply(fn, recurse=recurse)  # type: ignore[no-untyped-call]
         if any(parameter.dtype != torch.float64 for parameter in self.parameters()):

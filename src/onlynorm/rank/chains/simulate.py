@@ -113,6 +113,12 @@ class ChainState:
             "inputs": "drawn" if inputs is None else digest(self.H),
         }
 
+    def __repr__(self) -> str:
+        observed = ", ".join(self.quantities)
+        return (
+            f"ChainState of {self.chain}: step {self.step:,}, {self.averages.n_observed:,} observations of {observed}"
+        )
+
     def advance(self, n_steps: int) -> None:
         """Runs `n_steps` more steps."""
         stop = self.step + n_steps
