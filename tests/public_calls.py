@@ -468,6 +468,7 @@ CALLS: dict[str, Call] = {
         reconstruction.certified_price, model=net, inputs=X, box=once(_box), n_features=2, seed=1
     ),
     "evidence.deep_table": fn(depth.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
+    "modules.ModuleTree.text": method(lambda: _diagnosis().tree, "text", max_rows=3),
     "modules.find_layers": fn(modules.find_layers, model=net, keep="2", is_trained=True),
     "modules.fold_network": fn(modules.fold_network, model=normed, inputs=X),
     "intervals.interval_rule": fn(_run_interval_rule, function=torch.atan2),

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError
-from onlynorm.modules import Loss, Output
+from onlynorm.modules import Loss, ModuleTree, Output
+from onlynorm.modules.tree import recording
 from onlynorm.modules.untouched import full_precision, need_layers, untouched
 from onlynorm.modules.walk import outputs_of
 from onlynorm.rank.coverage import can_repair
@@ -70,13 +71,16 @@ def diagnose(
     is_training = need_choice("mode", mode, MODES) == "train"
     with full_precision():
         with untouched(network, is_training=is_training, tensors=given):
-            passes.measure(with_contrast=True)
+            with recording(network) as shapes:
+                passes.measure(with_contrast=True)
             if random_inputs and passes.last is not None:
                 passes.compare(noise_like(arguments, seed=seed))
-        return _result(passes, limits, mode=mode, n_samples=len(given[0]), started=started)
+        return _result(passes, limits, mode=mode, n_samples=len(given[0]), tree=shapes.tree(), started=started)
 
 
-def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int, started: float) -> Diagnosis:
+def _result(
+    passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int, tree: ModuleTree, started: float
+) -> Diagnosis:
     """The diagnosis from the measures of all passes."""
     layers = passes.layers
     if not any(layer.has_weights for layer in layers):
@@ -115,6 +119,7 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
         n_samples=n_samples,
         mode=mode,
         seconds=time.perf_counter() - started,
+        tree=tree,
         **facts,
     )
 
