@@ -559,6 +559,7 @@ CALLS: dict[str, Call] = {
     "tuning.write_peft": fn(tuning.write_peft, adapter=once(_adapter), folder=out("peft")),
     # -------------------------------------------------------------------------------------------------------- rank
     "rank.diagnose": fn(on.diagnose, model=net, inputs=X, targets=LABELS, max_columns=8, seed=1),
+    "rank.diagnose of chosen layers": fn(on.diagnose, model=net, inputs=X, targets=LABELS, which=["2"]),
     "rank.repair": fn(
         on.repair, model=Fresh(lambda: models.mlp((3, 4, 4, 2)).double()), inputs=X, method="rank", targets=LABELS,
         n_steps=1, max_ratio=10.0, seed=1, legal=(("n_steps", "2**40"),),

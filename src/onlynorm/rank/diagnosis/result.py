@@ -59,7 +59,7 @@ class Diagnosis(ShownResult):
     n_samples: int
     mode: str
     seconds: float = field(compare=False)
-    tree: ModuleTree | None = field(default=None, repr=False)
+    tree: ModuleTree | None = field(default=None, repr=False, compare=False)
 
     @property
     def score(self) -> float:
