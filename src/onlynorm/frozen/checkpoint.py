@@ -19,7 +19,7 @@ import copy
 import hashlib
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, layer_options
 from onlynorm.modules.norms import FoldedNorm, folded_places
 from onlynorm.modules.walk import copy_network, precision, replace_layer, swap
 from onlynorm.storage import from_plain, read_tensors, to_plain, write_tensors
-from onlynorm.validate import need_callable, need_choice, need_device, need_path
+from onlynorm.validate import Progress, need_choice, need_device, need_path, need_progress
 
 FORMAT = 1
 KIND = "network of norms"
@@ -63,8 +63,6 @@ KINDS: dict[str, type[FrozenLayer]] = {
     "multilayer": MultilayerBlock, "norm_only": NormOnlyLayer,
 }  # fmt: skip
 """The classes of frozen layers by their kind in a file."""
-Progress = Callable[[int, int, str], None]
-"""Called with (layers done, total layers, name of the layer)."""
 
 
 def save_network(
@@ -83,7 +81,7 @@ def save_network(
     if dtype is not None:
         need_precision("dtype", dtype)
     network, path = unwrap(need_model("save", network)), need_path("save", path)
-    _need_progress(progress)
+    progress = need_progress(progress)
     places: dict[FrozenLayer, list[str]] = {}
     for name, layer in find_frozen(network).items():
         places.setdefault(layer, []).append(name)
@@ -133,7 +131,7 @@ def load_network(
     """
     like = unwrap(need_model("load", like))
     need_choice("storage", storage, STORAGES)
-    _need_progress(progress)
+    progress = need_progress(progress)
     target = None if device is None else need_device("device", device)
     document, tensors = _read(need_path("load", path), like)
     entries, folded, full, aliases, dtype = _parse(document, tensors)
@@ -659,11 +657,6 @@ def _plain(value: object) -> Any:
         items = [_plain(item) for item in value]
         return _NOT_PLAIN if _NOT_PLAIN in items else items
     return _NOT_PLAIN
-
-
-def _need_progress(progress: Progress | None) -> None:
-    if progress is not None:
-        need_callable("progress", progress, cure="It is called with (layers done, total layers, layer).")
 
 
 def _parse(
