@@ -476,6 +476,7 @@ CALLS: dict[str, Call] = {
         reconstruction.certified_price, model=net, inputs=X, box=once(_box), n_features=2, seed=1
     ),
     "evidence.deep_table": fn(depth.deep_table, widths=(4,), ks=(1,), excesses=(2.0,), seed=1),
+    "modules.ModuleTree.text": method(lambda: _diagnosis().tree, "text", max_rows=3),
     "modules.find_layers": fn(modules.find_layers, model=net, keep="2", is_trained=True),
     "modules.fold_network": fn(modules.fold_network, model=normed, inputs=X),
     "intervals.interval_rule": fn(_run_interval_rule, function=torch.atan2),
@@ -566,6 +567,7 @@ CALLS: dict[str, Call] = {
     "tuning.write_peft": fn(tuning.write_peft, adapter=once(_adapter), folder=out("peft")),
     # -------------------------------------------------------------------------------------------------------- rank
     "rank.diagnose": fn(on.diagnose, model=net, inputs=X, targets=LABELS, max_columns=8, seed=1),
+    "rank.diagnose of chosen layers": fn(on.diagnose, model=net, inputs=X, targets=LABELS, which=["2"]),
     "rank.repair": fn(
         on.repair, model=Fresh(lambda: models.mlp((3, 4, 4, 2)).double()), inputs=X, method="rank", targets=LABELS,
         n_steps=1, max_ratio=10.0, seed=1, legal=(("n_steps", "2**40"),),
@@ -602,7 +604,9 @@ CALLS: dict[str, Call] = {
     "rank.Thresholds": fn(rank.Thresholds, contrast=1e-5, rank=1e-3),
     # ---------------------------------------------------------------------------------------------------- identity
     "identity.factorize": fn(on.factorize, matrix=normal(2, 2), depth=4, tolerance=1e-6),
+    "identity.factorize of a Linear": fn(on.factorize, matrix=copied(_plain_linear), depth=4),
     "identity.Factorization.apply": method(_factorization, "apply", x=normal(3, 2)),
+    "identity.Factorization.to_network": method(_factorization, "to_network", dtype=torch.float32),
     "identity.memorize": fn(on.memorize, inputs=X, labels=LABELS, width=8, n_classes=2, seed=1),
     "identity.Memorizer": fn(on.identity.Memorizer, n_inputs=3, n_outputs=2, width=4, n_blocks=2, n_cues=2),
     "identity.Memorizer.forward": method(_memorizer, "forward", x=X),
@@ -627,7 +631,13 @@ CALLS: dict[str, Call] = {
     "identity.paper_bound": fn(identity.paper_bound, stretch=1.5, depth=20),
     "identity.spiral_bound": fn(identity.spiral_bound, stretch=1.5, depth=20),
     "identity.random_matrix": fn(identity.random_matrix, dim=2, seed=1, name="a"),
-    "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2)),
+    "identity.NearIdentity": fn(identity.NearIdentity, weight=normal(2, 2), bias=normal(2)),
+    "identity.near_identity_": fn(
+        identity.near_identity_, model=copied(_conv_net), inputs=IMAGES, zero=True, seed=1
+    ),
+    "identity.near_identity_ of named layers": fn(
+        identity.near_identity_, model=copied(_conv_net), which=["blocks.*.conv2"], seed=1
+    ),
     "identity.Landscape": fn(
         identity.Landscape, target=normal(2, 2), covariance=torch.eye(2, dtype=torch.float64), noise=0.5
     ),

@@ -66,6 +66,23 @@ def test_the_shipped_network_is_trained_again_to_the_same_accuracy(
     assert 100 * accuracy(again, (data.test_inputs, data.test_labels)) == pytest.approx(correct, abs=0.05)  # as printed
 
 
+def test_a_factorized_layer_has_the_outputs_of_the_trained_one(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("factorize_a_layer.py", capsys)
+    before, after = shares(text)
+    assert before == after > 90
+    norms = [(float(norm), float(bound)) for norm, bound in re.findall(r"\|A\| ([\d.]+), .*paper ([\d.]+)", text)]
+    assert len(norms) == 3
+    assert all(norm < bound for norm, bound in norms)
+    assert norms[2][0] < norms[0][0] / 15
+
+
+def test_a_memorizer_fits_the_sample_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed("memorize_a_sample.py", capsys)
+    assert "0 of 500 training points wrong" in text
+    assert shares(text)[0] < 30
+    assert "the same outputs after export: True" in text
+
+
 def test_every_example_is_run_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))

@@ -29,6 +29,7 @@ from onlynorm.identity.memorization import by_norms, memorizer
 from onlynorm.identity.memorization.by_norms import NormMemorizer
 from onlynorm.identity.memorization.memorizer import Memorizer
 from onlynorm.modules import need_model, unwrap
+from onlynorm.progress import with_progress
 from onlynorm.rank.chains import simulate
 from onlynorm.rank.repairs import checkpoint as repaired
 from onlynorm.rank.repairs.repair import Repaired
@@ -84,25 +85,26 @@ WRITERS: Mapping[type, Callable[[Any, Path], None]] = {
 _CURE = "Pass a file written by onlynorm.save; load other weights with safetensors or torch.load."
 
 
+@with_progress
 def save(
     obj: nn.Module | Reconstruction | Repaired | Factorization | Adapter,
     path: Path | str,
     *,
     dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> None:
     """Saves a result or a network to one file, atomically; `load` reads it.
 
     `obj` is a `Reconstruction` or a network with frozen layers, a `Memorizer`, a `NormMemorizer`, a `Repaired`, a
     `Factorization` or an `Adapter`. Frozen weights are not saved; the file contains their seed and digest. Networks
     with frozen layers and adapters can be stored in another `dtype`. Norms of rebuilt layers are stored in float32 at
-    least. `progress` is called for every frozen layer.
+    least. `progress=True` shows a bar; a function is called with (layers done, total layers, layer).
 
     If saving fails, the previous file is unchanged. Equal objects give equal bytes. The folder `partial` of a
     reconstruction is deleted after the file is written.
     """
     path = need_path("save", path)
-    need_progress(progress)
+    progress = need_progress(progress)
     if dtype is not None:
         need_precision("dtype", dtype)
     if os.path.isdir(path):
@@ -139,10 +141,11 @@ def load(
     storage: str = "dense",
     activation: nn.Module | None = None,
     device: torch.device | str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> nn.Module: ...
 
 
+@with_progress
 def load(
     path: Path | str,
     like: nn.Module | None = None,
@@ -150,7 +153,7 @@ def load(
     storage: str = "dense",
     activation: nn.Module | None = None,
     device: torch.device | str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> nn.Module | Content:
     """The content of a file written by `save` or `save_adapter`; its kind is read from the file.
 
@@ -159,15 +162,15 @@ def load(
     is copied, and its weights are not used. Its classes, hyperparameters and shapes must match the file.
 
     For networks with frozen layers, `storage` is "dense" (frozen weights in memory) or "seed" (drawn again on every
-    forward pass). `activation` is required if it is not a class of torch.nn. `progress` is called for every frozen
-    layer. Modules are moved to `device`, by default that of `like`. Checksum, format, shapes and the digests of frozen
-    weights are checked first; the digests take as long as drawing the weights. The checksum shows that a file is
-    undamaged, not who wrote it. Nothing in a file is executed. To load an adapter into a model, call
-    `load_adapter(model, path)`.
+    forward pass). `activation` is required if it is not a class of torch.nn. `progress=True` shows a bar; a function is
+    called with (layers done, total layers, layer). Modules are moved to `device`, by default that of `like`. Checksum,
+    format, shapes and the digests of frozen weights are checked first; the digests take as long as drawing the weights.
+    The checksum shows that a file is undamaged, not who wrote it. Nothing in a file is executed. To load an adapter
+    into a model, call `load_adapter(model, path)`.
     """
     path = need_path("load", path)
     need_choice("storage", storage, STORAGES)
-    need_progress(progress)
+    progress = need_progress(progress)
     target = None if device is None else need_device("device", device)
     if like is not None:
         like = unwrap(need_model("load", like))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from onlynorm.errors import ConversionError, MemoryLimitError, ShapeError, UnknownNameError, ValueRangeError, shown
 
 Progress = Callable[[int, int, str], None]
-"""Called with (done, total, message)."""
+"""Called with (done, total, message). True for a progress bar and False are converted by `with_progress`."""
 _T = TypeVar("_T")
 _SEEDS = 2**64
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -96,6 +96,8 @@ def _need_dense(name: str, value: Tensor) -> Tensor:
             f"{name} must have values; got a tensor of shape {tuple(value.shape)} on the meta device. Create it on "
             "another device."
         )
+    if torch.compiler.is_compiling():  # a comparison of sizes would limit the batch of a compiled or exported model
+        return value
     n_bytes = value.numel() * value.itemsize
     if n_bytes > _SMALL and n_bytes > value.untyped_storage().nbytes():  # made by `expand`
         need_free_memory(f"{name}, expanded to {shown(value)},", n_bytes, cure="Pass fewer samples.")
@@ -245,7 +247,7 @@ def need_callable(name: str, value: Any, *, cure: str) -> Callable[..., Any]:
 def need_progress(value: Any) -> Progress | None:
     """`value` if it is None or can be called."""
     if value is not None:
-        need_callable("progress", value, cure="It is called with (done, total, message).")
+        need_callable("progress", value, cure="Pass True for a bar, or a function of (done, total, message).")
     found: Progress | None = value
     return found
 

@@ -103,7 +103,7 @@ def test_a_negative_determinant_says_how_to_use_the_factors(run: RunCli, tmp_pat
         (("--random", 4, "--tolerance", 1e-30), 1, "needs a product error of 1.0e-30"),
         (("--random", 4, "--out", "taken/factors.safetensors"), 2, "factors need a writable folder"),
         (("singular.npy",), 2, "at a distance of 2e-06"),
-        (("wide.npy",), 2, "needs a square matrix (d, d); got shape (2, 3)"),
+        (("wide.npy",), 2, "needs a 2 x 3 matrix of full rank"),
     ],
 )
 def test_wrong_use_ends_with_one_line_and_its_cure(

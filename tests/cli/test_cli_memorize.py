@@ -193,6 +193,96 @@ def test_files_that_cannot_be_memorized_say_why(
     assert words in ran.err
 
 
+IRIS = "length,species,width\n5.1,setosa,3.5\n7.0,versicolor,3.2\n6.3,setosa,3.3\n5.8,virginica,2.7\n"
+
+
+@pytest.mark.parametrize("options", [("--labels", "species"), ()])
+def test_a_csv_is_read_with_its_label_column_by_name_or_last(run: RunCli, tmp_path: Path, options: tuple[str]) -> None:
+    text = IRIS if options else "\n".join(f"{a},{b},{c}" for a, c, b in (row.split(",") for row in IRIS.splitlines()))
+    (tmp_path / "iris.csv").write_text("\ufeff" + text)
+    facts = run("iris.csv", *options, "--out", "net.safetensors", "--json").json()
+    assert (facts["n_points"], facts["n_inputs"], facts["n_outputs"], facts["n_wrong"]) == (4, 2, 3, 0)
+    network = on.load(tmp_path / "net.safetensors")
+    points = torch.tensor([[5.1, 3.5], [7.0, 3.2], [6.3, 3.3], [5.8, 2.7]], dtype=torch.float64)
+    assert network.classify(points).tolist() == [0, 1, 0, 2]  # names in sorted order
+
+
+@pytest.mark.parametrize(
+    ("text", "n_outputs", "is_real"),
+    [
+        ("1,2,0\n3,4,1\n5,6,0\n", 2, False),  # no header
+        ("1;a,2\n".replace(";", ",") + "3,b,4\n", None, None),  # a name among the inputs is a header
+        ("a,b,y\n1,2,0.5\n3,4,-1\n", 1, True),
+        ("1,2,cat\n3,4,dog\n", 2, False),
+    ],
+)
+def test_labels_of_a_csv_are_classes_or_real_targets(
+    run: RunCli, tmp_path: Path, text: str, n_outputs: int | None, is_real: bool | None
+) -> None:
+    (tmp_path / "own.csv").write_text(text)
+    ran = run("own.csv", "--json")
+    if n_outputs is None:
+        assert ran.code == 2
+        assert "got 'b' in row 2" in ran.err
+        return
+    facts = ran.json()
+    assert ran.code == 0
+    assert facts["n_outputs"] == n_outputs
+    assert ("relative_error" in facts) == is_real
+
+
+def test_inputs_and_labels_are_two_npy_files(run: RunCli, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", generator.normal(size=(30, 2, 3)))
+    np.save(tmp_path / "y.npy", generator.integers(0, 4, 30).astype("uint16"))
+    np.save(tmp_path / "t.npy", generator.normal(size=(30, 2)))
+    assert run("x.npy", "--labels", "y.npy", "--json").json()["n_wrong"] == 0
+    facts = run("x.npy", "--labels", "t.npy", "--json").json()
+    assert facts["n_outputs"] == 2
+    assert facts["relative_error"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", (), "got 0 rows with 0 columns"),
+        ("a,b\n", (), "got 0 rows with 2 columns"),
+        ("1\n2\n", (), "got 2 rows with 1 columns"),
+        ("1,2,0\n3,1\n", (), "got 2 cells, not 3, in row 2"),
+        ("x,y\n1,0\n\n,1\n", (), "got an empty cell in row 3"),
+        ("x,y\n1,0\n2,\n", (), "got an empty cell in row 3"),
+        ("x,y\n1,0\n2,n/a\n", (), "'n/a' among 1 numbers"),
+        ("x,y\n1,0\n2,1\n", ("--labels", "z"), "label column of own.csv needs a known name"),
+        ("x,y\nnan,0\n2,1\n", (), "finite points"),
+        ("x,y\n1,-1\n2,1\n", (), "integers from 0"),
+    ],
+)
+def test_a_csv_that_cannot_be_memorized_says_why(
+    run: RunCli, tmp_path: Path, unchecked: None, text: str, options: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "own.csv").write_text(text)
+    ran = run("own.csv", *options)
+    assert ran.code == 2
+    assert words in ran.err
+
+
+def test_files_of_labels_fit_the_kind_of_data(run: RunCli, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.eye(3))
+    np.save(tmp_path / "one.npy", np.float64(1.0))
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe1,2")
+    for arguments, words in (
+        (("x.npy",), "got none. Pass --labels labels.npy"),
+        (("x.npy", "--labels", "y.csv"), "needs a .npy file; got y.csv"),
+        (("x.npy", "--labels", "y.npy"), "there is none at y.npy".replace("there is", "got")),
+        (("x.npy", "--labels", "one.npy"), "one.npy needs one row per point"),
+        (("digits", "--labels", "y.npy"), "got digits, which has its own labels"),
+        (("bytes.csv",), "comma-separated text in UTF-8"),
+    ):
+        ran = run(*arguments)
+        assert ran.code == 2, arguments
+        assert words in ran.err, (arguments, ran.err)
+
+
 def test_wrong_use_is_one_line(run: RunCli, tmp_path: Path) -> None:
     (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 no more")
     (tmp_path / "cut.safetensors").write_bytes(b"12")

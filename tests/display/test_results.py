@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import public_calls
 import pytest
 import torch
@@ -67,6 +69,8 @@ def test_what_a_public_function_returns_is_exported_prints_well_and_is_plain_dat
         assert kind.__name__ in getattr(room, "__all__", [kind.__name__]), f"{room.__name__} does not export {kind}"
         assert " object at 0x" not in str(result)
         assert " object at 0x" not in repr(result)
+        assert repr(result)
+        assert not re.search(r"\b(tensor|array)\(", repr(result)), "entries of a tensor in a repr"
         data = result.as_dict()
         json.dumps(data, allow_nan=True)
         assert all(SNAKE.fullmatch(key) for key in data), list(data)
@@ -218,3 +222,67 @@ def test_control_characters_in_names_reach_neither_text_nor_page() -> None:
             assert "\x1b" not in text
             assert "\u202e" not in text
             assert "\\x1b[2J\\u202e" in text
+
+
+# ------------------------------------------------------------------------------------------------------- reprs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held(Result):
+    weight: Tensor
+    other: np.ndarray
+    names: tuple[str, ...]
+    numbers: list[int]
+    inside: dict[str, Tensor]
+    model: nn.Module
+    hidden: Tensor = dataclasses.field(repr=False)
+
+
+def test_a_repr_has_shapes_instead_of_entries_and_the_first_of_many_items() -> None:
+    held = _Held(
+        torch.ones(100, 3), np.ones(4), ("a",), list(range(50)), {"w": torch.tensor(1.0)}, nn.Linear(2, 2),
+        torch.ones(9),
+    )  # fmt: skip
+    assert repr(held) == (
+        "_Held(weight=Tensor(100, 3, float32), other=ndarray(4, float64), names=('a',), "
+        "numbers=[0, 1, 2, 3, 4, 5, ... 50 in total], inside={'w': Tensor(float32)}, model=Linear(...))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: on.Box(torch.zeros(300, 7), torch.ones(300, 7)), "Box of shape (300, 7) from 0 to 1"),
+        (lambda: on.Chain(width=8), "chains of width 8"),
+        (lambda: on.Schedule(epochs=3), "Schedule(epochs=3, "),
+        (lambda: on.Ranges(box=on.Box(X, X + 1)), "Ranges(box=Box of shape (16, 4)"),
+        (lambda: on.Adapters(trained_model()), "Adapters of Sequential: none"),
+        (lambda: on.only_norms(trained_model()), "12 of 63 parameters are trained"),
+        (lambda: on.draw("he_normal", (300, 40)), "he_normal features for a target of shape (300, 40)"),
+        (lambda: on.frozen.converted(on.to_norm_only(small())), "2 norm-only layers"),
+        (lambda: on.NormOnlyLinear(3, 2, bias=False), "in_features=3, out_features=2, bias=False"),
+        (lambda: on.NormOnlyConv2d(3, 2, 3, stride=2, groups=1, padding=1),
+         "3, 2, kernel_size=(3, 3), bias=True, stride=(2, 2), padding=(1, 1)"),
+        (lambda: on.memorize(X, LABELS), "4 inputs, 3 classes, 16 memorized points"),
+        (lambda: on.memorize_norms(X, LABELS), "he_normal, 20 features, seed=0, code='number', 16 memorized points"),
+        (lambda: identity.Landscape(torch.eye(64)), "target=Tensor(64, 64, float64)"),
+        (lambda: Figure([Curve("a", range(500), range(500))]), "Figure(1 curves in 1 panels)"),
+        (lambda: Curve("a", range(500), range(500)), "line of 500 values"),
+        (lambda: Table(("a", "b"), [(1, 2)] * 9), "Table(9 rows of a, b)"),
+    ],
+)  # fmt: skip
+def test_reprs_say_what_the_object_is_in_a_few_lines(make: Callable[[], Any], words: str) -> None:
+    text = repr(make())
+    assert words in text
+    assert len(text) < 1000
+
+
+def trained_model() -> nn.Module:
+    return models.mlp((4, 6, 3), norm="batch")
+
+
+def test_a_handle_of_many_norms_has_a_short_repr_and_a_full_text() -> None:
+    handle = on.only_norms(models.mlp((2, *[2] * 40, 2), norm="batch"))
+    assert len(str(handle).splitlines()) > 80
+    assert len(repr(handle).splitlines()) < 20
+    assert "... 68 more" in repr(handle)

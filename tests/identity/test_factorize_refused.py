@@ -16,7 +16,7 @@ from onlynorm.identity import NearIdentity, factorize
 @pytest.mark.parametrize(
     ("matrix", "depth", "error", "message"),
     [
-        (torch.ones(2, 3), 4, ShapeError, r"factorize needs a square matrix \(d, d\); got shape \(2, 3\)"),
+        (torch.ones(3), 4, ShapeError, r"factorize needs a matrix \(rows, columns\); got shape \(3,\)"),
         (torch.ones(0, 0), 4, ShapeError, r"got shape \(0, 0\)"),
         (torch.eye(2) * float("nan"), 4, ValueRangeError, "factorize .*finite.*; got 4 "),
         (torch.eye(2) * 1j, 4, ValueRangeError, "factorize .*real.*; got torch.complex64"),

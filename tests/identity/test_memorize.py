@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import normals, some_labels
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import onlynorm as on
@@ -433,3 +434,17 @@ def test_off_sample_measures_refuse_what_they_cannot_judge(network: Memorizer) -
         measure_off_sample(network, x, torch.arange(6), sizes=(-1.0,))
     with pytest.raises(ValueRangeError, match=r"most .* from 1; got 0"):
         measure_off_sample(network, x, torch.arange(6), most=0)
+
+
+# ------------------------------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("make", [memorize, on.memorize_norms])
+def test_an_exported_memorizer_takes_any_batch_and_gives_the_same_outputs(make: Callable[..., nn.Module]) -> None:
+    x, labels = normals(20, 3), some_labels(20, 3)
+    network = make(x, labels)
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(network, (x,), dynamic_shapes=({0: batch},)).module()
+    for n in (1, 2, 20, 8200):  # more than one part of the forward pass
+        points = normals(n, 3, seed=n)
+        assert torch.equal(exported(points), network(points))

@@ -87,6 +87,9 @@ class Curve:
                 f"curve {shown(self.label)} needs {len(self.y)} y_error, or none; got {len(self.y_error)}."
             )
 
+    def __repr__(self) -> str:
+        return f"Curve({self.label!r}, {self.kind} of {len(self.y)} values, panel={self.panel!r}, style={self.style!r})"
+
     def points(self) -> Iterable[tuple[float, float]]:
         """The points (x, y); for a histogram, the centre of each bin."""
         if self.kind == "histogram":
@@ -120,6 +123,11 @@ class Figure:
 
     curves: Sequence[Curve] = ()
     panels: Sequence[Panel] = ()
+
+    def __repr__(self) -> str:
+        panels = "; ".join(panel.title or panel.name for panel in self.used_panels if panel.title or panel.name)
+        n_curves, n_panels = len(self.curves), len(self.used_panels)
+        return f"Figure({n_curves} curves in {n_panels} panels{': ' * bool(panels)}{panels}). Save it with save(path)."
 
     @property
     def used_panels(self) -> tuple[Panel, ...]:

@@ -5,7 +5,9 @@ A result defines its content (`view`, `plot`); this module renders it in files, 
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +29,50 @@ SIGNS: dict[Tone, str] = {"good": "✓", "warn": "~", "bad": "✕", "": "·"}
 
 
 class Result:
-    """Base class of the dataclasses that public functions return."""
+    """Base class of the dataclasses that public functions return.
+
+    The repr is the text of `str` if the class defines one, else the constructor call with tensors as their shapes.
+    """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):  # else `dataclass` adds one, which prints all entries of tensors
+            cls.__repr__ = cls.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return brief(self) if type(self).__str__ is object.__str__ else str(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON types: shape and dtype for tensors and arrays, the class name for modules."""
         return {name: plain(getattr(self, name)) for name in getattr(self, "__dataclass_fields__", ())}
+
+
+SHOWN_ITEMS = 6
+"""Maximum number of items of a list or dictionary in a repr."""
+
+
+def brief(value: object) -> str:
+    """A repr without the entries of tensors and long lists: shapes, constructor calls, the first items."""
+    if isinstance(value, Tensor | np.ndarray):
+        shape = ", ".join(map(str, value.shape))
+        return f"{type(value).__name__}({shape}{', ' * bool(shape)}{str(value.dtype).removeprefix('torch.')})"
+    if isinstance(value, nn.Module):
+        return f"{type(value).__name__}(...)"
+    if isinstance(value, list | tuple):
+        items = [brief(item) for item in value[:SHOWN_ITEMS]]
+        more = [f"... {len(value)} in total"] if len(value) > SHOWN_ITEMS else []
+        text = ", ".join(items + more)
+        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        entries = [f"{key!r}: {brief(item)}" for key, item in itertools.islice(value.items(), SHOWN_ITEMS)]
+        more = [f"... {len(value)} in total"] if len(value) > SHOWN_ITEMS else []
+        return f"{{{', '.join(entries + more)}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.repr}
+        return f"{type(value).__name__}({', '.join(f'{name}={brief(item)}' for name, item in named.items())})"
+    return repr(value)
 
 
 def plain(value: object) -> Any:

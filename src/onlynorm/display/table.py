@@ -30,6 +30,12 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueRangeError(f"a row needs {len(self.columns)} cells; got {len(row)}: {shown(row)}.")
 
+    def __repr__(self) -> str:
+        return f"Table({len(self.rows)} rows of {', '.join(self.columns)})"
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown()
+
     @property
     def numeric(self) -> tuple[int, ...]:
         """Indices of columns that contain only numbers, including formatted ones: 1.5e-03, 12 %, 3.2 MB, 5/7, -."""

@@ -80,7 +80,7 @@ def save_network(
     if dtype is not None:
         need_precision("dtype", dtype)
     network, path = unwrap(need_model("save", network)), need_path("save", path)
-    need_progress(progress)
+    progress = need_progress(progress)
     places: dict[FrozenLayer, list[str]] = {}
     for name, layer in find_frozen(network).items():
         places.setdefault(layer, []).append(name)
@@ -130,7 +130,7 @@ def load_network(
     """
     like = unwrap(need_model("load", like))
     need_choice("storage", storage, STORAGES)
-    need_progress(progress)
+    progress = need_progress(progress)
     target = None if device is None else need_device("device", device)
     document, tensors = _read(need_path("load", path), like)
     entries, folded, full, aliases, dtype = _parse(document, tensors)

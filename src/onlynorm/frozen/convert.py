@@ -60,7 +60,7 @@ class Conversion(Result):
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        rows = [str(layer) for layer in self.layers]
+        rows = [f"{len(self.layers)} norm-only layers", *(f"  {layer}" for layer in self.layers)]
         left = (f"left: {item}" for item in self.left)
         return "\n".join([*rows, *left, *(f"warning: {text}" for text in self.warnings)])
 

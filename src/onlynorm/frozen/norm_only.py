@@ -245,6 +245,10 @@ class NormOnlyLinear(NormOnlyLayer):
         """Number of outputs."""
         return self.frozen.shape[0]
 
+    def extra_repr(self) -> str:
+        """The sizes, as of a Linear."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.beta is not None}"
+
     def forward(self, x: Tensor) -> Tensor:
         """W x + beta."""
         if self.follower is not None:
@@ -310,6 +314,16 @@ class NormOnlyConv(NormOnlyLayer):
     def out_channels(self) -> int:
         """Number of output channels."""
         return self.frozen.shape[0]
+
+    def extra_repr(self) -> str:
+        """The sizes, as of a convolution."""
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"}
+        sizes = {"kernel_size": self.options["kernel_size"], "bias": self.beta is not None}
+        for name, value in usual.items():
+            given = self.options[name]
+            if given != (value if name in ("groups", "padding_mode") else (value,) * self.axes):
+                sizes[name] = given
+        return ", ".join([f"{self.in_channels}, {self.out_channels}", *(f"{n}={v!r}" for n, v in sizes.items())])
 
     def forward(self, x: Tensor) -> Tensor:
         """W * x + beta."""

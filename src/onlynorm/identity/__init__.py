@@ -1,6 +1,6 @@
 """Near-identity parameterizations: factorization into layers I + A, loss landscapes, and memorizing networks.
 
-Reading order: `factorization`, `landscape`, `memorization`, `allconv`.
+Reading order: `factorization`, `landscape`, `memorization`, `near_identity`, `allconv`.
 """
 
 from onlynorm.identity.allconv import AllConvolutional, all_convolutional, branch_bounds
@@ -22,6 +22,7 @@ from onlynorm.identity.memorization.generalization import (
 from onlynorm.identity.memorization.memorize import PROJECTIONS, memorize
 from onlynorm.identity.memorization.memorizer import SILENT, Memorizer, MemorizerFacts
 from onlynorm.identity.memorization.points import REAL_LIMIT, relative_errors
+from onlynorm.identity.near_identity import near_identity_
 
 __all__ = [
     "PROJECTIONS",
@@ -49,6 +50,7 @@ __all__ = [
     "measure_off_sample",
     "memorize",
     "memorize_norms",
+    "near_identity_",
     "nearest_invertible",
     "paper_bound",
     "random_matrix",

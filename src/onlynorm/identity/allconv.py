@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.features import draw
+from onlynorm.identity.near_identity import small_deviation
 from onlynorm.seeds import own_randomness
 from onlynorm.validate import need_choice, need_free_memory, need_instance, need_integer, need_seed
 
@@ -171,7 +172,8 @@ def _bound(layer: nn.Conv2d) -> float:
 def _convolution(n_in: int, n_out: int, *, start: str, stride: int = 1) -> nn.Conv2d:
     """A convolution without bias and with "same" padding."""
     layer = nn.Conv2d(n_in, n_out, _KERNEL, stride=stride, padding=_KERNEL // 2, bias=False)
-    deviation = 1.0 / (_KERNEL**2 * n_out) if start == "near_identity" else 1.0 / (_KERNEL * n_out**0.5)
+    small = small_deviation(layer.kernel_size, n_out)
+    deviation = small if start == "near_identity" else 1.0 / (_KERNEL * n_out**0.5)
     nn.init.normal_(layer.weight, std=deviation)
     return layer
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, View
 from onlynorm.errors import ShapeError, TrainingError, ValueRangeError
-from onlynorm.identity.factorization.matrices import EPS, need_depth, need_matrix
+from onlynorm.identity.factorization.matrices import EPS, need_depth, need_square
 from onlynorm.validate import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
 
 BLOW_UP = 1e6
@@ -122,7 +122,7 @@ class Landscape(Result):
     is_residual: bool = True
 
     def __post_init__(self) -> None:
-        target = need_matrix(self.target, what="a landscape")
+        target = need_square(self.target, what="a landscape")
         noise = need_number("noise of a landscape, its mean square,", self.noise, low=0.0, cure="Zero is none.")
         given = torch.eye(len(target)).to(target) if self.covariance is None else self.covariance
         object.__setattr__(self, "target", target)
@@ -270,7 +270,7 @@ def _need_covariance(given: Tensor | np.ndarray, target: Tensor) -> Float[Tensor
 
     The rounding error of x.mT @ x over n samples is up to n eps; a tolerance of sqrt(eps) is enough for any n.
     """
-    covariance = need_matrix(given, what="a covariance").to(target)
+    covariance = need_square(given, what="a covariance").to(target)
     if covariance.shape != target.shape:
         raise ShapeError(
             f"a landscape needs a covariance of the shape of R, {tuple(target.shape)}; got {tuple(covariance.shape)}. "

@@ -140,6 +140,11 @@ class Box:
             if not isinstance(value := getattr(self, name), Tensor):
                 object.__setattr__(self, name, as_real(f"{name} of a box", value))
 
+    def __repr__(self) -> str:
+        entries = "" if not self.low.numel() else f" from {float(self.low.min()):.4g} to {float(self.high.max()):.4g}"
+        ball = ", with a ball" * (self.ball is not None)
+        return f"Box of shape {tuple(self.low.shape)}{entries}{ball}"
+
 
 class Interval(Tensor):
     """A tensor given by bounds; torch functions on it return bounds of their values."""

@@ -20,7 +20,7 @@ from onlynorm.errors import ConversionError, FormatError, MissingDataError, Unkn
 from onlynorm.models.plain import digits_cnn, mlp, vgg
 from onlynorm.models.resnet import CifarResNet, ResNet
 from onlynorm.models.vit import vit
-from onlynorm.modules.validate import need_model
+from onlynorm.modules.walk import need_model
 from onlynorm.seeds import own_randomness
 from onlynorm.validate import need_path, need_text
 

@@ -1,6 +1,6 @@
 """Tools for any `nn.Module`: layers and norms, outputs, wrappers, folding, and default losses.
 
-Reading order: walk, validate, norms, layers, convolution, activations, affine, fold, losses, untouched, structure.
+Reading order: walk, norms, layers, convolution, activations, affine, fold, losses, untouched, tree, structure.
 """
 
 from onlynorm.modules import activations, affine
@@ -9,11 +9,12 @@ from onlynorm.modules.fold import Folded, FoldedModel, KeptNorm, fold, fold_netw
 from onlynorm.modules.layers import Left, Target, TargetLayer, find_layers
 from onlynorm.modules.losses import Loss, default_loss, is_class_labels
 from onlynorm.modules.norms import NormLayer, Norms, SkippedNorm, find_norms
-from onlynorm.modules.validate import need_model
+from onlynorm.modules.tree import ModuleRow, ModuleTree
 from onlynorm.modules.walk import (
     Output,
     find_output,
     is_autocast,
+    need_model,
     tensors_in,
     unwrap,
     without_autocast,
@@ -27,6 +28,8 @@ __all__ = [
     "KeptNorm",
     "Left",
     "Loss",
+    "ModuleRow",
+    "ModuleTree",
     "NormLayer",
     "Norms",
     "Output",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, UnknownNameError, ValueRangeError
-from onlynorm.modules.validate import need_model
+from onlynorm.modules.walk import need_model
 from onlynorm.validate import as_real, need_float_dtype, need_free_memory, need_instance, need_integer
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm

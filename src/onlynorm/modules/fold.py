@@ -36,13 +36,15 @@ from onlynorm.modules.affine import from_affine as unfold_norm
 from onlynorm.modules.affine import to_affine as fold_norm
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR
 from onlynorm.modules.norms import FoldedNorm, need_module, norm_kind, norm_modules
-from onlynorm.modules.validate import need_batch, need_evaluation, need_model
 from onlynorm.modules.walk import (
     Inputs,
     as_inputs,
     cast,
     copy_network,
     has_hooks,
+    need_batch,
+    need_evaluation,
+    need_model,
     outputs_of,
     places_of,
     precision,

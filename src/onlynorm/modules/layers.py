@@ -19,8 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from onlynorm.display import Result
 from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
 from onlynorm.modules.norms import NORMS
-from onlynorm.modules.validate import need_model
-from onlynorm.modules.walk import places_of
+from onlynorm.modules.walk import need_model, places_of
 from onlynorm.validate import need_callable, need_flag, need_items
 
 LINEAR = (nn.Linear,)

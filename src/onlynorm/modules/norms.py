@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from onlynorm.display import Result
 from onlynorm.errors import ConversionError, ShapeError
-from onlynorm.modules.validate import need_model
-from onlynorm.modules.walk import places_of, unwrap
+from onlynorm.modules.walk import need_model, places_of, unwrap
 from onlynorm.validate import need_instance
 
 _TABLE: tuple[tuple[type[nn.Module], str, int], ...] = (

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
-from onlynorm.modules.validate import need_model
-from onlynorm.modules.walk import unwrap, without_compiling
+from onlynorm.modules.walk import need_model, unwrap, without_compiling
 from onlynorm.seeds import GLOBAL_GENERATORS, seeded
 
 

@@ -18,8 +18,7 @@ from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules import need_model
 from onlynorm.modules.layers import TargetLayer, find_layers, layer_options
-from onlynorm.modules.validate import need_batch
-from onlynorm.modules.walk import as_inputs, cast, copy_network
+from onlynorm.modules.walk import as_inputs, cast, copy_network, need_batch
 from onlynorm.reconstruction.ranges import LayerInputs, collect_inputs, find_ranges
 from onlynorm.validate import need_instance, need_integer
 

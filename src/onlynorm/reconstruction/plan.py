@@ -20,8 +20,8 @@ from onlynorm.features.distributions import STRUCTURED
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.memory import memory_limit, need_memory, readable
 from onlynorm.modules.layers import Left, TargetLayer, find_layers
-from onlynorm.modules.validate import need_batch
-from onlynorm.modules.walk import Inputs, accepted_samples, as_inputs, cast, copy_network, run
+from onlynorm.modules.tree import ModuleTree, recording
+from onlynorm.modules.walk import Inputs, accepted_samples, as_inputs, cast, copy_network, need_batch, run
 from onlynorm.reconstruction.activation_memory import Activations, measure_activations
 from onlynorm.reconstruction.constructions import find_builder
 from onlynorm.reconstruction.constructions.options import Construction, Settings, Wide, to_json
@@ -117,7 +117,8 @@ class Plan(ShownResult):
     """The estimated cost of rebuilding a network: a row per layer, the total, and modules that are not rebuilt.
 
     `memory` is the additional peak memory of the run; `limit` is the available memory, 80 % of what was free. `cures`
-    are options that need less memory, if the run does not fit.
+    are options that need less memory, if the run does not fit. `tree` has all modules of the target with their output
+    shapes and parameters, and prints as a table.
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
@@ -129,6 +130,7 @@ class Plan(ShownResult):
     n_samples: int
     limit: int
     cures: tuple[str, ...] = ()
+    tree: ModuleTree | None = dataclasses.field(default=None, repr=False)
 
     @property
     def total(self) -> PlannedLayer:
@@ -221,7 +223,8 @@ class Plan(ShownResult):
         return View(
             "Plan of a reconstruction", "fits into memory" if self.is_feasible else "does not fit into memory",
             "good" if self.is_feasible else "bad", [f"{text[:1].upper()}{text[1:]}" for text in self.remarks],
-            facts=facts, tables={"Layers": Table(COLUMNS, rows)},
+            facts=facts,
+            tables={"Layers": Table(COLUMNS, rows)} | ({} if self.tree is None else {"Modules": self.tree.table()}),
             details={"Peak memory": {name: readable(size) for name, size in self.memory.parts().items()}},
         )  # fmt: skip
 
@@ -267,6 +270,8 @@ def plan(
     copied = set_fast_paths(copy_network(model).float().eval(), calibrating=True)
     few = accepted_samples(copied, cast(inputs, torch.float32), 1)
     found = find_layers(copied, strict=need_flag("strict", strict), call=lambda: run(copied, few))
+    with recording(copied) as shapes:
+        run(copied, few)
     counted = len(given[0]) if given[0].ndim else 1
     if n_samples is None:
         n_samples = counted if counted > 1 else ENOUGH
@@ -288,7 +293,7 @@ def plan(
                 changed = {name: value for name, value in _options(*other).items() if current.get(name) != value}
                 options = ", ".join(f"{name}={value!r}" for name, value in changed.items())
                 cures.append(f"{options} needs {readable(need)}")
-    return Plan(rows, found.left, construction, settings, memory, n_samples, limit, tuple(cures))
+    return Plan(rows, found.left, construction, settings, memory, n_samples, limit, tuple(cures), shapes.tree())
 
 
 def need_room(layers: tuple[TargetLayer, ...], construction: Construction, settings: Settings) -> None:

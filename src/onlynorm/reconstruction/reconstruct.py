@@ -33,7 +33,6 @@ from onlynorm.modules import without_autocast
 from onlynorm.modules.fold import cast_network, find_pairs, fold_pairs, same_pairs
 from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer, find_layers, need_open
 from onlynorm.modules.norms import NORMS, folded_places
-from onlynorm.modules.validate import need_batch, need_evaluation
 from onlynorm.modules.walk import (
     Inputs,
     accepted_samples,
@@ -41,12 +40,15 @@ from onlynorm.modules.walk import (
     carry_hooks,
     cast,
     copy_network,
+    need_batch,
+    need_evaluation,
     outputs_of,
     precision,
     relative_difference,
     run,
     swap,
 )
+from onlynorm.progress import with_progress
 from onlynorm.reconstruction.constructions import find_builder
 from onlynorm.reconstruction.constructions.options import Construction, Ranges, Settings, Wide
 from onlynorm.reconstruction.plan import need_room
@@ -55,7 +57,7 @@ from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruct
 from onlynorm.reconstruction.resume import Partial, fingerprint
 from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
 from onlynorm.storage import claiming
-from onlynorm.validate import need_callable, need_flag, need_number, need_path
+from onlynorm.validate import Progress, need_callable, need_flag, need_number, need_path, need_progress
 
 OnLayerStep = Callable[[str, int, float], None]
 """Called with (layer, iterations so far, relative residual); once with 0 iterations for a resumed layer."""
@@ -68,6 +70,7 @@ AMPLIFIED = 1000.0
 
 
 @claiming("partial")
+@with_progress
 def reconstruct(
     model: nn.Module | Reconstruction,
     inputs: Inputs | NDArray[Any],
@@ -83,6 +86,7 @@ def reconstruct(
     strict: bool = False,
     in_place: bool = False,
     on_step: OnLayerStep | None = None,
+    progress: Progress | bool | None = None,
 ) -> Reconstruction:
     """The model rebuilt from frozen random features, with ranges and statistics calibrated on `inputs`.
 
@@ -106,6 +110,7 @@ def reconstruct(
     - `partial`: folder for finished layers, from which the same call resumes. It is deleted by `save(result, path)`.
     - `strict`: whether to raise if a layer cannot be rebuilt, instead of leaving it unchanged.
     - `on_step`: called with (layer, iterations so far, relative residual).
+    - `progress`: True for a bar, or a function that is called with (layers done, total layers, layer).
 
     A layer with a residual above 1e-10 is listed in `result.warnings`. An `AccuracyWarning` is also issued, unless the
     options request an approximation (`excess` below 1, a `rank`, or a `density` of structured features). An
@@ -123,12 +128,13 @@ def reconstruct(
         need_flag(name, flag)
     if on_step is not None:
         need_callable("on_step", on_step, cure="It is called with (layer, iterations so far, relative residual).")
+    progress = need_progress(progress)
     _need_ready(model, inputs, in_place)
     folder = None if partial is None else need_path("partial", partial)
     with without_autocast(inputs[0].device):
         result = _reconstruct(
             model, inputs, construction, settings, error=error, fold_norms=fold_norms, partial=folder, strict=strict,
-            in_place=in_place, on_step=on_step,
+            in_place=in_place, on_step=on_step, progress=progress,
         )  # fmt: skip
     short = [f"{layer.name!r}: {layer.shortfall}" for layer in result.layers if layer.shortfall]
     if short and not result.is_approximate:
@@ -155,6 +161,7 @@ def _reconstruct(
     strict: bool,
     in_place: bool,
     on_step: OnLayerStep | None,
+    progress: Progress | None,
 ) -> Reconstruction:
     given = tuple(aligned(x) for x in cast(inputs, torch.float64))
     rebuilt = set_fast_paths(copy_network(model).double().eval(), calibrating=True)
@@ -201,6 +208,8 @@ def _reconstruct(
                 on_step(target.name, 0, result.residual)
         _need_share(result, share)
         finished[number] = result
+        if progress is not None:
+            progress(len(finished), len(found.layers), target.name)
         return block
 
     rebuilt = visit_layers(

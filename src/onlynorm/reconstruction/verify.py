@@ -23,8 +23,8 @@ from onlynorm.frozen.maps import FrozenMap
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules.affine import Affine
 from onlynorm.modules.norms import NORMS
-from onlynorm.modules.validate import need_batch, need_evaluation
-from onlynorm.modules.walk import Inputs, as_inputs, cast, precision, run
+from onlynorm.modules.walk import Inputs, as_inputs, cast, need_batch, need_evaluation, precision, run
+from onlynorm.progress import with_progress
 from onlynorm.reconstruction.ranges import count_outside, is_outside
 from onlynorm.reconstruction.result import Reconstruction, as_network
 from onlynorm.validate import Progress, need_instance, need_integer, need_number, need_progress
@@ -122,6 +122,7 @@ class Verification(ShownResult):
         )
 
 
+@with_progress
 def verify(
     model: nn.Module | Reconstruction,
     network: nn.Module | Reconstruction,
@@ -129,18 +130,18 @@ def verify(
     *,
     batch_size: int | None = None,
     box: Box | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Verification:
     """The differences between the outputs of model and network on a batch, each in its own precision.
 
     `batch_size` is the number of samples per forward pass. `box` is the box of certified ranges; inputs outside it are
-    counted. `progress` is called with (samples done, total samples, message).
+    counted. `progress=True` shows a bar; a function is called with (samples done, total samples, message).
     """
     model, network = as_network("verify", model), as_network("verify", network)
     given = as_inputs("verify", inputs)
     if box is not None:
         need_instance("box", box, Box, cure="Pass Box(low, high).")
-    need_progress(progress)
+    progress = need_progress(progress)
     for one in (model, network):
         need_evaluation("verify", one)
         need_batch("verify", one, given)
@@ -261,6 +262,7 @@ class Comparison(Result):
         )
 
 
+@with_progress
 def compare(
     model: nn.Module | Reconstruction,
     network: nn.Module | Reconstruction,
@@ -268,11 +270,11 @@ def compare(
     *,
     labels: Int[Tensor, " n_labels"] | None = None,
     batch_size: int = BATCH,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Comparison:
     """The verification on all samples, and the accuracies of model and network if labels are given.
 
-    `progress` is called with (samples done, total samples, message).
+    `progress=True` shows a bar; a function is called with (samples done, total samples, message).
     """
     start = time.perf_counter()
     model, network = as_network("compare", model), as_network("compare", network)

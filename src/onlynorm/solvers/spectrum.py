@@ -42,6 +42,7 @@ from onlynorm.errors import InsufficientFeaturesError, ValueRangeError, shown
 from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream, as_integer, check_density
 from onlynorm.memory import memory_limit, need_memory
+from onlynorm.progress import with_progress
 from onlynorm.solvers.operator import KhatriRao, Operator
 from onlynorm.validate import (
     Progress,
@@ -706,6 +707,7 @@ def measure_spectrum(features: Features, *, unit_length: bool = True) -> Spectru
     return Spectrum(features, np.sort(values.cpu().numpy()), unit_length, float(lengths.std() / lengths.mean()))
 
 
+@with_progress
 def sweep_excess(
     name: str,
     shape: Sequence[int],
@@ -714,7 +716,7 @@ def sweep_excess(
     seeds: Sequence[int] = (0, 1, 2),
     density: float | None = None,
     unit_length: bool = True,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ExcessSweep:
     """Condition numbers of random features over the excess. Theory: random_features:thm-2.2
 
@@ -722,7 +724,7 @@ def sweep_excess(
     """
     excesses = need_items("excesses", excesses, cure="List features per equation, as (0.5, 1.25, 2.0).")
     seeds = need_items("seeds", seeds, cure="List seeds, as (0, 1, 2).")
-    need_progress(progress)
+    progress = need_progress(progress)
     if not seeds or not excesses:
         raise ValueRangeError("a sweep needs at least one excess and one seed; got none. Omit them for the defaults.")
     rows: list[tuple[float, ...]] = []

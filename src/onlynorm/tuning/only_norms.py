@@ -51,6 +51,8 @@ STATISTICS = ("track", "freeze", "recalibrate")
 GAMMAS = ("uniform", "ones", "fixed", "positive-negative")
 Which = Callable[[NormLayer], bool] | str | None
 _NOTE = "onlynorm_tuning"
+MAX_ROWS = 12
+"""Maximum number of parameters listed in the repr of a `NormHandle`; `print` lists all."""
 
 
 @dataclass(frozen=True)
@@ -172,15 +174,20 @@ class NormHandle(Result):
         }  # fmt: skip
 
     def __repr__(self) -> str:
-        return str(self)
+        return self._text(MAX_ROWS)
 
     def __str__(self) -> str:
+        return self._text(None)
+
+    def _text(self, n_rows: int | None) -> str:
+        """The table of parameters, of which at most `n_rows` are listed, and what else was selected."""
         rows = [(name, " x ".join(map(str, p.shape)), f"{p.numel():,}") for name, p in self.named_parameters()]
         widths = [max(len(row[i]) for row in [*rows, ("parameter", "shape", "count")]) for i in range(3)]
         lines = [
             f"{a:<{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}"
-            for a, b, c in [("parameter", "shape", "count"), *rows]
+            for a, b, c in [("parameter", "shape", "count"), *rows[:n_rows]]
         ]
+        lines += [] if n_rows is None or len(rows) <= n_rows else [f"... {len(rows) - n_rows} more"]
         percent = 100.0 * self.n_trainable / max(1, self.n_total)
         lines.append(f"{self.n_trainable:,} of {self.n_total:,} parameters are trained ({percent:.3g} %)")
         lines.append(

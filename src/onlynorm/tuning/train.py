@@ -37,6 +37,7 @@ from onlynorm.errors import (
 from onlynorm.modules import Loss, default_loss, find_output, is_class_labels, without_autocast
 from onlynorm.modules.norms import is_statistic, need_module
 from onlynorm.optim import follow_weights, release
+from onlynorm.progress import with_progress
 from onlynorm.storage import claiming
 from onlynorm.tuning.batches import (
     AUGMENTATIONS,
@@ -58,6 +59,7 @@ from onlynorm.tuning.training_state import (
     save_state,
     state_tensors,
 )
+from onlynorm.validate import Progress as ProgressCallback
 from onlynorm.validate import (
     need_callable,
     need_choice,
@@ -66,6 +68,7 @@ from onlynorm.validate import (
     need_items,
     need_number,
     need_path,
+    need_progress,
     need_seed,
     need_text,
 )
@@ -175,6 +178,7 @@ class Fit(ShownResult):
 
 
 @claiming("checkpoint")
+@with_progress
 def fit(
     model: nn.Module,
     data: Pairs | tuple[Tensor, Tensor],
@@ -186,6 +190,7 @@ def fit(
     save_every: int | None = None,
     logs: Path | str | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
+    progress: ProgressCallback | bool | None = None,
     accelerator: str = "auto",
     devices: int | str = 1,
     strategy: str = "auto",
@@ -198,7 +203,8 @@ def fit(
     has the test accuracy of each epoch, or the test loss for floating-point targets. `checkpoint` is the file from
     which an interrupted run resumes, with the same data and the same frozen weights; it is written after every epoch
     and every `save_every` steps. `logs` is a folder for a CSV table and, if tensorboard is installed, its events.
-    `on_step` is called with (step, total steps, loss). Runs in several threads alternate step by step and each depends
+    `on_step` is called with (step, total steps, loss). `progress=True` shows a bar; a function is called with (steps
+    done, total steps, message). Runs in several threads alternate step by step and each depends
     on its seed only, unless another thread draws from torch's global generator: create the models before the threads
     start.
     """
@@ -213,6 +219,7 @@ def fit(
         save_every = need_integer("save_every", save_every, low=1, cure="Leave it out to save after every epoch.")
     _need_function("loss", loss, 2)
     _need_function("on_step", on_step, 3)
+    on_step = _with_progress(on_step, need_progress(progress))
     pairs, test_pairs = as_pairs(data), None if test is None else as_pairs(test)
     if loss is not None and schedule.label_smoothing:
         raise ValueRangeError(
@@ -381,6 +388,21 @@ def _is_correct(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _has_classes(pairs: Pairs) -> bool:
     """Whether the targets are class labels."""
     return is_class_labels(collate(pairs, [0])[1])
+
+
+def _with_progress(
+    on_step: Callable[[int, int, float], None] | None, progress: ProgressCallback | None
+) -> Callable[[int, int, float], None] | None:
+    """The function that is called after each step: `on_step`, then `progress` with the loss as its message."""
+    if progress is None:
+        return on_step
+
+    def report(step: int, n_steps: int, loss: float) -> None:
+        if on_step is not None:
+            on_step(step, n_steps, loss)
+        progress(step, n_steps, f"loss {loss:.4g}")
+
+    return report
 
 
 class _Run:

@@ -38,6 +38,7 @@ from onlynorm.identity import (
         "onlynorm memorize digits",
         "onlynorm memorize digits --points 500 --projection principal --noise 0.001 --noise 0.01 "
         "--out digits.safetensors --figure noise.png",
+        "onlynorm memorize table.csv --labels species",
         "onlynorm memorize fashion_mnist --points 10000 --json",
         note="The last one needs `onlynorm data get fashion_mnist` first.",
     ),
@@ -48,10 +49,18 @@ def memorize_command(
         typer.Argument(
             metavar="DATA",
             autocompletion=completing(DATA_SETS),
-            help=f"{', '.join(DATA_SETS)}, or a .npz or .safetensors file with inputs and labels (integers) "
-            "or targets (real numbers).",
+            help=f"{', '.join(DATA_SETS)}, or a file: .csv, .npy (with --labels), or .npz or .safetensors with inputs "
+            "and labels (integers) or targets (real numbers).",
         ),
     ] = "digits",
+    labels: Annotated[
+        str | None,
+        option(
+            DATA,
+            "NAME",
+            "Label column of a .csv file (default: the last one), or the .npy file with the labels.",
+        ),
+    ] = None,
     points: Annotated[int | None, option(DATA, "N", "Number of training points; all by default.", min=1)] = None,
     noise: Annotated[
         list[float] | None,
@@ -85,7 +94,7 @@ def memorize_command(
         raise UnknownNameError("ending of a figure", figure.suffix or figure.name, [f".{one}" for one in ENDINGS])
     with spinner("memorize", hidden=as_json) as status:
         status(f"loading {data}")
-        sample = find_sample(data, points)
+        sample = find_sample(data, points, labels)
     if sample.is_real and (noise or figure):
         raise ValueRangeError("--noise and --figure need class labels; got real targets. Omit them.")
     with counter("thresholds", hidden=as_json) as progress:

@@ -40,7 +40,7 @@ def spiral_bound(stretch: float, depth: int) -> float:
     return 2.0 * math.sin(math.pi / (2 * depth)) + _expm1(stretch / depth)
 
 
-def least_norm(matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int) -> float:
+def least_norm(matrix: Num[Tensor | np.ndarray, "out inp"], depth: int) -> float:
     """A lower bound of the largest norm of any factorization of this depth.
 
     A layer of norm a < 1 multiplies the length of a vector by r and rotates it by t, where r exp(i t) is in the disc of
@@ -49,18 +49,21 @@ def least_norm(matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int) -> float
     evaluated for singular vectors, vectors in the planes of eigenvectors, and the vector with the smallest x^T R x.
 
     A negative determinant requires extra dimensions, in which x is mapped to (R x, anything): longer, at another angle,
-    with the same component along x. The bound is then the minimum over all such images.
+    with the same component along x. The bound is then the minimum over all such images. So it is for a rectangular R,
+    transposed if it has fewer rows than columns, which changes no norm; x is appended with zeros.
 
-    For depth 1 the only factor is R - I.
+    For depth 1 the only factor is R - I (for rectangular R, a matrix of which it is a part).
     """
     depth = need_depth(depth)
-    found = Decomposition.of(need_matrix(matrix, what="least_norm"))
+    given = need_matrix(matrix, what="least_norm")
+    rows, columns = given.shape
+    found = Decomposition.of(given.mT if rows < columns else given)
     need_invertible(found, what="least_norm")
     if depth == 1:
-        return float(torch.linalg.matrix_norm(found.matrix - torch.eye(len(found.matrix)).to(found.matrix), 2))
+        return float(torch.linalg.matrix_norm(found.matrix - torch.eye(*found.matrix.shape).to(found.matrix), 2))
     logs, angles = _reached(found)
     largest = _expm1(float(found.values[0].log()) / depth)
-    if found.sign > 0:
+    if rows == columns and found.sign > 0:
         floor = float(_step(logs, angles, depth).max())
         return max(largest, -math.expm1(float(found.values[-1].log()) / depth), min(floor, 1.0), 0.0)
     return max(largest, min((1.0 - _SLACK) * _floor_with_more_dimensions(logs, angles, depth), 1.0), 0.0)
@@ -89,12 +92,13 @@ def _floor_with_more_dimensions(logs: Tensor, angles: Tensor, depth: int) -> flo
 
 
 def _reached(found: Decomposition) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """(log of the length ratio, angle) of the vectors used for the lower bound."""
+    """(log of the length ratio, angle) of the vectors used for the lower bound; the matrix has no more columns."""
     unit = found.values[0]
     matrix = found.matrix / unit  # angles do not depend on the scale, but squares may overflow
-    tried = [found.right.mT, torch.linalg.eigh((matrix + matrix.mT) / 2.0)[1][:, :1]]
+    square = matrix[: matrix.shape[1]]
+    tried = [found.right.mT, torch.linalg.eigh((square + square.mT) / 2.0)[1][:, :1]]
     try:
-        vectors = torch.linalg.eig(matrix)[1]
+        vectors = torch.linalg.eig(square)[1]
         phases = torch.exp(1j * torch.arange(N_PHASES, device=matrix.device) * (math.pi / N_PHASES))
         planes = (vectors[:, :, None] * phases.to(vectors)).real.flatten(1)
         tried.append(planes[:, planes.norm(dim=0) > 0.5 / N_PHASES])  # a real eigenvector has no imaginary part
@@ -102,6 +106,7 @@ def _reached(found: Decomposition) -> tuple[Float[Tensor, " n"], Float[Tensor, "
         pass  # the bound holds without these vectors too
     start = torch.nn.functional.normalize(torch.cat(tried, 1), dim=0)
     end = matrix @ start
+    start = torch.cat([start, start.new_zeros(len(end) - len(start), start.shape[1])])
     length = end.norm(dim=0)
     end = end / length
     angles = 2.0 * torch.atan2((start - end).norm(dim=0), (start + end).norm(dim=0))

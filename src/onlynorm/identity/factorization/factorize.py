@@ -6,25 +6,28 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Num
-from torch import Tensor
+from jaxtyping import Num
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from onlynorm.errors import ToleranceError, ValueRangeError
+from onlynorm.errors import ConversionError, ToleranceError, ValueRangeError
 from onlynorm.identity.factorization.bounds import least_norm, paper_bound
 from onlynorm.identity.factorization.decompositions import METHODS, ObstacleError, Parts, need_chance
 from onlynorm.identity.factorization.factors import Factorization, Option, Run
 from onlynorm.identity.factorization.matrices import (
     Decomposition,
+    Matrix,
     need_depth,
     need_invertible,
     need_matrix,
     random_matrix,
 )
-from onlynorm.identity.factorization.padding import pad, pad_as_printed
-from onlynorm.validate import need_choice, need_number
+from onlynorm.identity.factorization.padding import complete, pad, pad_as_printed
+from onlynorm.validate import as_real, need_choice, need_number
 
 AUTO = ("root", "polar", "spiral", "log")
 """Methods tried by "auto", first come first for ties. svd is never better than polar: its angles add up."""
@@ -35,13 +38,22 @@ _TIE = 1e-9
 
 
 def factorize(
-    matrix: Num[Tensor | np.ndarray, "dim dim"], depth: int, *, method: str = "auto", tolerance: float | None = None
+    matrix: Num[Tensor | np.ndarray, "out inp"] | nn.Linear,
+    depth: int,
+    *,
+    method: str = "auto",
+    tolerance: float | None = None,
 ) -> Factorization:
     """A factorization R = (I + A_l) ... (I + A_1) with l = depth and small |A_i|.
 
-    `method` is "root", "log", "polar", "spiral", "svd", or "auto" for the one with the smallest maximum norm. With
-    `tolerance`, a larger relative error of the product raises. A negative determinant requires an extra dimension for
-    depth >= 2 (see `usage` of the result). A singular matrix raises; see `nearest_invertible`.
+    `matrix` is a tensor or NumPy array (out, inp), or an `nn.Linear`, whose weight is R and whose bias is added after
+    the last layer: `apply` and `to_network` of the result compute what the Linear computes. `method` is "root", "log",
+    "polar", "spiral", "svd", or "auto" for the one with the smallest maximum norm. With `tolerance`, a larger relative
+    error of the product raises.
+
+    A rectangular R becomes the upper left part of a square matrix: the factors are those of that matrix. A negative
+    determinant requires an extra dimension for depth >= 2. In both cases `usage` of the result says how to use the
+    factors. A matrix without full rank raises; see `nearest_invertible`.
     Theory: hardt_ma2017:thm-2.1, hardt_ma2017:negative-determinant, hardt_ma2017:positive-definite
     """
     start = time.perf_counter()
@@ -49,13 +61,17 @@ def factorize(
     need_choice("method", method, ("auto", *METHODS))
     if tolerance is not None:
         tolerance = need_number("tolerance", tolerance, low=0.0, open_low=True, cure="Try 1e-10.")
-    given = Decomposition.of(need_matrix(matrix))
+    matrix, bias = _weight_and_bias(matrix)
+    original = need_matrix(matrix, cure="Pass a matrix as a tensor or NumPy array, or an nn.Linear.")
+    given = Decomposition.of(original)
     need_invertible(given)
+    if original.shape[0] != original.shape[1]:
+        given = complete(given)
     n_extra = int(given.sign < 0 and depth > 1)
     found = given if not n_extra else pad_as_printed(given) if method == "svd" else pad(given, depth)
     methods = AUTO if method == "auto" else (method,)
     weighed = (
-        _one_layer(given, methods) if given.sign < 0 and depth == 1 else _weigh(Parts(found), given, depth, methods)
+        _one_layer(given, methods) if given.sign < 0 and depth == 1 else _weigh(Parts(found), original, depth, methods)
     )
     made = [one for one in weighed if not one.option.obstacle]
     if not made:
@@ -63,7 +79,7 @@ def factorize(
     exact = [one for one in made if one.error <= EXACT] or [min(made, key=lambda one: one.error)]
     least = min(one.option.max_norm for one in exact)
     best = next(one for one in exact if one.option.max_norm <= (1.0 + _TIE) * least)
-    error = max(best.error, layer_error(best.runs, given.matrix))
+    error = max(best.error, layer_error(best.runs, original))
     if tolerance is not None and not error <= tolerance:
         raise ToleranceError(
             f"factorize needs a product error of {tolerance:.1e}; {best.option.method} reaches {error:.1e} at "
@@ -75,13 +91,30 @@ def factorize(
         reason=_reason(method, best, weighed, error, depth, given),
         max_norm=best.option.max_norm,
         bound=paper_bound(given.stretch, depth),
-        least_norm=min(least_norm(given.matrix, depth), best.option.max_norm),
+        least_norm=min(least_norm(original, depth), best.option.max_norm),
         product_error=error,
         stretch=given.stretch,
         seconds=time.perf_counter() - start,
         n_extra=n_extra,
         options=tuple(one.option for one in weighed),
+        shape=(original.shape[0], original.shape[1]),
+        bias=bias,
     )
+
+
+def _weight_and_bias(matrix: Any) -> tuple[Any, Tensor | None]:
+    """The weight and the bias in float64 of a Linear; anything else unchanged, without bias."""
+    if not isinstance(matrix, nn.Linear):
+        return matrix, None
+    if is_lazy(matrix.weight):
+        raise ConversionError(
+            f"factorize needs a Linear with a weight; got a {type(matrix).__name__} that was never called. Call it "
+            "once."
+        )
+    bias: Tensor | None = matrix.bias
+    if bias is None:
+        return matrix.weight, None
+    return matrix.weight, as_real("bias of factorize", bias, is_finite=True).detach().double().clone()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +140,7 @@ def _one_layer(given: Decomposition, methods: Sequence[str]) -> list[Weighed]:
     ]
 
 
-def _weigh(parts: Parts, given: Decomposition, depth: int, methods: Sequence[str]) -> list[Weighed]:
+def _weigh(parts: Parts, matrix: Matrix, depth: int, methods: Sequence[str]) -> list[Weighed]:
     weighed: list[Weighed] = []
     for name in methods:
         smallest = min((one.option.max_norm for one in weighed if one.runs), default=math.inf)
@@ -119,25 +152,27 @@ def _weigh(parts: Parts, given: Decomposition, depth: int, methods: Sequence[str
             weighed.append(Weighed(Option(name, obstacle=str(obstacle))))
             continue
         norm = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs)
-        weighed.append(Weighed(Option(name, norm), runs, product_error(runs, given.matrix)))
+        weighed.append(Weighed(Option(name, norm), runs, product_error(runs, matrix)))
     return weighed
 
 
-def product_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> float:
-    """The relative Frobenius error of the product of all layers, without an extra dimension."""
+def product_error(runs: Sequence[Run], matrix: Matrix) -> float:
+    """The relative Frobenius error of the product of all layers, of its upper left part if it is larger."""
     whole = runs[0].product()
     for run in runs[1:]:
         whole = run.product() @ whole
-    return _relative(whole[: len(matrix), : len(matrix)], matrix)
+    rows, columns = matrix.shape
+    return _relative(whole[:rows, :columns], matrix)
 
 
-def layer_error(runs: Sequence[Run], matrix: Float[Tensor, "dim dim"]) -> float:
+def layer_error(runs: Sequence[Run], matrix: Matrix) -> float:
     """The relative error for 16 random vectors passed through all layers, as in a network."""
-    probes = random_matrix(max(len(matrix), N_PROBES), name="probes").to(matrix)[: len(matrix), :N_PROBES]
-    outputs = torch.cat([probes, probes.new_zeros(len(runs[0].core) - len(matrix), probes.shape[1])])
+    rows, columns = matrix.shape
+    probes = random_matrix(max(columns, N_PROBES), name="probes").to(matrix)[:columns, :N_PROBES]
+    outputs = torch.cat([probes, probes.new_zeros(len(runs[0].core) - columns, probes.shape[1])])
     for run in runs:
         outputs = run.apply(outputs)
-    return _relative(outputs[: len(matrix)], matrix @ probes)
+    return _relative(outputs[:rows], matrix @ probes)
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:

@@ -5,9 +5,10 @@ Factors in a file: one sealed safetensors file with the cores and rotations, far
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,23 @@ import numpy as np
 import torch
 from jaxtyping import Float, Num, Shaped
 from torch import Tensor, nn
+from torch.nn import functional
 
 from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import FormatError, ShapeError
 from onlynorm.identity.factorization.bounds import paper_bound, spiral_bound
+from onlynorm.identity.factorization.matrices import Decomposition
 from onlynorm.identity.factorization.rotations import Rotation
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.storage import canonical, make_checked, read_tensors, write_tensors
-from onlynorm.validate import as_real, as_tensor
+from onlynorm.validate import as_real, as_tensor, need_float_dtype
+
+MAX_REFACTORED = 128
+"""Largest size of the factors for which `plot` computes norms at other depths; two seconds at most."""
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Run(Result):
     """`count` layers I + A_j with A_j = G^j core G^-j for a rotation G; equal layers if `rotation` is None.
 
     All layers of a run have the same spectral norm.
@@ -90,10 +96,12 @@ class Factorization(ShownResult):
     `max_norm` is the largest spectral norm, `bound` the bound of the paper, `least_norm` a lower bound for this depth.
     `product_error` is the measured relative error, of the product and layer by layer. `stretch` is the largest |log| of
     a singular value of R. With `n_extra` = 1 the layers have one more dimension than R, because its determinant is
-    negative; see `usage`.
+    negative; see `usage`. `shape` is that of R; if it is rectangular, R is the upper left part of the product. `bias`,
+    that of a Linear, is added after the last layer.
     """
 
     runs: tuple[Run, ...] = field(repr=False)
+    shape: tuple[int, int]
     method: str
     reason: str
     max_norm: float
@@ -104,6 +112,7 @@ class Factorization(ShownResult):
     seconds: float
     n_extra: int = 0
     options: tuple[Option, ...] = ()
+    bias: Float[Tensor, " out"] | None = field(default=None, repr=False)
 
     @property
     def depth(self) -> int:
@@ -112,7 +121,7 @@ class Factorization(ShownResult):
 
     @property
     def dim(self) -> int:
-        """The size of R, without an extra dimension."""
+        """The size of R without an extra dimension; of a rectangular R, its larger size."""
         return len(self.runs[0].core) - self.n_extra
 
     @property
@@ -122,7 +131,15 @@ class Factorization(ShownResult):
 
     @property
     def usage(self) -> str:
-        """How to use the factors with an extra dimension; empty without one."""
+        """How to use the factors of a rectangular R or with an extra dimension; empty if they multiply to R."""
+        outputs, inputs = self.shape
+        if inputs != outputs:
+            n = self.dim - min(inputs, outputs)
+            how = f"Append {_zeros(n)} to x" if inputs < outputs else f"Drop the last {_outputs(n)}"
+            return (
+                f"R is {outputs} x {inputs}, the upper left part of a {self.dim} x {self.dim} matrix, whose factors "
+                f"these are. {how}, as apply and to_network do."
+            )
         if not self.n_extra:
             return ""
         odd = " In odd dimension, factors of -R with the sign of the output flipped work too." * (self.dim % 2)
@@ -154,38 +171,52 @@ class Factorization(ShownResult):
         return made
 
     def apply(self, x: Shaped[Tensor | np.ndarray, "*batch inp"]) -> Num[Tensor, "*batch out"]:
-        """R x for every row of x, layer by layer, on the device of x, without autocast.
+        """R x (plus the bias, if there is one) for every row of x, layer by layer, on its device, without autocast.
 
         The result has the dtype of x, float64 for integers. Half precision inputs are computed in float32, since
         rounding after each of many layers would be inaccurate.
         """
         x = as_tensor("apply", x)
-        if not x.ndim or x.shape[-1] != self.dim:
+        outputs, inputs = self.shape
+        if not x.ndim or x.shape[-1] != inputs:
             raise ShapeError(
-                f"apply needs inputs (..., {self.dim}); got {tuple(x.shape)}. Pass samples as rows, x.mT if they are "
+                f"apply needs inputs (..., {inputs}); got {tuple(x.shape)}. Pass samples as rows, x.mT if they are "
                 "columns."
             )
         if x.is_complex():
-            return torch.complex(self.apply(x.real), self.apply(x.imag))
+            return torch.complex(self.apply(x.real), replace(self, bias=None).apply(x.imag))
         given = x.dtype if x.is_floating_point() else torch.float64
-        columns = x.reshape(-1, self.dim).mT.to(torch.promote_types(given, torch.float32))
-        if self.n_extra:
-            columns = torch.cat([columns, columns.new_zeros(1, columns.shape[1])])
+        columns = x.reshape(-1, inputs).mT.to(torch.promote_types(given, torch.float32))
+        if n_zeros := self.dim + self.n_extra - inputs:
+            columns = torch.cat([columns, columns.new_zeros(n_zeros, columns.shape[1])])
         with torch.autocast(x.device.type, enabled=False):
             for run in self.runs:
                 columns = run.apply(columns)
-        return columns[: self.dim].mT.reshape(x.shape).to(given)
+        rows = columns[:outputs].mT
+        rows = rows if self.bias is None else rows + self.bias.to(rows)
+        return rows.reshape(*x.shape[:-1], outputs).to(given)
 
-    def to_network(self) -> nn.Sequential:
-        """A linear residual network in float64 with one trainable layer x + A x per factor."""
-        weights = self.factors()
-        layers: list[nn.Module] = [NearIdentity(weight) for weight in weights]
-        if self.n_extra:
-            layers = [nn.ConstantPad1d((0, 1), 0.0), *layers, Keep(self.dim)]
-        return nn.Sequential(*layers)
+    def to_network(self, *, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+        """A linear residual network with one trainable layer x + A x per factor; the last one also has the bias.
+
+        It takes inputs of R and returns its outputs: zeros are appended before the first layer and outputs dropped
+        after the last one if the layers have more dimensions. `dtype` is that of the parameters and inputs.
+        """
+        dtype = need_float_dtype("dtype of to_network", dtype)
+        outputs, inputs = self.shape
+        size = self.dim + self.n_extra
+        weights = self.factors().to(dtype)
+        bias = None if self.bias is None else functional.pad(self.bias.to(weights), (0, size - outputs))
+        layers: list[nn.Module] = [NearIdentity(weight) for weight in weights[:-1]]
+        layers.append(NearIdentity(weights[-1], bias))
+        if size > inputs:
+            layers.insert(0, nn.ConstantPad1d((0, size - inputs), 0.0))
+        return nn.Sequential(*layers, *([Keep(outputs)] if size > outputs else []))
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields except the factors, for JSON."""
+        """All fields except the factors, for JSON; `shape` only if R is rectangular, and `has_bias` only with one."""
+        more: dict[str, Any] = {} if self.shape == (self.dim, self.dim) else {"shape": list(self.shape)}
+        more |= {} if self.bias is None else {"has_bias": True}
         return {
             "dim": self.dim, "depth": self.depth, "method": self.method, "reason": self.reason,
             "max_norm": self.max_norm, "bound": self.bound, "is_promised": self.is_promised,
@@ -193,10 +224,11 @@ class Factorization(ShownResult):
             "n_extra": self.n_extra, "usage": self.usage, "seconds": self.seconds,
             "runs": [run.count for run in self.runs],
             "options": [{"method": o.method, "max_norm": o.max_norm, "obstacle": o.obstacle} for o in self.options],
+            **more,
         }  # fmt: skip
 
     def plot(self) -> Figure:
-        """The largest norm by method, and over the depth as the bounds promise it."""
+        """The largest norm by method, and over the depth, with the bounds; beyond size 128, at this depth only."""
         found = [one for one in self.options if not one.obstacle and math.isfinite(one.max_norm)]
         names = [one.method for one in found]
         curves = []
@@ -214,18 +246,37 @@ class Factorization(ShownResult):
             if points:
                 xs, ys = zip(*points, strict=True)
                 curves.append(Curve(label, xs, ys, panel="depth", style="law"))
-        if self.max_norm > 0:
-            curves.append(Curve("largest |A|", (self.depth,), (self.max_norm,), "points", "depth"))
+        norms = self._norms_at(depths) if len(self.runs[0].core) <= MAX_REFACTORED else {}
+        norms[self.depth] = self.max_norm
+        measured = [(depth, norm) for depth, norm in sorted(norms.items()) if 0.0 < norm < math.inf]
+        if measured:
+            xs, ys = zip(*measured, strict=True)
+            curves.append(Curve("largest |A|", xs, ys, "line+points", "depth"))
         return Figure(curves, (
             Panel("methods", f"Methods at depth {self.depth:,}", y_label="largest |A|", x_names=names),
             Panel("depth", "Deeper layers are closer to the identity", "depth", "largest |A|", x_log=True, y_log=True),
         ))  # fmt: skip
 
+    def _norms_at(self, depths: Sequence[int]) -> dict[int, float]:
+        """The largest norm of factorizations by the same method at other depths, where it applies."""
+        # This module is imported by that of the methods.
+        from onlynorm.identity.factorization.decompositions import METHODS, ObstacleError, Parts
+
+        found = Decomposition.of(self.product())
+        if not bool(torch.isfinite(found.matrix).all()) or found.is_singular or found.sign < 0:
+            return {}
+        parts, norms = Parts(found), {}
+        for depth in depths:
+            with contextlib.suppress(ObstacleError):
+                runs = METHODS[self.method](parts, depth)
+                norms[depth] = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs)
+        return norms
+
     def view(self) -> View:
         """The norms, the error of the product, and the methods that were weighed."""
         rows = [(one.method, "–" if one.obstacle else f"{one.max_norm:.4g}", one.obstacle) for one in self.options]
         return View(
-            f"A {self.dim} x {self.dim} matrix as {self.depth:,} layers I + A",
+            f"A {self.shape[0]} x {self.shape[1]} matrix as {self.depth:,} layers I + A",
             lines=[text for text in (f"{self.reason[:1].upper()}{self.reason[1:]}", self.usage) if text],
             facts={
                 "method": self.method, "largest |A|": self.max_norm, "none can be below": self.least_norm,
@@ -237,29 +288,53 @@ class Factorization(ShownResult):
         )  # fmt: skip
 
     def __str__(self) -> str:
-        size = f"{self.dim} x {self.dim}" + " with one extra dimension" * self.n_extra
+        bias = " and a bias" if self.bias is not None else ""
+        size = f"{self.shape[0]} x {self.shape[1]}{bias}" + " with one extra dimension" * self.n_extra
         promise = "bound of the paper" if self.is_promised else "bound of the paper, for larger depth,"
         text = (
             f"{size} as {self.depth} layers I + A by {self.method}: largest |A| {self.max_norm:.4g} ({promise} "
             f"{self.bound:.4g}, lower bound {self.least_norm:.4g}), product error {self.product_error:.1e}, "
             f"{self.seconds:.2g} s\n  {self.reason}"
         )
-        return f"{text}\n  {self.usage}" if self.n_extra else text
+        return f"{text}\n  {self.usage}" if self.usage else text
+
+
+def _zeros(n: int) -> str:
+    return "a zero" if n == 1 else f"{n} zeros"
+
+
+def _outputs(n: int) -> str:
+    return "output" if n == 1 else f"{n} outputs"
 
 
 class NearIdentity(nn.Module):
-    """A layer x + A x."""
+    """A layer x + A x, or x + A x + b with a bias."""
 
-    def __init__(self, weight: Num[Tensor | np.ndarray, "dim dim"]) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, weight: Num[Tensor | np.ndarray, "dim dim"], bias: Num[Tensor | np.ndarray, " dim"] | None = None
+    ) -> None:
         super().__init__()
         weight = as_real("a layer x + A x", weight)
         if weight.ndim != 2 or weight.shape[0] != weight.shape[1]:
             raise ShapeError(f"a layer x + A x needs a square A; got {tuple(weight.shape)}. Pass A, not I + A.")
         self.weight = nn.Parameter(weight.detach().clone())
+        self.register_parameter("bias", None)
+        if bias is not None:
+            bias = as_real("bias of a layer x + A x", bias, ndim=1)
+            if len(bias) != len(weight):
+                raise ShapeError(f"a layer x + A x + b needs a bias ({len(weight)},); got {tuple(bias.shape)}. Pad it.")
+            self.bias = nn.Parameter(bias.detach().to(weight, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x + A x for every row of x."""
-        return x + x @ self.weight.mT
+        """x + A x for every row of x, plus the bias if there is one."""
+        made = x + x @ self.weight.mT
+        return made if self.bias is None else made + self.bias
+
+    def extra_repr(self) -> str:
+        """The size, and whether there is a bias."""
+        return f"dim={len(self.weight)}, bias={self.bias is not None}"
 
 
 class Keep(nn.Module):
@@ -272,6 +347,10 @@ class Keep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The first n entries of every row."""
         return x[..., : self.n]
+
+    def extra_repr(self) -> str:
+        """The number of outputs."""
+        return str(self.n)
 
 
 KIND = "factorization"
@@ -288,6 +367,8 @@ def save_factors(factors: Factorization, path: Path) -> None:
         if run.rotation is not None:
             tensors[f"basis.{place}"] = run.rotation.basis.cpu().contiguous()
             tensors[f"angles.{place}"] = run.rotation.angles.cpu().contiguous()
+    if factors.bias is not None:
+        tensors["bias"] = factors.bias.cpu().contiguous()
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document={"factorization": factors.as_dict()})
 
 
@@ -297,13 +378,16 @@ def load_factors(path: Path) -> Factorization:
     try:
         facts = document["factorization"]
         runs = tuple(_run(tensors, place, count) for place, count in enumerate(facts["runs"]))
-        if len(tensors) != sum(1 if run.rotation is None else 3 for run in runs):
+        bias = _bias(tensors) if facts.get("has_bias") else None
+        if len(tensors) != sum(1 if run.rotation is None else 3 for run in runs) + (bias is not None):
             raise ValueError("tensors of no run")
         made = Factorization(
             runs=runs,
             method=facts["method"],
             reason=facts["reason"],
             n_extra=facts["n_extra"],
+            shape=_shape(facts, runs),
+            bias=bias,
             options=tuple(make_checked(Option, option) for option in facts["options"]),
             **{name: float(facts[name]) for name in _NUMBERS},
         )
@@ -319,6 +403,10 @@ def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
     """ValueError unless the facts in the file are those of the factors, as far as the factors tell."""
     if type(made.n_extra) is not int or made.n_extra not in (0, 1) or made.dim < 1:
         raise ValueError(f"{made.n_extra!r:.40} extra dimensions")
+    if max(made.shape) != made.dim or (made.n_extra and made.shape[0] != made.shape[1]):
+        raise ValueError(f"a {made.shape[0]} x {made.shape[1]} matrix of factors of size {made.dim}")
+    if made.bias is not None and len(made.bias) != made.shape[0]:
+        raise ValueError(f"a bias of {len(made.bias)} entries for {made.shape[0]} outputs")
     if len({run.core.shape for run in made.runs}) != 1 or not isinstance(made.method + made.reason, str):
         raise ValueError("cores of several sizes")
     known = made.as_dict()
@@ -328,6 +416,23 @@ def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
     largest = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in made.runs)
     if not abs(largest - made.max_norm) <= torch.finfo(torch.float64).eps ** 0.5 * (largest + made.max_norm):
         raise ValueError(f"a largest norm of {made.max_norm} for factors of {largest}")
+
+
+def _shape(facts: dict[str, Any], runs: tuple[Run, ...]) -> tuple[int, int]:
+    """The shape of the matrix; facts have it only if it is rectangular."""
+    if "shape" not in facts:
+        return (len(runs[0].core) - facts["n_extra"],) * 2
+    rows, columns = facts["shape"]
+    if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
+        raise ValueError(f"the shape {facts['shape']!r:.40}")
+    return rows, columns
+
+
+def _bias(tensors: dict[str, Tensor]) -> Tensor:
+    bias = tensors["bias"]
+    if bias.ndim != 1 or bias.dtype != torch.float64 or not bool(bias.isfinite().all()):
+        raise ValueError(f"a bias of {bias.dtype} and shape {tuple(bias.shape)}, not of finite numbers in float64")
+    return bias
 
 
 def _run(tensors: dict[str, Tensor], place: int, count: Any) -> Run:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,23 +21,29 @@ MAX_DEPTH = 1_000_000
 """Maximum depth: all layers are applied once to measure the error."""
 
 
+Matrix: TypeAlias = Float[Tensor, "out inp"]
+
+
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """The singular value decomposition matrix = left diag(values) right, values descending."""
+    """The singular value decomposition matrix = left diag(values) right, values descending.
 
-    matrix: Float[Tensor, "dim dim"]
-    left: Float[Tensor, "dim dim"]
-    values: Float[Tensor, " dim"]
-    right: Float[Tensor, "dim dim"]
+    The matrix may be rectangular; `left` and `right` are orthogonal.
+    """
+
+    matrix: Matrix
+    left: Float[Tensor, "out out"]
+    values: Float[Tensor, " rank"]
+    right: Float[Tensor, "inp inp"]
 
     @classmethod
-    def of(cls, matrix: Float[Tensor, "dim dim"]) -> Decomposition:
+    def of(cls, matrix: Matrix) -> Decomposition:
         """The decomposition of a matrix in float64."""
         return cls(matrix, *torch.linalg.svd(matrix))
 
     @property
     def sign(self) -> float:
-        """The sign of the determinant, from the orthogonal factors."""
+        """The sign of the determinant of a square matrix, from the orthogonal factors."""
         return float(torch.linalg.slogdet(self.left)[0] * torch.linalg.slogdet(self.right)[0])
 
     @property
@@ -51,21 +57,28 @@ class Decomposition:
         return bool(self.values[-1] <= len(self.values) * EPS * self.values[0])
 
 
-def need_matrix(matrix: Any, *, what: str = "factorize") -> Float[Tensor, "dim dim"]:
-    """The matrix in float64; raises unless it is square, real, finite and non-empty."""
-    matrix = as_tensor(what, matrix)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not len(matrix):
-        raise ShapeError(
-            f"{what} needs a square matrix (d, d); got shape {tuple(matrix.shape)}. Pad the smaller side, or factor "
-            "the square part."
-        )
+def need_matrix(matrix: Any, *, what: str = "factorize", cure: str = "Pass a tensor or a NumPy array.") -> Matrix:
+    """The matrix in float64; raises unless it is real, finite and non-empty."""
+    matrix = as_tensor(what, matrix, cure=cure)
+    if matrix.ndim != 2 or not matrix.numel():
+        raise ShapeError(f"{what} needs a matrix (rows, columns); got shape {tuple(matrix.shape)}. Reshape it.")
     if matrix.is_complex():
         raise ValueRangeError(f"{what} needs a real matrix; got {matrix.dtype}. Pass its real part.")
     made = matrix.detach().to(torch.float64)
-    need_free_memory(f"{what} of a {len(made)} x {len(made)} matrix", 64.0 * len(made) ** 2, cure="Pass a smaller one.")
+    rows, columns = made.shape
+    size = 64.0 * max(rows, columns) ** 2
+    need_free_memory(f"{what} of a {rows} x {columns} matrix", size, cure="Pass a smaller one.")
     if not torch.isfinite(made).all():
         n_bad = int((~torch.isfinite(made)).sum())
         raise ValueRangeError(f"{what} needs finite entries; got {n_bad} NaN or infinite. Check the matrix.")
+    return made
+
+
+def need_square(matrix: Any, *, what: str) -> Float[Tensor, "dim dim"]:
+    """The matrix in float64; raises unless it is square, real, finite and non-empty."""
+    made = need_matrix(matrix, what=what)
+    if made.shape[0] != made.shape[1]:
+        raise ShapeError(f"{what} needs a square matrix (d, d); got shape {tuple(made.shape)}. Pad the smaller side.")
     return made
 
 
@@ -75,7 +88,7 @@ def need_depth(depth: int, *, what: str = "factorize") -> int:
 
 
 def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
-    """Raises if the matrix is singular, with the distance to the nearest invertible one."""
+    """Raises if the matrix has no full rank, with the distance to the nearest one that has."""
     if not bool(torch.isfinite(found.values).all()):
         raise ValueRangeError(
             f"{what} needs singular values in the range of float64; got an overflow, with entries up to "
@@ -85,8 +98,10 @@ def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
         return
     rank = int((found.values > len(found.values) * EPS * found.values[0]).sum())
     distance = _floor(found, None) - float(found.values[-1])
+    rows, columns = found.matrix.shape
+    kind = "an invertible matrix" if rows == columns else f"a {rows} x {columns} matrix of full rank"
     raise ValueRangeError(
-        f"{what} needs an invertible matrix, as products of I + A with |A| < 1 are; got rank {rank} of "
+        f"{what} needs {kind}, as products of I + A with |A| < 1 are; got rank {rank} of "
         f"{len(found.values)} with singular values from {float(found.values[0]):.2g} to "
         f"{float(found.values[-1]):.2g}. nearest_invertible(matrix) raises the "
         f"small ones to {_floor(found, None):.2g}, at a distance of {distance:.2g} in spectral norm."
@@ -94,11 +109,11 @@ def need_invertible(found: Decomposition, *, what: str = "factorize") -> None:
 
 
 def nearest_invertible(
-    matrix: Num[Tensor | np.ndarray, "dim dim"], *, smallest: float | None = None
-) -> Float[Tensor, "dim dim"]:
+    matrix: Num[Tensor | np.ndarray, "out inp"], *, smallest: float | None = None
+) -> Float[Tensor, "out inp"]:
     """The nearest matrix in spectral norm with singular values >= `smallest`, by default 1e-6 of the largest.
 
-    For a singular matrix the determinant of the result is positive.
+    For a singular square matrix the determinant of the result is positive. A rectangular result has full rank.
     """
     if smallest is not None:
         smallest = need_number(
@@ -110,9 +125,11 @@ def nearest_invertible(
         )
     found = Decomposition.of(need_matrix(matrix, what="nearest_invertible"))
     values = found.values.clamp(min=_floor(found, smallest))
-    if found.is_singular and found.sign < 0:
+    rows, columns = found.matrix.shape
+    if rows == columns and found.is_singular and found.sign < 0:
         values[-1] = -values[-1]
-    return found.left * values @ found.right
+    n = len(values)
+    return found.left[:, :n] * values @ found.right[:n]
 
 
 def _floor(found: Decomposition, smallest: float | None) -> float:

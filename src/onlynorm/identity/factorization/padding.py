@@ -1,4 +1,7 @@
-"""An extra dimension for matrices with negative determinant, which no product of layers near the identity has.
+"""Padding of matrices that are no product of layers near the identity: rectangular ones, or of negative determinant.
+
+A rectangular matrix becomes the upper left part of a square one, see `complete`. A negative determinant takes one extra
+dimension:
 
     [[R, b], [c, e]]
 
@@ -28,6 +31,32 @@ SMALL = 64
 MAX_SLOPE = 1e3
 """The largest slope s; larger added entries would reduce the accuracy of R."""
 _FRACTIONS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+
+
+def complete(given: Decomposition) -> Decomposition:
+    """A square matrix with positive determinant whose upper left part is the given rectangular one, of full rank.
+
+    The added rows (or columns) are orthogonal to the given ones, so singular values are those of the given matrix and
+    one more, 1 clipped to their range: the bound of the paper does not change. Of all such rows, those whose rotation
+    is closest to the identity are taken, in the Frobenius norm (orthogonal Procrustes problem).
+    """
+    rows, columns = given.matrix.shape
+    if rows > columns:
+        turned = complete(Decomposition(given.matrix.mT, given.right.mT, given.values, given.left.mT))
+        return Decomposition.of(turned.matrix.mT)
+    rest = given.right[rows:]
+    left, _, right = torch.linalg.svd(rest[:, rows:])
+    scale = given.values.new_ones(()).clamp(given.values[-1], given.values[0])
+    made = _with_rows(given.matrix, scale * (right.mT @ left.mT @ rest))
+    if made.sign > 0:
+        return made
+    signs = torch.ones_like(rest[:, 0])
+    signs[-1] = -1.0  # the direction of the smallest singular value is the cheapest to flip
+    return _with_rows(given.matrix, scale * (right.mT * signs @ left.mT @ rest))
+
+
+def _with_rows(matrix: Tensor, rows: Tensor) -> Decomposition:
+    return Decomposition.of(torch.cat([matrix, rows]))
 
 
 def pad_as_printed(given: Decomposition) -> Decomposition:

@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from onlynorm.display import Result
 from onlynorm.errors import ValueRangeError
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class Rotation(Result):
     """The rotation by `angles[k]` in the plane of columns 2k and 2k + 1 of `basis`; other columns are fixed.
 
     Theory: hardt_ma2017:claim-C.1, hardt_ma2017:claim-A.1

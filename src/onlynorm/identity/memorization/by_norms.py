@@ -32,6 +32,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
+from onlynorm.display import Result
 from onlynorm.errors import (
     ConversionError,
     FormatError,
@@ -45,6 +46,7 @@ from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream
 from onlynorm.frozen.maps import features_from_settings
 from onlynorm.frozen.options import PRECISIONS
+from onlynorm.identity.memorization.memorizer import in_parts
 from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sample, collect, relative_errors
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import Affine
@@ -62,7 +64,7 @@ ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormMemorizerFacts:
+class NormMemorizerFacts(Result):
     """Sizes and accuracy of a `NormMemorizer`; `error` is the largest output error at the points."""
 
     n_points: int
@@ -103,6 +105,12 @@ class NormMemorizer(nn.Module):
         self.register_buffer("left", features.left(), persistent=False)
         self.facts: NormMemorizerFacts | None = None
 
+    def extra_repr(self) -> str:
+        """The frozen features, and the number of memorized points if it is known."""
+        f = self.features
+        points = "" if self.facts is None else f", {self.facts.n_points:,} memorized points"
+        return f"{f.name}, {f.n_features:,} features, seed={f.seed}, code={self.code!r}{points}"
+
     def activations(self, rows: Float[Tensor, "n inputs"]) -> Float[Tensor, "n feat"]:
         """The features before their second norm."""
         hidden: Tensor = functional.relu(self.norm1(rows.to(self.right) @ self.right.mT))
@@ -112,13 +120,13 @@ class NormMemorizer(nn.Module):
         """Outputs for samples of any shape and dtype, in the dtype of the network, without autocast."""
         x = as_tensor("a memorizer", x)
         rows = x.flatten(1) if x.ndim > 1 else x.reshape(-1, 1)
-        if rows.shape[1] != self.right.shape[1] or not len(rows) or rows.is_complex():
+        if rows.shape[1] != self.right.shape[1] or not rows.shape[0] or rows.is_complex():
             raise ShapeError(
                 f"this memorizer needs samples of {self.right.shape[1]} real numbers, one sample at least; got "
                 f"{x.dtype} of shape {tuple(x.shape)}. Put the samples along the first axis."
             )
         with torch.autocast(self.right.device.type, enabled=False):
-            return torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in rows.split(ROWS)])
+            return torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in in_parts(rows, ROWS)])
 
     @torch.no_grad()
     def classify(self, x: Tensor | np.ndarray) -> Int[Tensor, " n"]:

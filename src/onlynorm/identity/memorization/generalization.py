@@ -28,6 +28,7 @@ from onlynorm.errors import ConversionError, ShapeError, shown
 from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Block, Memorizer
 from onlynorm.identity.memorization.thresholds import lengths_of
 from onlynorm.modules import is_class_labels
+from onlynorm.progress import with_progress
 from onlynorm.seeds import seeded
 from onlynorm.validate import (
     Progress,
@@ -139,6 +140,7 @@ class OffSample(ShownResult):
 
 
 @torch.no_grad()
+@with_progress
 def measure_off_sample(
     network: Memorizer,
     inputs: Tensor | np.ndarray,
@@ -148,14 +150,14 @@ def measure_off_sample(
     sizes: Sequence[float] = SIZES,
     most: int = MOST,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> OffSample:
     """Class radii at the training points, answers under noise of each size, and answers on held-out samples.
 
     Noise is gaussian and the same for a seed, added to at most `most` points, evenly spread over the sample.
     """
     need_instance("measure_off_sample", network, Memorizer, cure="Pass the result of memorize.")
-    need_progress(progress)
+    progress = need_progress(progress)
     seed = need_seed(seed)
     sizes = need_items("sizes of noise", sizes, cure=f"Leave them out for {SIZES}.")
     sizes = [need_number("a size of noise", size, low=0.0, cure="Try 0.01.") for size in sizes]

@@ -36,6 +36,7 @@ from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sampl
 from onlynorm.identity.memorization.readout import EPS, Readout, choose_readout, normals
 from onlynorm.identity.memorization.thresholds import Separation, by_length, fit_outgoing, lengths_of, separate
 from onlynorm.memory import memory_limit, need_memory
+from onlynorm.progress import with_progress
 from onlynorm.validate import Progress, need_choice, need_integer, need_progress
 
 PROJECTIONS = ("random", "principal")
@@ -51,6 +52,7 @@ _POWER = -0.25
 """Principal coordinates are scaled by this power of their variance: halfway to whitening gave the largest radii."""
 
 
+@with_progress
 def memorize(
     inputs: Shaped[Tensor | np.ndarray, "n ..."],
     labels: Shaped[Tensor | np.ndarray, "n ..."],
@@ -59,7 +61,7 @@ def memorize(
     n_classes: int | None = None,
     projection: str = "random",
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Memorizer:
     """A residual ReLU network that maps every point inputs[i] to its one-hot label or its real target.
 
@@ -70,13 +72,13 @@ def memorize(
 
     `width` is 4 log n by default, and more for many classes or outputs. `projection="principal"` uses the leading
     principal directions instead of random ones: class radii are larger, but points that differ only in the remaining
-    directions raise. `progress` is called with (points done, total points, message).
+    directions raise. `progress=True` shows a bar; a function is called with (points done, total points, message).
 
     Theory: hardt_ma2017:thm-3.2
     """
     started = time.perf_counter()
     seed = check_seed(seed)
-    need_progress(progress)
+    progress = need_progress(progress)
     need_choice("projection", projection, PROJECTIONS)
     sample = collect(inputs, labels, n_classes=n_classes)
     width = _choose_width(sample, width)

@@ -70,6 +70,12 @@ class MemorizerFacts(Result):
         )
 
 
+def in_parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
+    """The rows in parts of `size`; all in one for torch.export, whose graph would contain the number of parts."""
+    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # is_exporting is new in 2.7
+    return (rows,) if is_exporting() else rows.split(size)
+
+
 class Block(nn.Module):
     """h -> h + outer(relu(inner(h))); with all weights zero it is the identity."""
 
@@ -122,13 +128,13 @@ class Memorizer(nn.Module):
         """
         rows = self.rows(x)
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            return torch.cat([self.read(self.move(self.enter(part))) for part in rows.split(ROWS)])
+            return torch.cat([self.read(self.move(self.enter(part))) for part in in_parts(rows, ROWS)])
 
     def rows(self, x: Tensor | np.ndarray) -> Tensor:
         """The validated samples as rows."""
         x = as_tensor("a memorizer", x)
         flat = x.flatten(1) if x.ndim > 1 else x[:, None] if x.ndim == 1 and self.n_inputs == 1 else x
-        if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not len(flat) or flat.is_complex():
+        if flat.ndim != 2 or flat.shape[1] != self.n_inputs or not flat.shape[0] or flat.is_complex():
             raise ShapeError(
                 f"this memorizer needs samples of {self.n_inputs} real numbers, one sample at least; got {x.dtype} of "
                 f"shape {tuple(x.shape)}. Put the samples along the first axis."
@@ -163,6 +169,11 @@ class Memorizer(nn.Module):
         outputs = self(x)
         largest, classes = outputs.max(1)
         return torch.where(largest > 0.0, classes, SILENT)
+
+    def extra_repr(self) -> str:
+        """The sizes, and the number of memorized points if it is known."""
+        sizes = f"{self.n_inputs} inputs, {self.n_outputs} {'outputs' if self.is_real else 'classes'}"
+        return sizes if self.facts is None else f"{sizes}, {self.facts.n_points:,} memorized points"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Memorizer:
         super()._apply(fn, recurse=recurse)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onlynorm.display import Curve, Figure, Panel, ShownResult, Table, View
 from onlynorm.errors import ConversionError, FormatError, ValueRangeError
+from onlynorm.progress import with_progress
 from onlynorm.rank.chains.averages import ROOM, BatchMeans, Estimate
 from onlynorm.rank.chains.chain import MAX_STEPS, Chain, steps
 from onlynorm.rank.chains.quantities import ROWWISE, USUAL, check_quantities, observe
@@ -112,6 +113,12 @@ class ChainState:
             "burn_in": burn_in,
             "inputs": "drawn" if inputs is None else digest(self.H),
         }
+
+    def __repr__(self) -> str:
+        observed = ", ".join(self.quantities)
+        return (
+            f"ChainState of {self.chain}: step {self.step:,}, {self.averages.n_observed:,} observations of {observed}"
+        )
 
     def advance(self, n_steps: int) -> None:
         """Runs `n_steps` more steps."""
@@ -212,6 +219,7 @@ class _Counts:
 
 
 @claiming("checkpoint")
+@with_progress
 def simulate(
     chain: Chain,
     n_steps: int,
@@ -221,19 +229,20 @@ def simulate(
     every: int = 1,
     burn_in: int = 0,
     checkpoint: Path | str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> ChainAverages:
     """Averages of the quantities over `n_steps` layers of all chains, every `every`-th layer after `burn_in`.
 
     Consecutive layers are correlated, so observing all of them is expensive and adds little information, depending on
     gamma. At width 32, `every` = 16 has 1.2 (gamma 0.1) to 1.7 (gamma 0.5) times the error of every layer, 64 has 2.3
     to 3. The state is saved to the file `checkpoint` every 30 seconds and at the end; a run resumes from an existing
-    file, and may have more steps than before. `progress` is called with (steps done, total steps, message).
+    file, and may have more steps than before. `progress=True` shows a bar; a function is called with (steps done, total
+    steps, message).
     Theory: daneshmand2020:thm-3
     """
     need_instance("simulate", chain, Chain, cure="Pass Chain(width=32).")
     n_steps = need_integer("n_steps", n_steps, low=1, high=MAX_STEPS, cure="Pass the number of layers, such as 1000.")
-    need_progress(progress)
+    progress = need_progress(progress)
     state = ChainState(chain, inputs=inputs, quantities=quantities, every=every, burn_in=burn_in)
     path = None if checkpoint is None else need_path("checkpoint", checkpoint)
     if path is not None and path.exists():

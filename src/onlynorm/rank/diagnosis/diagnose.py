@@ -7,26 +7,30 @@ whether the gradient depends on the inputs. The passes cost about as much as two
 
 from __future__ import annotations
 
+import fnmatch
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import ConversionError, ShapeError
-from onlynorm.modules import Loss, Output
+from onlynorm.errors import ConversionError, ShapeError, UnknownNameError
+from onlynorm.modules import Loss, ModuleTree, Output
+from onlynorm.modules.norms import plain_name
+from onlynorm.modules.tree import recording
 from onlynorm.modules.untouched import full_precision, need_layers, untouched
 from onlynorm.modules.walk import outputs_of
 from onlynorm.rank.coverage import can_repair
 from onlynorm.rank.diagnosis.gradients import neuron_alignment, noise_like, sample_cosine
 from onlynorm.rank.diagnosis.passes import Passes
+from onlynorm.rank.diagnosis.probes import is_weighty
 from onlynorm.rank.diagnosis.result import Diagnosis
 from onlynorm.rank.diagnosis.separability import measure_last_layer
 from onlynorm.rank.diagnosis.signals import MAX_COLUMNS
 from onlynorm.rank.diagnosis.verdict import Thresholds, judge
-from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_integer, need_seed
+from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_integer, need_items, need_seed
 
 MODES = ("train", "eval")
 
@@ -38,6 +42,7 @@ def diagnose(
     *,
     loss: Loss | None = None,
     output: Output | None = None,
+    which: Iterable[str] | str | None = None,
     mode: str = "train",
     random_inputs: bool = True,
     max_columns: int | None = MAX_COLUMNS,
@@ -51,7 +56,9 @@ def diagnose(
     `inputs` is a batch (tensor or NumPy array), a tuple of arguments or a dict of keyword arguments, with samples along
     the first axis. `targets` are class labels (integers: cross entropy) or real values (mean squared error), unless
     `loss(output, targets)` is given; without both, gradients are not measured. `output` selects the argument of the
-    loss from the output of the model, by default the logits or the first tensor. With `mode="train"`, batch norms use
+    loss from the output of the model, by default the logits or the first tensor. `which` are patterns of the modules
+    to watch, such as "layer4.*": only their inputs and outputs are measured, and only these are judged, beside the
+    gradients of the last linear layer. With `mode="train"`, batch norms use
     the statistics of the batch. `random_inputs` compares gradients with those on noise. Convolutional signals are
     channels x (samples * positions), of which at most `max_columns` columns are used. Wrappers (DDP, DataParallel,
     torch.compile) are removed first; traced, scripted and exported models raise. Autocast, if enabled, applies to the
@@ -63,26 +70,37 @@ def diagnose(
     wanted = as_tensor("targets", targets) if loss is None and targets is not None else _ready(targets)
     if max_columns is not None:
         max_columns = need_integer("max_columns", max_columns, low=2, cure="Pass None to use all columns.")
-    passes = Passes(network, arguments, wanted, loss=loss, output=output, seed=need_seed(seed), max_columns=max_columns)
+    passes = Passes(
+        network, arguments, wanted, loss=loss, output=output, seed=need_seed(seed), max_columns=max_columns,
+        watched=None if which is None else _watched(network, which),
+    )  # fmt: skip
     need_flag("random_inputs", random_inputs)
     limits = Thresholds() if thresholds is None else thresholds
     need_instance("thresholds", limits, Thresholds, cure="Pass onlynorm.rank.Thresholds(rank=0.01).")
     is_training = need_choice("mode", mode, MODES) == "train"
     with full_precision():
         with untouched(network, is_training=is_training, tensors=given):
-            passes.measure(with_contrast=True)
+            with recording(network) as shapes:
+                passes.measure(with_contrast=True)
             if random_inputs and passes.last is not None:
                 passes.compare(noise_like(arguments, seed=seed))
-        return _result(passes, limits, mode=mode, n_samples=len(given[0]), started=started)
+        return _result(passes, limits, mode=mode, n_samples=len(given[0]), tree=shapes.tree(), started=started)
 
 
-def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int, started: float) -> Diagnosis:
+def _result(
+    passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int, tree: ModuleTree, started: float
+) -> Diagnosis:
     """The diagnosis from the measures of all passes."""
     layers = passes.layers
-    if not any(layer.has_weights for layer in layers):
+    if not any(is_weighty(module) for module in passes.called):
         raise ConversionError(
             f"diagnose needs a model that calls layers with weights as modules, on floating-point signals; got "
             f"{type(passes.model).__name__}, which calls none. Replace functional calls by modules."
+        )
+    if not layers:
+        raise ConversionError(
+            "diagnose needs which= to match a module that is called and returns a batch of signals; got none. Change "
+            "the pattern."
         )
     last_signal = None if passes.last is None else measure_last_layer(passes.last, passes.targets)
     skipped = passes.skipped
@@ -100,10 +118,9 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
         "explained_variance": explained_variance,
         "initial_loss_ratio": passes.initial_loss_ratio,
     }
-    called = {reading.module for reading in passes.readings if reading.module is not None}
     verdict = judge(
         layers, loss=passes.loss, unobserved=passes.unobserved, thresholds=thresholds,
-        can_repair=lambda: can_repair(passes.model, called), **facts,
+        can_repair=lambda: can_repair(passes.model, passes.called), **facts,
     )  # fmt: skip
     return Diagnosis(
         layers=layers,
@@ -115,8 +132,24 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
         n_samples=n_samples,
         mode=mode,
         seconds=time.perf_counter() - started,
+        tree=tree,
         **facts,
     )
+
+
+def _watched(network: nn.Module, which: Iterable[str] | str) -> set[nn.Module]:
+    """The modules that the patterns match, by any of their places."""
+    cure = "Write which='layer4.*'."
+    places = {plain_name(name): module for name, module in network.named_modules(remove_duplicate=False)}
+    found: set[nn.Module] = set()
+    for pattern in [which] if isinstance(which, str) else need_items("which", which, cure=cure):
+        if not isinstance(pattern, str):
+            raise ConversionError(f"which needs names of modules; got a {type(pattern).__name__}. {cure}")
+        matches = {module for place, module in places.items() if fnmatch.fnmatchcase(place, pattern)}
+        if not matches:
+            raise UnknownNameError("module of which=", pattern, [place for place in places if place])
+        found |= matches
+    return found
 
 
 def _checked(inputs: Any, arguments: Any) -> list[Tensor]:

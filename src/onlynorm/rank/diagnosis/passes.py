@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,6 +33,7 @@ class Passes:
     def __init__(
         self, model: nn.Module, inputs: Any, targets: Any = None, *, loss: Loss | None = None,
         output: Output | None = None, seed: int = 0, max_columns: int | None = MAX_COLUMNS,
+        watched: Container[nn.Module] | None = None,
     ) -> None:  # fmt: skip
         for name, function in (("loss", loss), ("output", output)):
             if function is not None:
@@ -40,7 +41,8 @@ class Passes:
         self.model, self.inputs, self.targets = model, inputs, targets
         self._output = output or find_output
         self._loss = default_loss if loss is None and targets is not None else loss
-        self._seed, self._max_columns = seed, max_columns
+        self._seed, self._max_columns, self._watched = seed, max_columns, watched
+        self.called: set[nn.Module] = set()
         self._autocasts = autocasts()
         self.readings: list[Reading] = []
         self.last: LastLayer | None = None
@@ -58,10 +60,12 @@ class Passes:
 
     def measure(self, *, with_contrast: bool) -> None:
         """Runs the batch forward with every signal read, and backward if there is a loss."""
-        probes = Probes(self.model, tuple(outputs_of(self.inputs)), self._max_columns, seeded(self._seed))
+        probes = Probes(
+            self.model, tuple(outputs_of(self.inputs)), self._max_columns, seeded(self._seed), watched=self._watched
+        )
         with probes:
             value, output = self._forward(self.inputs, probes)
-            self.readings = probes.readings
+            self.readings, self.called = probes.readings, probes.called
             self.unobserved = probes.unobserved()
             if self.unobserved >= MIN_UNOBSERVED_NOTE:
                 self.skipped.append(

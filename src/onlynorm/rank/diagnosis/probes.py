@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,7 +76,8 @@ class LastLayer:
 class Probes:
     """A context manager that registers hooks on a model and collects their measures.
 
-    Without `is_reading` only the gradient of the last linear layer is recorded.
+    Without `is_reading` only the gradient of the last linear layer is recorded. `watched` are the modules whose inputs
+    and outputs are measured, all by default.
     """
 
     model: nn.Module
@@ -84,14 +85,16 @@ class Probes:
     max_columns: int | None
     generator: torch.Generator
     is_reading: bool = True
+    watched: Container[nn.Module] | None = None
     readings: list[Reading] = field(default_factory=list)
     last: LastLayer | None = None
 
     def __post_init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._calls: dict[str, int] = {}
-        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Reading]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Reading | None]] = {}
         self._channels, self._n_units = 1, 0
+        self.called: set[nn.Module] = set()
         self._depth = 0
         self._is_forward = self._is_recording = True
 
@@ -125,8 +128,7 @@ class Probes:
 
     def unobserved(self) -> float:
         """The fraction of the model's parameters outside the layers that were called."""
-        observed = {p for reading in self.readings if reading.module is not None and reading.kind != BLOCK
-                for p in reading.module.parameters()}  # fmt: skip
+        observed = {p for module in self.called if _kind_of(module) != BLOCK for p in module.parameters()}
         sizes = {p: p.numel() for p in self.model.parameters()}
         total = sum(sizes.values())
         return sum(size for p, size in sizes.items() if p not in observed) / total if total else 0.0
@@ -146,32 +148,40 @@ class Probes:
     def _layer(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
         is_weighted = is_weighty(module)
         self._channels = _channels(module, self._channels)
+        is_watched = self.watched is None or module in self.watched
         if is_weighted:
             received = next(tensors_in(given), None)  # other inputs may be masks
             is_first = any(received is tensor for tensor in self.inputs)
-            reading = (
-                None if received is None else self._read("input" if is_first else f"input of {name}", INPUT, received)
-            )
+            called = "input" if is_first else f"input of {name}"
+            reading = None if received is None else self._read(called, INPUT, received, is_watched=is_watched)
             if reading is not None:
                 reading.is_layer_input = True
             self._depth += 1
-        kind = _kind(module) if is_weighted or next(module.children(), None) is None else BLOCK
         made = next(tensors_in(output), None)  # other outputs, such as the states of an LSTM, repeat it
         if made is not None:
-            self._read(name or type(module).__name__, kind, made, module)
+            self._read(name or type(module).__name__, _kind_of(module), made, module, is_watched=is_watched)
 
-    def _read(self, name: str, kind: str, tensor: Tensor, module: nn.Module | None = None) -> Reading | None:
-        """The reading of the tensor; measured only once unless it was changed in place."""
+    def _read(
+        self, name: str, kind: str, tensor: Tensor, module: nn.Module | None = None, *, is_watched: bool = True
+    ) -> Reading | None:
+        """The reading of the tensor, None if it is not watched; measured only once unless it was changed in place."""
         if tensor.ndim < 2 or tensor.numel() == 0:
             return None
         known = self._seen.get(id(tensor))
         # the id alone may belong to a tensor that was freed
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        is_known = known is not None and known[0]() is tensor and known[1] == tensor._version
+        if known is not None and is_known and (known[2] is not None or not is_watched):
             return known[2]
-        call = self._calls[name] = self._calls.get(name, 0) + 1
+        if module is not None and not is_known:
+            self.called.add(module)
         # a block may have transposed the output of its layers
         is_transposed = kind == BLOCK and tensor.shape[self._channels] != self._n_units == tensor.shape[-self._channels]
         channels = -self._channels if is_transposed else self._channels
+        if not is_watched:
+            self._n_units = tensor.shape[channels]
+            self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, None)
+            return None
+        call = self._calls[name] = self._calls.get(name, 0) + 1
         signal = read_signal(tensor, channels=channels, max_columns=self.max_columns, generator=self.generator)
         self._n_units = signal.n_units
         reading = Reading(name, kind, call, self._depth, signal, tuple(tensor.shape), module)
@@ -208,6 +218,10 @@ def is_weighty(module: nn.Module) -> bool:
     if next(module.children(), None) is not None or isinstance(module, nn.Embedding) or norm_kind(module) is not None:
         return False
     return any(p.ndim > 1 for p in module.parameters(recurse=False))
+
+
+def _kind_of(module: nn.Module) -> str:
+    return _kind(module) if is_weighty(module) or next(module.children(), None) is None else BLOCK
 
 
 def norm_of(values: Tensor) -> float:

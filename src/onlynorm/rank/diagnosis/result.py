@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from onlynorm.display import Curve, Figure, Panel, ShownResult, Table, View
 from onlynorm.display.result import Tone
 from onlynorm.errors import visible
+from onlynorm.modules import ModuleTree
 from onlynorm.rank.diagnosis.signals import Layer, gradient_ratio
 from onlynorm.rank.diagnosis.verdict import HealthVerdict
 
@@ -38,7 +39,8 @@ class Diagnosis(ShownResult):
     the layer's gradients on the inputs and on noise. `contrast` is the speed at which differences between samples are
     learned, relative to their mean. `directions` is the effective number of directions in which the inputs of the last
     layer vary, `explained_variance` the fraction of this variance that the targets explain. `initial_loss_ratio` is the
-    loss relative to that of zero outputs. Measures that are not available are None; `skipped` gives the reasons.
+    loss relative to that of zero outputs. Measures that are not available are None; `skipped` gives the reasons. `tree`
+    has all modules with their output shapes and parameters, and prints as a table.
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
@@ -57,6 +59,7 @@ class Diagnosis(ShownResult):
     n_samples: int
     mode: str
     seconds: float = field(compare=False)
+    tree: ModuleTree | None = field(default=None, repr=False, compare=False)
 
     @property
     def score(self) -> float:
@@ -113,6 +116,7 @@ class Diagnosis(ShownResult):
             tables={
                 "Signals": Table(COLUMNS, self.rows()),
                 "Gradients of the last layer": Table(("measure",), [(note,) for note in self.notes()]),
+                **({} if self.tree is None else {"Modules": self.tree.table()}),
             },
             details={
                 "Parts of the score": {name: f"{value:.3g}" for name, value in verdict.parts.items()},

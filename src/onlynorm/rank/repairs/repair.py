@@ -22,8 +22,8 @@ from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.modules import Loss, Output
 from onlynorm.modules.losses import random_projection
 from onlynorm.modules.untouched import full_precision, need_layers
-from onlynorm.modules.validate import need_batch
-from onlynorm.modules.walk import copy_network
+from onlynorm.modules.walk import copy_network, need_batch
+from onlynorm.progress import with_progress
 from onlynorm.rank.coverage import Unseen, tie_like
 from onlynorm.rank.diagnosis.diagnose import diagnose
 from onlynorm.rank.diagnosis.passes import measure_layers
@@ -35,7 +35,16 @@ from onlynorm.rank.repairs.redraw import mirrored, near_identity, orthogonal
 from onlynorm.rank.repairs.rescale import lsuv, rescale_residuals
 from onlynorm.rank.repairs.visits import Route, find_route
 from onlynorm.rank.trained import find_training
-from onlynorm.validate import as_tensor, need_choice, need_flag, need_integer, need_number, need_seed
+from onlynorm.validate import (
+    Progress,
+    as_tensor,
+    need_choice,
+    need_flag,
+    need_integer,
+    need_number,
+    need_progress,
+    need_seed,
+)
 
 MAX_RATIO = 10.0
 """Maximum gradient ratio of the first to the last hidden layer in a rank ascent."""
@@ -243,6 +252,7 @@ class Repaired(ShownResult):
         return list(zip(self.before.weighted_layers, self.after.weighted_layers, strict=False))
 
 
+@with_progress
 def repair(
     model: nn.Module,
     inputs: Any,
@@ -257,6 +267,7 @@ def repair(
     seed: int = 0,
     in_place: bool = False,
     force: bool = False,
+    progress: Progress | bool | None = None,
 ) -> Repaired:
     """A copy of the model, or the model itself if `in_place`, repaired for training, with diagnoses before and after.
 
@@ -269,8 +280,10 @@ def repair(
 
     Without `force`, weights tied to another module are not changed, and neither is a network that looks trained:
     "auto" returns it unchanged, other methods raise. `unseen` of the result lists the modules that were not changed.
-    Wrappers (DDP, DataParallel, torch.compile) are removed first. Autocast is disabled.
+    Wrappers (DDP, DataParallel, torch.compile) are removed first. Autocast is disabled. `progress=True` shows a bar; a
+    function is called with (methods tried, methods to try, method).
     """
+    progress = need_progress(progress)
     started = time.perf_counter()
     network = need_layers("repair", model)
     given = _ready(network, inputs)
@@ -291,7 +304,7 @@ def repair(
         first = job(network)
         before = first.diagnose()
         _need_signals(before)
-        made, method, remark = _choose(_copy(network), before, method, job=job)
+        made, method, remark = _choose(_copy(network), before, method, job=job, progress=progress)
         if in_place:
             if method in METHODS and METHODS[method].is_structural:
                 METHODS[method].run(job(network))
@@ -306,7 +319,7 @@ def repair(
 
 
 def _choose(
-    work: nn.Module, before: Diagnosis, method: str, *, job: Callable[[nn.Module], _Job]
+    work: nn.Module, before: Diagnosis, method: str, *, job: Callable[[nn.Module], _Job], progress: Progress | None
 ) -> tuple[nn.Module, str, str]:
     """(network, method, remark) of the given method, or of the one that "auto" chooses."""
     if method == "auto" and before.verdict.word == "healthy":
@@ -320,18 +333,29 @@ def _choose(
             f"repair needs a network before training; this one looks trained: {sign}. Its weights would be "
             "lost. Pass force=True to change it anyway."
         )
+    report = progress or _ignore
     if method != "auto":
-        return work, method, METHODS[method].run(first)
+        report(0, 1, method)
+        remark = METHODS[method].run(first)
+        report(1, 1, method)
+        return work, method, remark
     tried = [(before.score, work, NOTHING, f"no repair improves the score of {before.score:.2f}")]
-    for name in AUTO:
+    for number, name in enumerate(AUTO):
+        report(number, len(AUTO), name)
         made = _copy(work)
         remark = METHODS[name].run(job(made))
         after = job(made).diagnose()
         # the score predicts whether a network learns, not how well; `AUTO` is ordered by accuracy
         if after.is_trainable and after.score > before.score:
+            report(number + 1, number + 1, name)
             return made, name, remark
         tried.append((after.score, made, name, remark))
+    report(len(AUTO), len(AUTO), "all methods tried")
     return max(tried, key=lambda one: one[0])[1:]
+
+
+def _ignore(done: int, total: int, message: str) -> None:
+    pass
 
 
 def _need_signals(found: Diagnosis) -> None:
