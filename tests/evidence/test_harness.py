@@ -21,25 +21,9 @@ from onlynorm.errors import ConversionError, OnlynormError, TrainingError, Unkno
 from onlynorm.evidence import harness
 from onlynorm.evidence.bench import table
 from onlynorm.evidence.cache import CACHED
-from onlynorm.evidence.harness import (
-    Goal,
-    Measured,
-    Race,
-    RaceResult,
-    Results,
-    Session,
-    Sizes,
-    Sweep,
-    TrainingRun,
-    Trial,
-    best_lr,
-    first,
-    is_met,
-    mean,
-    percent,
-    setting,
-    try_lrs,
-)
+from onlynorm.evidence.harness import Goal, Session, Sizes, is_met, setting
+from onlynorm.evidence.race import Race, RaceResult
+from onlynorm.evidence.sweep import Measured, Results, Sweep, TrainingRun, Trial, best_lr, first, mean, percent, try_lrs
 
 
 @dataclass(frozen=True)

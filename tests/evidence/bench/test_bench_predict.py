@@ -14,14 +14,12 @@ from tiny_benchmarks import stripes
 from torch import nn
 
 from onlynorm.errors import UnknownNameError
+from onlynorm.evidence.bench.networks import FASHION, FIRST_SEEDS, NetworkSpec, subjects
 from onlynorm.evidence.bench.sweeps import predict
 from onlynorm.evidence.bench.sweeps.predict import (
-    FASHION,
-    FIRST_SEEDS,
     LEARNED,
     MIN_NETWORKS,
     Case,
-    NetworkSpec,
     PredictSizes,
     Trained,
     areas_of,
@@ -29,11 +27,10 @@ from onlynorm.evidence.bench.sweeps.predict import (
     characteristic,
     diagnose_network,
     last_loss,
-    subjects,
     sweep,
     train_network,
 )
-from onlynorm.evidence.harness import Measured, TrainingRun
+from onlynorm.evidence.sweep import Measured, TrainingRun
 from onlynorm.rank import Thresholds, diagnose
 
 STRICT = Thresholds(alive=1e9)
@@ -135,7 +132,7 @@ def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norm
 def test_a_training_that_breaks_off_has_no_loss() -> None:
     split = stripes()
     network = NetworkSpec("MLP", 2, 8, "none", "standard").build(split.train_inputs, seed=0)
-    found = last_loss(network, split.train_inputs, split.train_labels, batch_size=16, lr=1e30, seed=0)
+    found = last_loss(network, (split.train_inputs, split.train_labels), batch_size=16, lr=1e30, seed=0)
     assert found == math.inf
 
 
