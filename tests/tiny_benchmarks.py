@@ -107,7 +107,7 @@ def _predict(patch: pytest.MonkeyPatch) -> Sizes:
     predict._split.cache_clear()
     patch.setitem(predict._DATA, predict.FASHION, stripes)
     chosen = [predict.NetworkSpec("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
-    patch.setattr(predict, "subjects", lambda _: chosen)
+    patch.setattr(predict, "subjects", lambda _: dict(enumerate(chosen, 5000)))
     return predict.PredictSizes(n_diagnosed=32, steps=20, batch_size=16, lrs=(0.001, 0.1))
 
 

@@ -36,6 +36,11 @@ def training_subset(
     return _pick(split, pool[torch.randperm(len(pool), generator=seeded(seed))[:n]])
 
 
+def test_subset(split: Split, n: int) -> tuple[Tensor, Tensor]:
+    """The first n test images and their labels."""
+    return split.test_inputs[:n], split.test_labels[:n]
+
+
 def _order(split: Split, seed: int) -> Tensor:
     return torch.randperm(len(split.train_inputs), generator=seeded(seed))
 

@@ -198,11 +198,11 @@ class NetworkSpec:
         return cifar_resnet(self.depth, width=self.width, **settings)
 
 
-def subjects(name: str = "test") -> list[NetworkSpec]:
-    """The networks of the set: MLPs without skips, residual and VGG-like ones, with every norm, both starts."""
+def subjects(name: str = "test") -> dict[int, NetworkSpec]:
+    """The networks of the set, by the seed that draws them: MLPs without skips, residual and VGG-like ones."""
     if name not in FIRST_SEEDS:
         raise UnknownNameError("set of networks", name, FIRST_SEEDS)
-    return _test() if name == "test" else _calibration()
+    return dict(enumerate(_test() if name == "test" else _calibration(), FIRST_SEEDS[name]))
 
 
 def _test() -> list[NetworkSpec]:

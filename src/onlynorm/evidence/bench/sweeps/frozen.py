@@ -22,7 +22,7 @@ from onlynorm.display import Curve, Figure, Panel, Table
 from onlynorm.evidence.harness import Goal, Sizes, Spread, setting
 from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
 from onlynorm.evidence.timing import warm_up_training
-from onlynorm.evidence.validation import random_subset
+from onlynorm.evidence.validation import random_subset, test_subset
 from onlynorm.models import cifar_resnet
 from onlynorm.modules import find_norms
 from onlynorm.tuning import Schedule, accuracy, fit, init_gamma, only_norms
@@ -116,11 +116,10 @@ def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
         lr=sizes.norm_lr if case.method in (NORMS, NORMS_FROM_ONES) else sizes.lr, seed=run.seed,
     )  # fmt: skip
     warm_up_training()
-    data = random_subset(split, sizes.images, seed=run.seed)
-    fitted = fit(network, data, schedule=schedule, on_step=run.on_step)
+    fitted = fit(network, random_subset(split, sizes.images, seed=run.seed), schedule=schedule, on_step=run.on_step)
     state = network.state_dict()
     return Trained(
-        accuracy=accuracy(network, (split.test_inputs[: sizes.n_test], split.test_labels[: sizes.n_test])),
+        accuracy=accuracy(network, test_subset(split, sizes.n_test)),
         n_trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         n_total=sum(p.numel() for p in network.parameters()),
         gammas=gammas_of(network),
@@ -163,11 +162,8 @@ def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
         small, *_, large = series(results, axis)
         if small != large:
             found = [results.spread(case) for case in (small, large)]
-            yield Goal(
-                f"{NORMS}: accuracy grows with the {axis}, {getattr(small, axis)} to {getattr(large, axis)}",
-                f"{found[0].percent()} % to {found[1].percent()} %",
-                found[1].mean > found[0].mean,
-            )
+            aim = f"{NORMS}: accuracy grows with the {axis}, {getattr(small, axis)} to {getattr(large, axis)}"
+            yield Goal(aim, f"{found[0].percent()} % to {found[1].percent()} %", found[1].mean > found[0].mean)
 
 
 def series(results: Results[FrozenSizes, Case], axis: str) -> list[Case]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from sklearn.metrics import auc, roc_curve
-from torch import Tensor, nn
 
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Figure, Panel, Table
@@ -71,13 +70,8 @@ class Trained:
 
 def cases(sizes: PredictSizes) -> list[Case]:
     """The networks of the set; a quick run takes every sixth, with the seed it has in a full one."""
-    numbered = enumerate(subjects(sizes.networks), FIRST_SEEDS[sizes.networks])
-    return [Case(str(one), one.data, seed) for seed, one in numbered][:: 6 if sizes.quick else 1]
-
-
-def subject_of(case: Case, sizes: PredictSizes) -> NetworkSpec:
-    """The network of a case."""
-    return subjects(sizes.networks)[case.network_seed - FIRST_SEEDS[sizes.networks]]
+    found = [Case(str(one), one.data, seed) for seed, one in subjects(sizes.networks).items()]
+    return found[:: 6 if sizes.quick else 1]
 
 
 _split = functools.lru_cache(maxsize=2)(lambda data: _DATA[data]())
@@ -85,7 +79,7 @@ sweep = Sweep(
     "predict", "The verdict at the start of many networks against what training made of them.", PredictSizes,
     cases=cases, seeds=lambda _case, _sizes: 1, width=140,
     made_of=lambda case, sizes: {
-        "subject": asdict(subject_of(case, sizes)), "images": _split(case.data)
+        "subject": asdict(subjects(sizes.networks)[case.network_seed]), "images": _split(case.data)
     },
     columns={
         "score": first("score", ".3g"), "verdict": first("verdict"), "lowest part": first("part"),
@@ -97,21 +91,16 @@ sweep = Sweep(
 
 @sweep.measure
 def train_network(case: Case, run: TrainingRun, sizes: PredictSizes) -> Trained:
-    """Trains the network at every learning rate."""
-    subject, seed = subject_of(case, sizes), case.network_seed
+    """Trains the network at every learning rate; its loss is the mean of the last fifth of the steps."""
+    subject, seed = subjects(sizes.networks)[case.network_seed], case.network_seed
     inputs, labels = random_subset(_split(subject.data), sizes.steps * sizes.batch_size, seed=seed)
     losses = {}
     for lr in sizes.lrs:
         network = subject.build(inputs, seed=seed)
-        losses[lr] = last_loss(network, (inputs, labels), batch_size=sizes.batch_size, lr=lr, seed=seed)
+        steps = plain_sgd(network, (inputs, labels), batch_size=sizes.batch_size, lr=lr, seed=seed)
+        losses[lr] = float(np.mean(steps[-max(1, len(steps) // 5) :]))
     lr = min(losses, key=lambda lr: losses[lr])
     return Trained(losses[lr], lr)
-
-
-def last_loss(network: nn.Module, data: tuple[Tensor, Tensor], *, batch_size: int, lr: float, seed: int) -> float:
-    """The mean loss of the last fifth of one pass over the images; infinite if training diverged."""
-    losses = plain_sgd(network, data, batch_size=batch_size, lr=lr, seed=seed)
-    return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
 def diagnose_network(subject: NetworkSpec, *, n_images: int, seed: int) -> Diagnosis:
@@ -126,7 +115,7 @@ def diagnoses(results: Results[PredictSizes, Case], status: Callable[[str], None
     found = []
     for case in results.cases:
         status(f"{case.network}: diagnosis")
-        subject = subject_of(case, results.sizes)
+        subject = subjects(results.sizes.networks)[case.network_seed]
         made = diagnose_network(subject, n_images=results.sizes.n_diagnosed, seed=case.network_seed)
         part = min(made.verdict.parts, key=lambda name: made.verdict.parts[name])
         found.append({"score": made.score, "verdict": made.verdict.word, "part": part})
@@ -139,17 +128,14 @@ def areas_of(results: Results[PredictSizes, Case]) -> dict[str, Any]:
 
     It is how often a network that learns has the higher score than one that does not; a tie counts half.
     """
-    rates = {f"{limit:g}": characteristic(results, limit) for limit in LIMITS}
-    areas = {
-        limit: math.nan if math.isnan(true[0]) else float(auc(false, true)) for limit, (false, true) in rates.items()
-    }
+    areas = {f"{limit:g}": float(auc(*characteristic(results, limit))) for limit in LIMITS}
     return {"area": areas[f"{LEARNED:g}"], "areas": areas}
 
 
 def characteristic(results: Results[PredictSizes, Case], limit: float = LEARNED) -> tuple[list[float], list[float]]:
     """False and true positive rates, as the lowest score that counts as a prediction of learning falls."""
-    learned = [loss < limit * GUESS for loss in results.runs["loss"]]
-    if len(set(learned)) < 2:
+    learned = results.runs["loss"] < limit * GUESS
+    if learned.nunique() < 2:
         return [0.0, 1.0], [math.nan, math.nan]
     false, true, _ = roc_curve(learned, results.runs["score"], drop_intermediate=False)
     return false.tolist(), true.tolist()
@@ -165,18 +151,11 @@ def area_tables(results: Results[PredictSizes, Case]) -> list[Table]:
 @sweep.goals
 def goals(results: Results[PredictSizes, Case]) -> Iterator[Goal]:
     """Enough networks of both kinds, and a score that ranks them."""
-    learned = [loss < LEARNED * GUESS for loss in results.runs["loss"]]
-    n, n_learned = len(learned), sum(learned)
-    yield Goal(
-        f"{MIN_NETWORKS} networks or more, a quarter or more of either kind",
-        f"{n} networks, of which {n_learned} learn",
-        n >= MIN_NETWORKS and 4 * min(n_learned, n - n_learned) >= n,
-    )  # fmt: skip
-    found = results.facts["area"]
-    yield Goal(
-        f"the area under the curve is above {MIN_AREA:g}: the verdict at the start predicts learning", f"{found:.3f}",
-        found > MIN_AREA,
-    )  # fmt: skip
+    n, n_learned = len(results.runs), int((results.runs["loss"] < LEARNED * GUESS).sum())
+    aim, n_fewer = f"{MIN_NETWORKS} networks or more, a quarter or more of either kind", min(n_learned, n - n_learned)
+    yield Goal(aim, f"{n} networks, of which {n_learned} learn", n >= MIN_NETWORKS and 4 * n_fewer >= n)
+    aim = f"the area under the curve is above {MIN_AREA:g}: the verdict at the start predicts learning"
+    yield Goal(aim, f"{results.facts['area']:.3f}", results.facts["area"] > MIN_AREA)
 
 
 @sweep.figures

@@ -24,7 +24,7 @@ from onlynorm.evidence.harness import Goal, Sizes, number, setting
 from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, mean, percent
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.evidence.training import plain_sgd
-from onlynorm.evidence.validation import TRIAL_SEED, training_subset, validation_subset
+from onlynorm.evidence.validation import TRIAL_SEED, test_subset, training_subset, validation_subset
 from onlynorm.models import ACTIVATIONS, mlp
 from onlynorm.rank import diagnose, repair
 from onlynorm.tuning import accuracy
@@ -129,9 +129,9 @@ def repair_and_train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Repair
     layers = found.weighted_layers
     ranks = tuple(layers[place].r for place in (0, (len(layers) - 1) // 2, len(layers) - 2))
     losses = train(made, run, sizes, n_steps=sizes.steps)
-    test = split().test_inputs[: sizes.n_test].flatten(1), split().test_labels[: sizes.n_test]
+    images, labels = test_subset(split(), sizes.n_test)
     return Repaired(
-        accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, test),
+        accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, (images.flatten(1), labels)),
         statistics.fmean(losses[-_N_LAST:]), ranks, found.gradient_ratio, chosen, seconds,
     )  # fmt: skip
 
@@ -174,9 +174,7 @@ def goals(results: Results[RepairSizes, Case]) -> Iterator[Goal]:
         leads = {part: results.gap(ours, theirs, column) for part, column in columns.items()}
         if leads["test"].n < 2:
             continue
-        sign, aim = (-1.0, "is at least as good as") if (depth, activation) == MAIN else (1.0, "is not worse than")
-        yield Goal(
-            f"depth {depth}, {activation}: after {results.sizes.steps} steps the default repair {aim} batch norms",
-            "ahead by " + ", ".join(f"{lead.percent()} points ({part})" for part, lead in leads.items()),
-            all(lead.mean + sign * lead.half >= 0.0 for lead in leads.values()),
-        )
+        sign, better = (-1.0, "is at least as good as") if (depth, activation) == MAIN else (1.0, "is not worse than")
+        aim = f"depth {depth}, {activation}: after {results.sizes.steps} steps the default repair {better} batch norms"
+        measured = ", ".join(f"{lead.percent()} points ({part})" for part, lead in leads.items())
+        yield Goal(aim, f"ahead by {measured}", all(lead.mean + sign * lead.half >= 0.0 for lead in leads.values()))

@@ -164,20 +164,16 @@ def goals(results: Results[TextSizes, Case]) -> Iterator[Goal]:
     drift, size = float(ours["drift"].max()), int(ours["file_size"].max())
     yield Goal("a reloaded classifier gives the same outputs to the last bit", f"drift {drift:.1e}", drift == 0.0)
     head, peft = (results.gap(Case(NORMS), Case(name)) for name in (HEAD, PEFT_LN))
-    if head.n and results.facts.get("is_trained", True):
-        yield Goal(
-            "norms and head are more accurate than the head alone, beyond the interval",
-            f"{100 * head.mean:+.2f} ± {100 * head.half:.2f} points", head.mean - head.half > 0.0,
-        )  # fmt: skip
-    if peft.n and results.facts.get("is_trained", True):
-        yield Goal(
-            "they are no less accurate than PEFT's LN tuning, within the interval",
-            f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", -peft.mean <= peft.half <= NARROW,
-        )  # fmt: skip
+    is_trained = results.facts.get("is_trained", True)
+    if head.n and is_trained:
+        aim = "norms and head are more accurate than the head alone, beyond the interval"
+        yield Goal(aim, f"{100 * head.mean:+.2f} ± {100 * head.half:.2f} points", head.low > 0.0)
+    if peft.n and is_trained:
+        aim = "they are no less accurate than PEFT's LN tuning, within the interval"
+        is_met = -peft.mean <= peft.half <= NARROW
+        yield Goal(aim, f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", is_met)
     full = results.of(Case(FULL))
     if not full.empty:
         fraction = size / float(full["file_size"].max())
-        yield Goal(
-            f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning",
-            f"{size:,} B, {100 * fraction:.3f} %", fraction < SMALL,
-        )  # fmt: skip
+        aim = f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning"
+        yield Goal(aim, f"{size:,} B, {100 * fraction:.3f} %", fraction < SMALL)
