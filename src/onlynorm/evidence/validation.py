@@ -36,7 +36,7 @@ def training_subset(
     return _pick(split, pool[torch.randperm(len(pool), generator=seeded(seed))[:n]])
 
 
-def test_subset(split: Split, n: int) -> tuple[Tensor, Tensor]:
+def first_test_images(split: Split, n: int) -> tuple[Tensor, Tensor]:
     """The first n test images and their labels."""
     return split.test_inputs[:n], split.test_labels[:n]
 

@@ -26,7 +26,7 @@ from onlynorm.evidence.bench.tasks import TuningTask
 from onlynorm.evidence.harness import Goal, Sizes, Spread, setting
 from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
 from onlynorm.evidence.timing import warm_up_training
-from onlynorm.evidence.validation import test_subset, training_subset, validation_subset
+from onlynorm.evidence.validation import first_test_images, training_subset, validation_subset
 from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, accuracy
 
@@ -115,7 +115,7 @@ def adapt_and_test(case: Case, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
     start = time.perf_counter()
     tuner = adapted(case, run, sizes)
     seconds = time.perf_counter() - start
-    images, labels = test_subset(split(), sizes.n_test)
+    images, labels = first_test_images(split(), sizes.n_test)
     images = corrupted(images, case.images, sizes, seed=0)
     size, drift, again = tuners.save_and_reload(tuner, images[:N_PROBE])
     return Adapted(accuracy(again, (images, labels)), size, drift == 0.0, seconds)

@@ -22,7 +22,7 @@ from onlynorm.display import Curve, Figure, Panel, Table
 from onlynorm.evidence.harness import Goal, Sizes, Spread, setting
 from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
 from onlynorm.evidence.timing import warm_up_training
-from onlynorm.evidence.validation import random_subset, test_subset
+from onlynorm.evidence.validation import first_test_images, random_subset
 from onlynorm.models import cifar_resnet
 from onlynorm.modules import find_norms
 from onlynorm.tuning import Schedule, accuracy, fit, init_gamma, only_norms
@@ -119,7 +119,7 @@ def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
     fitted = fit(network, random_subset(split, sizes.images, seed=run.seed), schedule=schedule, on_step=run.on_step)
     state = network.state_dict()
     return Trained(
-        accuracy=accuracy(network, test_subset(split, sizes.n_test)),
+        accuracy=accuracy(network, first_test_images(split, sizes.n_test)),
         n_trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         n_total=sum(p.numel() for p in network.parameters()),
         gammas=gammas_of(network),

@@ -24,7 +24,7 @@ from onlynorm.evidence.harness import Goal, Sizes, number, setting
 from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, mean, percent
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.evidence.training import plain_sgd
-from onlynorm.evidence.validation import TRIAL_SEED, test_subset, training_subset, validation_subset
+from onlynorm.evidence.validation import TRIAL_SEED, first_test_images, training_subset, validation_subset
 from onlynorm.models import ACTIVATIONS, mlp
 from onlynorm.rank import diagnose, repair
 from onlynorm.tuning import accuracy
@@ -129,7 +129,7 @@ def repair_and_train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Repair
     layers = found.weighted_layers
     ranks = tuple(layers[place].r for place in (0, (len(layers) - 1) // 2, len(layers) - 2))
     losses = train(made, run, sizes, n_steps=sizes.steps)
-    images, labels = test_subset(split(), sizes.n_test)
+    images, labels = first_test_images(split(), sizes.n_test)
     return Repaired(
         accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, (images.flatten(1), labels)),
         statistics.fmean(losses[-_N_LAST:]), ranks, found.gradient_ratio, chosen, seconds,
