@@ -8,7 +8,7 @@ import torch
 from tensors import normal
 from torch import Tensor
 
-from onlynorm.evidence.bench.competitors import System
+from onlynorm.evidence.bench.systems import System
 
 
 def draw_system(out: int, inp: int, feat: int, *batch: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from onlynorm.data import CIFAR_MEAN, CIFAR_STD, Split
-from onlynorm.evidence.bench.competitors import System
+from onlynorm.evidence.bench import tasks
 from onlynorm.evidence.bench.races import align, chain, diagnose, norm_only, reconstruct, solve, tune
 from onlynorm.evidence.bench.sweeps import adapt, frozen, predict, repair, scaled, scratch, text
 from onlynorm.evidence.bench.sweeps.reviews import Texts
+from onlynorm.evidence.bench.systems import System
 from onlynorm.evidence.harness import Sizes
 from onlynorm.evidence.papers.random_features import scaled as scaled_training
 from onlynorm.evidence.papers.random_features import scratch as scratch_training
@@ -90,7 +91,6 @@ def made_texts(n: int = 200) -> Texts:
 def _adapt(patch: pytest.MonkeyPatch) -> Sizes:
     patch.setattr(adapt, "split", functools.cache(normalised))
     patch.setattr(adapt, "base", functools.cache(lambda: cifar_resnet(8, width=2).eval()))
-    patch.setattr(adapt, "digests", lambda: {"toy": "toy"})
     patch.setattr(adapt.sweep, "grid", lambda case: (0.01, 0.1) if case.method in adapt.TRAINED else ())
     return adapt.AdaptSizes(
         corruptions=("noise",), seeds=1, epochs=1, images=24, n_validation=10, n_test=20, batch_size=8
@@ -107,7 +107,7 @@ def _predict(patch: pytest.MonkeyPatch) -> Sizes:
     predict._split.cache_clear()
     patch.setitem(predict._DATA, predict.FASHION, stripes)
     chosen = [predict.NetworkSpec("MLP", depth, 8, "none", "standard") for depth in (1, 24)]
-    patch.setattr(predict, "subjects", lambda _: chosen)
+    patch.setattr(predict, "subjects", lambda _: dict(enumerate(chosen, 5000)))
     return predict.PredictSizes(n_diagnosed=32, steps=20, batch_size=16, lrs=(0.001, 0.1))
 
 
@@ -154,7 +154,7 @@ def _drawn() -> list[str]:
 def _text(patch: pytest.MonkeyPatch) -> Sizes:
     patch.setattr(text, "read_reviews", made_texts)
     patch.setattr(text.sweep, "grid", (5e-3, 3e-2))
-    for function in (text.encoder, text.parts, text.digests):
+    for function in (text.encoder, text.parts):
         function.cache_clear()
     return text.TextSizes(quick=True, texts=64, n_validation=16, n_test=40, tokens=6, epochs=1, batch_size=32, seeds=2)
 
@@ -174,7 +174,7 @@ def _reconstruct(patch: pytest.MonkeyPatch) -> Sizes:
 
 def _tune(patch: pytest.MonkeyPatch) -> Sizes:
     name = "ResNet-8, narrow"
-    patch.setattr(tune, "subjects", lambda *, quick: [(name, lambda: tune.images_subject(quick=True))])
+    patch.setattr(tune, "subjects", lambda *, quick: [(name, lambda: tasks.images_subject(quick=True))])
     return tune.TuneSizes(quick=True, repeats=1)
 
 

@@ -43,10 +43,10 @@ from onlynorm.cli.terminal import (
 )
 from onlynorm.errors import visible
 from onlynorm.evidence import registry
+from onlynorm.evidence.bench.duels import Row
 from onlynorm.evidence.bench.races import reconstruct as rebuilding
 from onlynorm.evidence.bench.races import solve as solving
 from onlynorm.evidence.bench.races.reconstruct import RebuiltRow
-from onlynorm.evidence.bench.races.solve import Row
 from onlynorm.evidence.harness import Goal, goal_table
 from onlynorm.evidence.papers.reproduce import Progress as Stage
 from onlynorm.evidence.records import Record, RecordVerdict

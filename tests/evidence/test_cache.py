@@ -106,6 +106,7 @@ def digest_of(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         ("onlynorm.evidence.bench.sweeps.adapt", "display/figure.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/cache.py", False),
         ("onlynorm.evidence.bench.sweeps.adapt", "evidence/harness.py", False),
+        ("onlynorm.evidence.bench.sweeps.adapt", "evidence/sweep.py", False),
         ("onlynorm.evidence.bench.sweeps.scratch", "evidence/papers/random_features/scratch.py", True),
         ("onlynorm.evidence.bench.sweeps.scratch", "evidence/validation.py", True),  # through the experiment
         ("onlynorm.evidence.papers.burkholz2024.tables", "evidence/papers/burkholz2024/vgg_targets.py", True),

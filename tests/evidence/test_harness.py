@@ -21,25 +21,9 @@ from onlynorm.errors import ConversionError, OnlynormError, TrainingError, Unkno
 from onlynorm.evidence import harness
 from onlynorm.evidence.bench import table
 from onlynorm.evidence.cache import CACHED
-from onlynorm.evidence.harness import (
-    Goal,
-    Measured,
-    Race,
-    RaceResult,
-    Results,
-    Session,
-    Sizes,
-    Sweep,
-    TrainingRun,
-    Trial,
-    best_lr,
-    first,
-    is_met,
-    mean,
-    percent,
-    setting,
-    try_lrs,
-)
+from onlynorm.evidence.harness import Goal, Session, Sizes, is_met, setting
+from onlynorm.evidence.race import Race, RaceResult
+from onlynorm.evidence.sweep import Measured, Results, Sweep, TrainingRun, Trial, best_lr, first, mean, percent, try_lrs
 
 
 @dataclass(frozen=True)
@@ -72,8 +56,9 @@ def make_sweep(**options: Any) -> tuple[Sweep[ToySizes, Case], list[tuple[Any, .
     calls: list[tuple[Any, ...]] = []
     sweep = Sweep(
         "toy", "A toy.", ToySizes, cases=lambda sizes: [Case(k, d) for k in sizes.kinds for d in (1, 2)],
-        columns={"accuracy %": percent("accuracy"), "seconds": mean("seconds", ".1f"), "losses": first("losses")},
-        **{"lrs": (0.01, 0.1, 1.0), **options},
+        **{"lrs": (0.01, 0.1, 1.0), "columns": {
+            "accuracy %": percent("accuracy"), "seconds": mean("seconds", ".1f"), "losses": first("losses"),
+        }, **options},
     )  # fmt: skip
 
     @sweep.trial
@@ -257,6 +242,18 @@ def test_results_have_intervals_gaps_by_seed_and_tables() -> None:
     assert is_met(results)
 
 
+def test_runs_have_derived_columns_and_cases_have_axes(tmp_path: Path) -> None:
+    sweep, _ = make_sweep(derived={"percent": lambda row: 100 * row.accuracy}, lrs=(), columns={
+        "accuracy %": percent("accuracy", where=lambda case: case.kind == "good"),
+    })  # fmt: skip
+    results = sweep.run(ToySizes(seeds=2), out=tmp_path)
+    assert list(results.runs["percent"]) == [100 * accuracy for accuracy in results.runs["accuracy"]]
+    assert "percent" in results.as_dict()["runs"][0]
+    assert results.axis("depth") == [1, 2]
+    assert results.axis("kind", "depth") == [("good", 1), ("good", 2), ("bad", 1), ("bad", 2)]
+    assert [row[2] for row in results.tables()[0].rows] == ["80.5 ± 6.4", "80.5 ± 6.4", "-", "-"]
+
+
 def test_nothing_measured_promises_nothing() -> None:
     sweep, _ = make_sweep()
     assert sweep.results([]).goals == []
@@ -307,6 +304,45 @@ def test_a_race_has_a_table_for_each_part() -> None:
     assert is_met(result)
     with pytest.raises(ConversionError, match="progress "):
         race.run(progress=3)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Of one method on one case."""
+
+    case: str
+    method: str
+    seconds: float
+    memory: int = 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "cell"),
+    [
+        ("seconds", 0.5, "0.5"),
+        ("seconds:.3f", 0.5, "0.500"),
+        ("seconds*1e3:.1f", 0.01234, "12.3"),
+        ("seconds:time", 24.4e-6, "24 us"),
+        ("seconds:time", 0.0123, "12.3 ms"),
+        ("seconds:short", 9.94, "9.9"),
+        ("seconds:short", 12.4, "12"),
+        ("seconds*100:.2f", math.nan, "-"),
+        ("memory:bytes", 0.5, "-"),
+        (lambda row: row.method.upper(), 0.5, "A"),
+    ],
+)
+def test_a_column_has_a_field_a_factor_and_a_format(column: Any, value: float, cell: str) -> None:
+    race = Race("toy", "A toy.", Sizes, columns={"rows": {"head": column}})
+    assert race.result([("rows", Timed("one", "a", value))]).tables()[0].rows == ((cell,),)
+
+
+def test_rows_are_found_in_pairs_and_by_a_field() -> None:
+    race = Race("toy", "A toy.", Sizes, columns={"rows": {}})
+    rows = [Timed("one", "a", 1.0), Timed("two", "a", 2.0), Timed("one", "b", 3.0)]
+    result = race.result([("rows", rows)])
+    assert result.pair("a", "b", case="one") == [(rows[0], rows[2])]
+    assert result.pair("a", "b", case="two") == []
+    assert result.by("case") == {"one": [rows[0], rows[2]], "two": [rows[1]]}
 
 
 # ------------------------------------------------------------------------------- the command

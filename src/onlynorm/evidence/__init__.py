@@ -2,8 +2,9 @@
 
 Built on the library and never imported by it; the command line imports it when one of its commands runs. `registry`
 holds statements and checks, `artifacts` figures and tables, `records` what was measured, `cache` finished pieces of
-work, `harness` the benchmarks and sweeps; `timing` and `validation` serve all experiments. It uses what the rooms of
-the library export and nothing from inside them. It needs packages that the library does not.
+work, `harness` what benchmarks share, `race` and `sweep` the two kinds of them; `timing`, `validation` and `training`
+serve all experiments. It uses what the rooms of the library export and nothing from inside them. It needs packages that
+the library does not.
 """
 
 import importlib.util

@@ -34,7 +34,9 @@ OnMessage = Callable[[str], None]
 
 # Modules that only display or organize results cannot change them.
 _NOT_COMPUTING = ("cli", "display", "evidence")  # evidence modules are included if they are imported
-_ORDERING = ("artifacts", "cache", "expectations", "harness", "records", "registry", "reproduce", "table")
+_ORDERING = (
+    "artifacts", "cache", "expectations", "harness", "race", "records", "registry", "reproduce", "sweep", "table"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ before anything is counted. A machine that is busier at some moments: the method
 A method that always runs after the same other one finds its caches: each round has an order of its own, drawn from a
 fixed seed.
 
-Choose the clock by the number of threads. Processor seconds do not count the time in which other programs run, but add
-up over threads, so they are for work on one thread (see `one_thread`); otherwise take the seconds of the wall clock.
+Inside `one_thread` times are processor seconds, which do not count the time in which other programs run; they add up
+over threads, so that elsewhere the seconds of the wall clock are taken.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,6 +32,7 @@ from onlynorm.seeds import own_randomness
 from onlynorm.tuning import Schedule, fit
 from onlynorm.validate import need_integer
 
+_is_single: ContextVar[bool] = ContextVar("is_single", default=False)
 PATIENCE = 20.0
 """Seconds of counted turns after which a method takes no further ones; it always has one."""
 _Name = TypeVar("_Name")
@@ -43,15 +45,15 @@ class Timing(Generic[_Result]):
 
     seconds: float
     memory: int
-    n_turns: int
     result: _Result
+    n_turns: int = 1
 
 
 def race(
     methods: Mapping[_Name, Callable[[], _Result]],
     *,
     rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
     metered: bool = False,
     patience: float = PATIENCE,
     warm_up: bool = True,
@@ -62,7 +64,10 @@ def race(
     Each runs once without being counted, then once in each of `rounds` rounds, or until its counted turns took
     `patience` seconds. `metered` measures the peak of the memory as well. `on_turn(name, round)` is called before every
     turn; round 0 is not counted. `warm_up=False` leaves round 0 out, for work of minutes by methods that ran before.
+    The default `clock` counts processor seconds inside `one_thread`, else those of the wall.
     """
+    if clock is None:
+        clock = time.process_time if _is_single.get() else time.perf_counter
     rounds = need_integer("rounds", rounds, low=1, cure="Three rounds are enough for work of more than a second.")
     if not methods:
         raise ValueRangeError("a race needs at least one method; got none. Pass {name: function}.")
@@ -85,7 +90,12 @@ def race(
                 best[name], peaks[name] = min(best[name], seconds), max(peaks[name], peak)
                 spent[name] += seconds
                 n_turns[name] += 1
-    return {name: Timing(best[name], peaks[name], n_turns[name], results[name]) for name in methods}
+    return {name: Timing(best[name], peaks[name], results[name], n_turns[name]) for name in methods}
+
+
+def once(run: Callable[[], _Result], *, metered: bool = False) -> Timing[_Result]:
+    """The wall time of one run, for work that is not compared with another method's."""
+    return Timing(*_turn(run, time.perf_counter, metered))
 
 
 def _turn(run: Callable[[], _Result], clock: Callable[[], float], metered: bool) -> tuple[float, int, _Result]:
@@ -100,14 +110,16 @@ def _turn(run: Callable[[], _Result], clock: Callable[[], float], metered: bool)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch, NumPy and SciPy compute on one thread inside the block."""
-    n_threads = torch.get_num_threads()
+    """Torch, NumPy and SciPy compute on one thread inside the block, and `race` counts processor seconds."""
+    n_threads, was_single = torch.get_num_threads(), _is_single.get()
     torch.set_num_threads(1)
+    _is_single.set(True)
     try:
         with threadpool_limits(1):
             yield
     finally:
         torch.set_num_threads(n_threads)
+        _is_single.set(was_single)
 
 
 @functools.cache

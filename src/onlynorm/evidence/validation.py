@@ -13,9 +13,14 @@ TRIAL_SEED = 100
 """Seed of the validation subset, and of the first network on which learning rates are tried; others lie below."""
 
 
+def random_subset(split: Split, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """n training images chosen by the seed among all, and their labels."""
+    return _pick(split, _order(split, seed)[:n])
+
+
 def validation_subset(split: Split, n: int, *, split_seed: int = TRIAL_SEED) -> tuple[Tensor, Tensor]:
     """n training images, the same for all seeds, and their labels."""
-    return _pick(split, _order(split, split_seed)[:n])
+    return random_subset(split, n, seed=split_seed)
 
 
 def training_subset(
@@ -29,6 +34,11 @@ def training_subset(
             f"got {n}. Take fewer."
         )
     return _pick(split, pool[torch.randperm(len(pool), generator=seeded(seed))[:n]])
+
+
+def first_test_images(split: Split, n: int) -> tuple[Tensor, Tensor]:
+    """The first n test images and their labels."""
+    return split.test_inputs[:n], split.test_labels[:n]
 
 
 def _order(split: Split, seed: int) -> Tensor:

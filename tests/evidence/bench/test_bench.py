@@ -20,7 +20,6 @@ from onlynorm.evidence.bench.competitors import (
     CHOLESKY,
     GELSD,
     GELSY,
-    GRID,
     LSMR,
     LU,
     OURS,
@@ -28,11 +27,13 @@ from onlynorm.evidence.bench.competitors import (
     QR,
     SOLVERS,
     Found,
-    System,
 )
+from onlynorm.evidence.bench.duels import FIT_TOLERANCE, METERED, TOLERANCE, WIDTH, Row, duel_goal, duels
 from onlynorm.evidence.bench.races import solve as bench_module
-from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE, RateRow, Row, SolveSizes, duels, from_dict, race
-from onlynorm.evidence.harness import Goal, RaceResult, is_met
+from onlynorm.evidence.bench.races.solve import RateRow, SolveSizes, from_dict, race
+from onlynorm.evidence.bench.systems import FAMILIES, GRID, GROWING, System
+from onlynorm.evidence.harness import Goal, is_met
+from onlynorm.evidence.race import RaceResult, time_text
 
 EPS = torch.finfo(torch.float64).eps
 SMALL = (
@@ -64,7 +65,7 @@ def duel(ours: dict[str, float], *others: dict[str, float]) -> Goal:
     """The goal of a family of one system, ours beside rivals a, b, ..."""
     rows = [row("s", 1.25, OURS, family="flat", **ours)]
     rows += [row("s", 1.25, name, family="flat", **other) for name, other in zip("abc", others, strict=False)]
-    (goal,) = bench_module.duel_goal("flat", duels(rows))
+    (goal,) = duel_goal("flat", duels(rows))
     return goal
 
 
@@ -87,9 +88,7 @@ def test_every_solver_has_a_row_for_every_system_it_is_meant_for() -> None:
         methods = [
             m
             for m in SOLVERS
-            if (m != LU or one.excess >= 1)
-            and (m != ANY or one.excess > 1)
-            and (m != PAPERS or one.family in bench_module.GROWING)
+            if (m != LU or one.excess >= 1) and (m != ANY or one.excess > 1) and (m != PAPERS or one.family in GROWING)
         ]
         expected += [(one.family, one.name, one.excess, one.equations, method) for method in methods]
     assert [(r.family, r.system, r.excess, r.equations, r.method) for r in bench.parts["rows"]] == expected
@@ -99,7 +98,7 @@ def test_every_solver_has_a_row_for_every_system_it_is_meant_for() -> None:
         assert ours is not None
         assert r.ratio == r.seconds / ours.seconds
         assert r.seconds > 0.0
-        assert r.tolerance == (TOLERANCE if r.excess >= 1 else bench_module.FIT_TOLERANCE)
+        assert r.tolerance == (TOLERANCE if r.excess >= 1 else FIT_TOLERANCE)
         assert r.method != OURS or (r.is_exact and r.norm == 1.0)
 
 
@@ -148,7 +147,7 @@ def test_features_of_deficient_rank_are_judged_by_the_least_squares_fit() -> Non
     left, right, _ = one.make()
     assert torch.linalg.matrix_rank(materialise(left, right)) < one.equations
     rows = {r.method: r for r in bench_module.measure_system(one, repeats=1, quick=False)}
-    assert rows[OURS].tolerance == bench_module.FIT_TOLERANCE
+    assert rows[OURS].tolerance == FIT_TOLERANCE
     assert rows[OURS].residual > 0.01
     assert rows[GELSY].is_exact
     assert rows[GELSD].is_exact
@@ -223,7 +222,7 @@ def test_lu_of_the_first_features_does_not_count_among_rivals_of_least_norm() ->
 
 def test_a_family_in_which_no_rival_meets_the_tolerance_has_no_goal() -> None:
     rows = [row("s", 1.25, OURS, family="flat"), row("s", 1.25, "a", family="flat", error=1.0)]
-    assert list(bench_module.duel_goal("flat", duels(rows))) == []
+    assert list(duel_goal("flat", duels(rows))) == []
 
 
 def test_the_worst_system_is_one_that_misses_the_tolerance_before_one_that_is_slow() -> None:
@@ -237,7 +236,7 @@ def test_the_worst_system_is_one_that_misses_the_tolerance_before_one_that_is_sl
         rows += [row(name, 1.25, OURS, family="flat", **ours), row(name, 1.25, "a", family="flat")]
 
     def worst(kept: Callable[[Row], bool]) -> str:
-        (goal,) = bench_module.duel_goal("flat", duels([r for r in rows if kept(r)]))
+        (goal,) = duel_goal("flat", duels([r for r in rows if kept(r)]))
         return goal.measured
 
     assert worst(lambda r: True) == "3 of 4 missed; worst nan at 1.25: error nan, a 1.0e-12"
@@ -376,7 +375,7 @@ def test_find_returns_the_row_or_none() -> None:
     [(24.4e-6, "24 us"), (999e-6, "999 us"), (9.996e-4, "1 ms"), (0.0123, "12.3 ms"), (77.04, "77 s")],
 )
 def test_times_are_written_in_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert bench_module._time(seconds) == text
+    assert time_text(seconds) == text
 
 
 def test_a_family_is_a_table_with_a_row_per_system() -> None:
@@ -400,13 +399,13 @@ def test_a_family_is_a_table_with_a_row_per_system() -> None:
 def test_the_tables_of_the_grid_fit_into_100_columns() -> None:
     rows = []
     for one in GRID:
-        memory = 123_456_789 if one.equations >= bench_module.METERED else 0
+        memory = 123_456_789 if one.equations >= METERED else 0
         ours = {"note": "least squares", "seconds": 0.00234, "memory": memory}
         rows.append(row(one.name, one.excess, OURS, family=one.family, **ours))
         rows.append(row(one.name, one.excess, LU, family=one.family, seconds=0.000123))
     for table in bench_of(rows).tables():
         widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
-        assert sum(widths) + 2 * (len(widths) - 1) <= bench_module.WIDTH == 100
+        assert sum(widths) + 2 * (len(widths) - 1) <= WIDTH == 100
 
 
 def test_a_bench_as_plain_data_holds_every_field() -> None:

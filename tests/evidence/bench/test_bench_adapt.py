@@ -28,12 +28,11 @@ from onlynorm.evidence.bench.sweeps.adapt import (
     AdaptSizes,
     Case,
     adapt,
-    load_adapted,
     recovered,
-    save_adapted,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Results, TrainingRun, Trial, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.sweep import Measured, Results, TrainingRun, Trial
 from onlynorm.evidence.validation import validation_subset
 from onlynorm.models import cifar_resnet
 from onlynorm.tuning import Schedule
@@ -65,12 +64,14 @@ def pairs() -> tuple[Tensor, Tensor]:
     ],
 )
 def test_a_method_changes_what_it_says_and_saves_that_exactly(method: str, parts: set[str], tmp_path: Path) -> None:
-    network = adapt(base(), method, data=pairs(), schedule=SCHEDULE)
+    tuner = adapt(base(), method, data=pairs(), schedule=SCHEDULE)
+    network = tuner.network
     before = base().state_dict()
     moved = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
     assert {part_of(name) for name in moved} == parts
-    size = save_adapted(network, method, folder=tmp_path)
-    again = load_adapted(base(), method, folder=tmp_path)
+    tuner.save(tmp_path)
+    again = tuner.reload(base(), tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
     assert all(torch.equal(v, network.state_dict()[k]) for k, v in again.state_dict().items())
     n_bytes = sum(v.nbytes for k, v in before.items() if part_of(k) in parts)
     assert n_bytes <= size
@@ -86,7 +87,8 @@ def part_of(name: str) -> str:
 
 def test_statistics_only_looks_at_no_label() -> None:
     images, labels = pairs()
-    first, other = (adapt(base(), STATISTICS, data=(images, y), schedule=SCHEDULE) for y in (labels, labels.flip(0)))
+    both = (adapt(base(), STATISTICS, data=(images, y), schedule=SCHEDULE) for y in (labels, labels.flip(0)))
+    first, other = (tuner.network for tuner in both)
     assert all(torch.equal(v, other.state_dict()[k]) for k, v in first.state_dict().items())
 
 

@@ -23,11 +23,12 @@ from onlynorm.evidence.bench.sweeps.frozen import (
     Trained,
     cases,
     draw,
-    fraction_below,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, TrainingRun, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.sweep import Measured, TrainingRun
 from onlynorm.models import cifar_resnet
+from onlynorm.tuning import Fit, Schedule
 
 SMALL = ((8, 2), (8, 4), (14, 2))
 
@@ -77,7 +78,12 @@ def test_one_run_counts_what_it_trained_and_leaves_the_rest_alone(monkeypatch: p
 
 def test_norms_alone_take_the_higher_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, lrs = TINY["frozen"](monkeypatch), list[float]()
-    monkeypatch.setattr(bench_module, "fit", lambda *_, schedule, **__: lrs.append(schedule.lr))
+
+    def fit(*_: Any, schedule: Schedule, **__: Any) -> Fit:
+        lrs.append(schedule.lr)
+        return Fit((), 0, 0.0, "no training")
+
+    monkeypatch.setattr(bench_module, "fit", fit)
     for method in METHODS:
         bench_module.train(Case(8, 2, method), TrainingRun(0, math.nan), sizes)
     assert lrs == [sizes.norm_lr, sizes.norm_lr, sizes.lr, sizes.lr]
@@ -103,8 +109,8 @@ def made_up(n_seeds: int = 3, *, is_frozen: bool = True, gammas: tuple[float, ..
 
 def test_scales_close_to_zero_are_counted_by_magnitude() -> None:
     found = made_up()
-    assert fraction_below(list(found.runs["gammas"]), 0.01).mean == 0.25
-    assert fraction_below(list(found.runs["gammas"]), 0.05).mean == 0.5
+    assert set(found.runs["below_0_01"]) == {0.25}
+    assert set(found.runs["below_0_05"]) == {0.5}
     rows = {row[:3]: row for row in found.tables()[0].rows}
     assert rows["8", "2", NORMS][3:8] == ("8", "80", "30.0 ± 0.0", "25.0 ± 0.0", "50.0 ± 0.0")
     assert rows["8", "2", HEAD][6:8] == ("-", "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,22 @@ from tiny_benchmarks import stripes
 from torch import nn
 
 from onlynorm.errors import UnknownNameError
+from onlynorm.evidence.bench.networks import FASHION, FIRST_SEEDS, NetworkSpec, subjects
 from onlynorm.evidence.bench.sweeps import predict
 from onlynorm.evidence.bench.sweeps.predict import (
-    FASHION,
-    FIRST_SEEDS,
     LEARNED,
     MIN_NETWORKS,
     Case,
-    NetworkSpec,
     PredictSizes,
     Trained,
     areas_of,
     cases,
     characteristic,
     diagnose_network,
-    last_loss,
-    subjects,
     sweep,
     train_network,
 )
-from onlynorm.evidence.harness import Measured, TrainingRun
+from onlynorm.evidence.sweep import Measured, TrainingRun
 from onlynorm.rank import Thresholds, diagnose
 
 STRICT = Thresholds(alive=1e9)
@@ -85,7 +82,7 @@ def test_the_networks_are_enough_and_of_every_kind() -> None:
         ("calibration", {"none", "batch", "layer"}, {"relu", "tanh", "gelu"}),
         ("test", {"none", "batch", "layer", "group"}, {"relu", "tanh", "gelu", "sigmoid", "silu"}),
     ):
-        made = subjects(name)
+        made = list(subjects(name).values())
         assert len(set(made)) == len(made) >= MIN_NETWORKS
         assert {one.kind for one in made} == {"MLP", "ResNet", "VGG"}
         assert {one.norm for one in made} == norms
@@ -95,9 +92,9 @@ def test_the_networks_are_enough_and_of_every_kind() -> None:
 
 
 def test_no_network_of_the_test_has_the_shape_or_the_seed_of_one_of_the_calibration() -> None:
-    shapes = [{(one.kind, one.depth, one.width) for one in subjects(name)} for name in FIRST_SEEDS]
+    shapes = [{(one.kind, one.depth, one.width) for one in subjects(name).values()} for name in FIRST_SEEDS]
     assert not shapes[0] & shapes[1]
-    seeds = [set(range(first, first + len(subjects(name)))) for name, first in FIRST_SEEDS.items()]
+    seeds = [set(subjects(name)) for name in FIRST_SEEDS]
     assert not seeds[0] & seeds[1]
 
 
@@ -107,7 +104,7 @@ def test_an_unknown_set_is_refused() -> None:
 
 
 def _convolutional(name: str, every: int) -> list[NetworkSpec]:
-    return [one for one in subjects(name) if one.kind != "MLP"][::every]
+    return [one for one in subjects(name).values() if one.kind != "MLP"][::every]
 
 
 @pytest.mark.parametrize("subject", [*_convolutional("calibration", 5), *_convolutional("test", 7)], ids=str)
@@ -124,7 +121,7 @@ def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     able, hopeless = (NetworkSpec("MLP", depth, 16, "none", "standard") for depth in (1, 32))
-    monkeypatch.setattr(predict, "subjects", lambda _: [able, hopeless])
+    monkeypatch.setattr(predict, "subjects", lambda _: {5000: able, 5001: hopeless})
     one, other = (train_network(case, TrainingRun(0, math.nan), TINY) for case in cases(TINY))
     assert one.loss < LEARNED * math.log(10.0) < other.loss
     assert one.best_lr == 0.1
@@ -133,10 +130,8 @@ def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norm
 
 
 def test_a_training_that_breaks_off_has_no_loss() -> None:
-    split = stripes()
-    network = NetworkSpec("MLP", 2, 8, "none", "standard").build(split.train_inputs, seed=0)
-    found = last_loss(network, split.train_inputs, split.train_labels, batch_size=16, lr=1e30, seed=0)
-    assert found == math.inf
+    sizes = dataclasses.replace(TINY, lrs=(1e30,))
+    assert train_network(cases(sizes)[0], TrainingRun(0, math.nan), sizes) == Trained(math.inf, 1e30)
 
 
 def test_a_run_resumes_its_trainings_and_diagnoses_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from onlynorm.evidence.bench.competitors import OURS, PAPERS
 from onlynorm.evidence.bench.races import reconstruct as bench_module
 from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, race
 from onlynorm.evidence.bench.races.reconstruct import ReconstructSizes as Sizes
-from onlynorm.evidence.harness import RaceResult, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.race import RaceResult
 from onlynorm.models import CifarResNet
 from onlynorm.reconstruction import verify
 from onlynorm.seeds import own_randomness

@@ -12,7 +12,8 @@ from tiny_benchmarks import TINY
 from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.bench.sweeps import repair as module
 from onlynorm.evidence.bench.sweeps.repair import BRIEF, MAIN, METHODS, NORMS, OURS, Case, Repaired, RepairSizes, sweep
-from onlynorm.evidence.harness import Measured, Results, TrainingRun, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.sweep import Measured, Results, TrainingRun
 from onlynorm.evidence.validation import validation_subset
 
 SMALL = (3, "relu")

@@ -15,16 +15,15 @@ from onlynorm.evidence.bench.competitors import (
     CHOLESKY,
     GELSD,
     GELSY,
-    GRID,
     LSMR,
     LU,
     OURS,
     PAPERS,
     QR,
     SOLVERS,
-    System,
 )
-from onlynorm.evidence.bench.races.solve import FAMILIES, TOLERANCE
+from onlynorm.evidence.bench.duels import TOLERANCE
+from onlynorm.evidence.bench.systems import FAMILIES, GRID, System
 
 EPS = torch.finfo(torch.float64).eps
 SINGLE_EPS = torch.finfo(torch.float32).eps

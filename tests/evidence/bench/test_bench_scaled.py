@@ -16,7 +16,7 @@ from onlynorm.evidence.bench.sweeps.scaled import (
     cases,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, Results, TrainingRun, Trial, is_met
+from onlynorm.evidence.harness import is_met
 from onlynorm.evidence.papers.random_features.scaled import (
     GEOMETRIC,
     LAWS,
@@ -28,6 +28,7 @@ from onlynorm.evidence.papers.random_features.scaled import (
     Trained,
     ordinary,
 )
+from onlynorm.evidence.sweep import Measured, Results, TrainingRun, Trial
 
 PLAIN, ONE, LAST = Case("toy", ORDINARY, 1.0), Case("toy", SEMICIRCLE, 1.0), Case("toy", SEMICIRCLE, 1e6)
 

@@ -29,7 +29,6 @@ from onlynorm.evidence.bench.sweeps.scratch import (
     plain,
     sweep,
 )
-from onlynorm.evidence.harness import Measured, TrainingRun, Trial
 from onlynorm.evidence.papers.random_features import scratch as scratch_training
 from onlynorm.evidence.papers.random_features.scratch import (
     Case,
@@ -42,6 +41,7 @@ from onlynorm.evidence.papers.random_features.scratch import (
     training_images,
     validation_images,
 )
+from onlynorm.evidence.sweep import Measured, TrainingRun, Trial
 from onlynorm.evidence.validation import TRIAL_SEED
 
 test_images.__test__ = False  # type: ignore[attr-defined]

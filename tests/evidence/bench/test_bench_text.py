@@ -23,7 +23,8 @@ from onlynorm.evidence.bench.sweeps import text as bench_module
 from onlynorm.evidence.bench.sweeps.reviews import Texts, divide, read_reviews
 from onlynorm.evidence.bench.sweeps.text import Case, TextSizes, Tuned, sweep
 from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN, PEFT_LORA
-from onlynorm.evidence.harness import Measured, TrainingRun, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.sweep import Measured, TrainingRun
 from onlynorm.modules import find_norms
 
 pytest.importorskip("transformers", reason="transformers is not installed; `pip install -e .[dev]` brings it")

@@ -14,16 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
-from onlynorm.evidence.bench.races.tune import (
-    TuneRow,
-    TuneSizes,
-    images_subject,
-    measure_subject,
-    race,
-    random_subject,
-    save_and_reload,
-    text_subject,
-)
+from onlynorm.evidence.bench.races.tune import TuneRow, TuneSizes, measure_subject, race
+from onlynorm.evidence.bench.tasks import images_subject, random_subject, text_subject
 from onlynorm.evidence.bench.tuners import (
     FULL,
     HALF,
@@ -36,8 +28,10 @@ from onlynorm.evidence.bench.tuners import (
     PeftLN,
     PeftLora,
     Tuner,
+    save_and_reload,
 )
-from onlynorm.evidence.harness import RaceResult, is_met
+from onlynorm.evidence.harness import is_met
+from onlynorm.evidence.race import RaceResult
 from onlynorm.modules import find_norms
 
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")
@@ -102,12 +96,12 @@ def test_what_does_not_hang_on_the_clock_is_met(quick: Any) -> None:
 
 
 def test_ours_comes_back_to_the_last_bit_after_training_with_batch_statistics() -> None:
-    assert save_and_reload(trained(Ours))[1] == 0.0
+    assert save_and_reload(trained(Ours)).drift == 0.0
 
 
 def test_lora_drifts_because_it_does_not_save_the_statistics(tmp_path: Path) -> None:
     tuner = trained(PeftLora)
-    size, drift = save_and_reload(tuner)
+    size, drift, _ = save_and_reload(tuner)
     assert drift > 0.01
     tuner.save(tmp_path)
     base = images_subject(quick=True).base
@@ -130,12 +124,12 @@ def test_half_precision_is_the_same_training_in_fewer_bytes() -> None:
     ours = trained(Ours)
     assert isinstance(ours, Ours)
     assert OursInHalf(ours).network is ours.network
-    assert save_and_reload(OursInHalf(ours))[0] < save_and_reload(ours)[0]
-    assert save_and_reload(OursInHalf(ours))[1] > 0.0, "float16 rounds, and the statistics are the base's"
+    assert save_and_reload(OursInHalf(ours)).file_size < save_and_reload(ours).file_size
+    assert save_and_reload(OursInHalf(ours)).drift > 0.0, "float16 rounds, and the statistics are the base's"
 
 
 def test_peft_saves_the_statistics_of_the_norms_it_copies() -> None:
-    assert save_and_reload(trained(PeftLN))[1] == 0.0
+    assert save_and_reload(trained(PeftLN)).drift == 0.0
 
 
 # ------------------------------------------------------------------------------- what is missing

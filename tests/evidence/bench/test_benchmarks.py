@@ -15,7 +15,8 @@ from tiny_benchmarks import TINY
 
 from onlynorm.evidence.bench.table import BENCHMARKS
 from onlynorm.evidence.cache import CACHED
-from onlynorm.evidence.harness import Sweep, goal_table
+from onlynorm.evidence.harness import goal_table
+from onlynorm.evidence.sweep import Sweep
 
 DOCUMENTED = Path(__file__).parents[3].joinpath("docs/json.md").read_text(encoding="utf-8").split("\n### bench\n")[1]
 pytest.importorskip("peft", reason="peft is not installed; `pip install -e .[dev]` brings it")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,22 @@ def test_an_error_in_a_method_is_not_hidden_and_threads_come_back() -> None:
     with pytest.raises(ZeroDivisionError, match="zero"), one_thread():
         race({"a": lambda: 1 / 0}, rounds=1)
     assert torch.get_num_threads() == before
+
+
+def test_times_are_processor_seconds_on_one_thread_and_of_the_wall_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall, processor = Clock(), Clock()
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=wall, process_time=processor))
+
+    def work() -> str:
+        wall.now += 3.0
+        processor.now += 2.0
+        return "done"
+
+    assert race({"a": work}, rounds=1)["a"].seconds == 3.0
+    with one_thread():
+        assert race({"a": work}, rounds=1)["a"].seconds == 2.0
+        assert timing.once(work) == timing.Timing(3.0, 0, "done")
+    assert race({"a": work}, rounds=1)["a"].seconds == 3.0
 
 
 def test_one_thread_holds_for_every_library() -> None:

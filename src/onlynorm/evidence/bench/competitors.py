@@ -1,4 +1,4 @@
-"""What `bench solve` measures: a grid of systems, and rivals as strong as NumPy, SciPy and torch allow.
+"""The solvers that `bench solve` compares: ours, and rivals as strong as NumPy, SciPy and torch allow.
 
 Every solver takes left (out, feat), right (feat, inp) and target (out, inp) in float64. M is the matrix of the system,
 with one column per feature. Where two libraries have the same method, the faster one is used.
@@ -7,10 +7,7 @@ with one column per feature. Where two libraries have the same method, the faste
 from __future__ import annotations
 
 import functools
-import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,76 +20,6 @@ from onlynorm.evidence.timing import race
 from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao, solve
 
-
-@dataclass(frozen=True)
-class System:
-    """One system of the grid: features for a weight of `shape`, and a random target."""
-
-    family: str
-    name: str
-    shape: tuple[int, ...]
-    excess: float
-    features: str = "he_normal"
-    density: float | None = None
-    decades: tuple[float, float] = (0.0, 0.0)
-    """The lengths of features, and the rows of left, range over 10^-x to 10^x."""
-
-    @property
-    def equations(self) -> int:
-        """The number of entries of the target."""
-        return math.prod(self.shape)
-
-    def make(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Left, right and the target as a matrix, in float64."""
-
-        def factors(layer: str) -> tuple[Tensor, Tensor]:
-            name = "he_normal" if self.features == "cauchy" else self.features
-            made = draw(name, self.shape, excess=self.excess, seed=0, layer=layer, density=self.density)
-            return made.left(), made.right()
-
-        left, right = factors(self.name)
-        if self.features == "cauchy":
-            left, right = (top / below for top, below in zip((left, right), factors("below"), strict=True))
-        features, rows = self.decades
-        left = left * torch.logspace(-features, features, left.shape[1], dtype=torch.float64)
-        left = left * torch.logspace(-rows, rows, left.shape[0], dtype=torch.float64)[:, None]
-        target = np.random.default_rng(0).standard_normal((left.shape[0], right.shape[1]))
-        return left.contiguous(), right.contiguous(), torch.from_numpy(target)
-
-
-def _grid() -> Iterator[System]:
-    def dense(family: str, shape: tuple[int, ...], *excesses: float) -> Iterator[System]:
-        name = f"conv 3x3, {shape[0]} ch" if len(shape) == 4 else f"{shape[0]} x {shape[1]}"
-        return (System(family, name, shape, excess) for excess in excesses)
-
-    yield from dense("flat", (1, 1000), 0.5, 0.9, 1.02, 1.25, 2.0)
-    yield from dense("flat", (2, 1000), 0.5, 0.9, 1.02, 1.25)
-    yield from dense("flat", (4, 1000), 0.5, 0.9, 1.25)
-    yield from dense("flat", (1, 3000), 0.5, 1.25)
-    yield from dense("flat", (1, 4608), 1.25)
-    yield from dense("flat", (3, 300), 0.5, 1.0, 1.25, 2.0, 4.0)
-    yield from dense("tall", (1000, 1), 0.5, 1.25)
-    yield from dense("tall", (1000, 2), 0.5, 1.25)
-    for side in (4, 8, 16, 30):
-        yield from dense("tiny", (side, side), 0.5, 1.0, 1.25, 2.0, 4.0)
-    yield from dense("square", (64, 64), 0.5, 1.0, 1.1, 1.25, 2.0, 4.0)
-    for density in (0.5, 0.2):
-        for shape in ((30, 30), (3, 300)):
-            for excess in (1.25, 2.0):
-                name = f"{shape[0]} x {shape[1]}, density {density}"
-                yield System("sparse", name, shape, excess, "sparse_he_normal", density)
-    yield System("sparse", "30 x 30, signs 0.3", (30, 30), 1.25, "er_sign", 0.3)
-    yield System("unequal", "36 x 36, Cauchy", (36, 36), 1.25, "cauchy")
-    yield System("unequal", "40 x 40, Cauchy", (40, 40), 1.25, "cauchy")
-    yield System("unequal", "40 x 40, lengths", (40, 40), 1.25, decades=(2.0, 0.0))
-    yield System("unequal", "40 x 40, rows", (40, 40), 0.5, decades=(0.0, 3.0))
-    yield from dense("convolution", (16, 16, 3, 3), 1.0, 1.1, 1.25, 1.5, 2.0)
-    yield from dense("convolution", (32, 32, 3, 3), 1.0, 1.1, 1.25, 1.5, 2.0)
-    yield from dense("convolution", (64, 64, 3, 3), 1.1, 1.25)
-    yield from dense("convolution", (100, 100, 3, 3), 1.25)
-
-
-GRID = tuple(_grid())
 OURS = "onlynorm"
 ANY = "onlynorm, any solution"
 LU = "LU, first N"
@@ -254,7 +181,7 @@ def predicted_seconds(method: str, shape: tuple[int, int], n_features: int, rate
 def product_rate() -> float:
     """Float64 operations per second of a matrix product on one thread, on this machine."""
     matrix = torch.ones(800, 800, dtype=torch.float64)
-    product = race({"product": lambda: matrix @ matrix}, rounds=5, clock=time.process_time)["product"]
+    product = race({"product": lambda: matrix @ matrix}, rounds=5)["product"]
     return 2 * 800**3 / product.seconds
 
 
@@ -273,7 +200,7 @@ def iteration_rate(shape: tuple[int, ...]) -> float:
     def sweep() -> None:
         operator.row_gram_apply(matrix, work=work)
 
-    times = race({"sweep": sweep, "bare": bare}, rounds=40, clock=time.process_time, patience=3.0)
+    times = race({"sweep": sweep, "bare": bare}, rounds=40, patience=3.0)
     return times["bare"].seconds / times["sweep"].seconds
 
 

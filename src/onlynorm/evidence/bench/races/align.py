@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +20,9 @@ from torch import Tensor
 
 from onlynorm.alignment import Directions, PerOutput, align_within, find_directions
 from onlynorm.evidence.bench.papers_method import missed_as_described, search_as_described
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
-from onlynorm.evidence.timing import Timing, one_thread
+from onlynorm.evidence.harness import Goal, Session, Sizes, setting
+from onlynorm.evidence.race import Race, RaceResult
+from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw
 
@@ -86,21 +86,17 @@ def measure(sizes: AlignSizes, session: Session) -> Iterator[tuple[str, list[Ali
 @race.goals
 def goals(result: RaceResult[AlignSizes]) -> Iterator[Goal]:
     """Faster than the described greedy, never worse, and another method that is better."""
-    found: dict[tuple[str, str], AlignRow] = {(row.case, row.method): row for row in result.rows}
-    slow = found.get((LOW, DESCRIBED))
-    if slow and (LOW, "greedy") in found and result.sizes.side == SIDE:
+    pairs = {case: result.pair("greedy", DESCRIBED, case=case) for case in (LOW, MIDDLE, SPARSE)}
+    for _, slow in pairs[LOW] if result.sizes.side == SIDE else ():
         for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
             aim = f"{SIDE} x {SIDE}: the {what} {FACTOR:g} times faster than as described"
             yield Goal(aim, f"{ratio:.0f} times", ratio >= FACTOR)
-    both = [
-        found[case, "greedy"].missed / found[case, DESCRIBED].missed for case in (LOW, MIDDLE, SPARSE)
-        if (case, "greedy") in found and (case, DESCRIBED) in found
-    ]  # fmt: skip
+    both = [ours.missed / described.missed for found in pairs.values() for ours, described in found]
     if both:
         worst = max(both)
         yield Goal("our greedy never misses more than the described one", f"{worst:.9f} of it", worst <= 1 + 1e-9)
     for case in (LOW, MIDDLE, SPARSE, INSIDE):
-        greedy = found.get((case, "greedy"))
+        greedy = result.find(case=case, method="greedy")
         others = [r for r in result.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
         best = min(others, key=lambda row: row.missed, default=None)
         if greedy and best:
@@ -131,25 +127,18 @@ def _mask(side: int, density: float) -> Tensor:
 
 def _measure(case: str, side: int, repeats: int) -> list[AlignRow]:
     target, left, right = make_case(case, side)
-    before = _race(
-        {
-            "directions": functools.partial(find_directions, left, right),
-            "decomposition": functools.partial(missed_as_described, left, right),
-        },
-        repeats,
-    )
-    directions, missed = before["directions"].result, before["decomposition"].result
-    search = _race(
-        {
-            # As many runs as fill a turn of the other: a single one is too short to be timed.
-            "greedy": functools.partial(_many_times, align_within, target, directions, method="greedy"),
-            DESCRIBED: functools.partial(search_as_described, missed, target),
-        },
-        repeats,
-    )
+    setups: dict[str, Callable[..., Any]] = {"greedy": find_directions, DESCRIBED: missed_as_described}
+    before = take_turns({m: functools.partial(setup, left, right) for m, setup in setups.items()}, rounds=repeats)
+    directions, missed = before["greedy"].result, before[DESCRIBED].result
+    searches: dict[str, Callable[[], Any]] = {
+        # As many runs as fill a turn of the other: a single one is too short to be timed.
+        "greedy": functools.partial(_many_times, align_within, target, directions, method="greedy"),
+        DESCRIBED: functools.partial(search_as_described, missed, target),
+    }
+    search = take_turns(searches, rounds=repeats)
     found, order = search["greedy"].result, search[DESCRIBED].result
     ours, theirs = search["greedy"].seconds / N_RUNS, search[DESCRIBED].seconds
-    whole, their_whole = before["directions"].seconds + ours, before["decomposition"].seconds + theirs
+    whole, their_whole = before["greedy"].seconds + ours, before[DESCRIBED].seconds + theirs
     reached, described = (_missed_energy(missed, target[o]) / found.energy for o in (found.permutation, order))
     rows = [
         AlignRow(case, UNALIGNED, found.unaligned / found.energy, math.nan),
@@ -175,12 +164,8 @@ def _other_methods(
     runs = {method: functools.partial(align_within, target, directions, method=method) for method in methods}
     return [
         AlignRow(case, method, timing.result.objective / timing.result.energy, timing.seconds)
-        for method, timing in _race(runs, repeats).items()
+        for method, timing in take_turns(runs, rounds=repeats).items()
     ]
-
-
-def _race(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Timing[Any]]:
-    return take_turns(methods, rounds=repeats, clock=time.process_time)
 
 
 def _missed_energy(missed: Tensor, target: Tensor) -> float:

@@ -11,14 +11,14 @@ the time in which others run. What a million layers of figure 2 take in all is p
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
+from onlynorm.evidence.harness import Goal, Session, Sizes, setting
+from onlynorm.evidence.race import Race, RaceResult
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.rank import Chain, ChainState
@@ -158,7 +158,7 @@ def plain_layers(
 def _race(width: int, methods: dict[tuple[int, str], Slice], repeats: int) -> list[ChainRow]:
     """A row for every method, ours first."""
     with one_thread():
-        times = take_turns(methods, rounds=repeats, clock=time.process_time)
+        times = take_turns(methods, rounds=repeats)
     rates = {method: timing.result / timing.seconds for method, timing in times.items()}
     ours = next(iter(rates.values()))
     return [

@@ -13,7 +13,6 @@ import importlib
 import logging
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.evidence.harness import Goal, Race, RaceResult, Session, Sizes, setting
+from onlynorm.evidence.harness import Goal, Session, Sizes, setting
+from onlynorm.evidence.race import Race, RaceResult
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.models import resnet
@@ -127,7 +127,7 @@ def measure_network(network: Network, *, repeats: int, status: Callable[[str], N
     except ImportError as error:
         missing = f"not run: {error} (`pip install delve`)"
     times = take_turns(
-        methods, rounds=repeats, clock=time.process_time, metered=True,
+        methods, rounds=repeats, metered=True,
         on_turn=lambda name, turn: status(f"{network.name}: {name}, turn {turn} of {repeats}"),
     )  # fmt: skip
     one_pass = times[PASS]

@@ -1,6 +1,6 @@
 """What norm-only layers cost: beside ordinary ones, in a preconditioned step, and cut into blocks.
 
-Three tables. Forward and backward of structured layers beside the ordinary layer: ID cond makes its weight for nothing,
+Forward and backward of structured layers beside the ordinary layer: ID cond makes its weight for nothing,
 Ortho cond by two products, whose fraction of the work is 2 / (3 load) with a load of so many samples and positions per
 input and output of the layer; for few samples it turns these instead, and a square layer costs 7 / 3 of an ordinary one
 by count of operations. A whole step of SGD on random features: plain on gamma, and on the effective weight by
@@ -11,7 +11,7 @@ several: other processes on the machine do not count.
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.evidence.harness import Column, Goal, Race, RaceResult, Session, Sizes, setting
+from onlynorm.evidence.harness import Goal, Session, Sizes, setting
+from onlynorm.evidence.race import Column, Race, RaceResult
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw_blocks
@@ -80,8 +81,8 @@ class BlockRow:
 
 def _costs(compared: str) -> dict[str, Column]:
     return {
-        "layer": "layer", "method": "method", "ms": lambda row: f"{1e3 * row.seconds:.2f}", compared: "ratio:.2f",
-        "trained": "n_trained:,", "frozen": "n_frozen:,",
+        "layer": "layer", "method": "method", "ms": "seconds*1e3:.2f", compared: "ratio:.2f", "trained": "n_trained:,",
+        "frozen": "n_frozen:,",
     }  # fmt: skip
 
 
@@ -90,9 +91,8 @@ race = Race(
     columns={
         "layers": _costs("x ordinary"), "few": _costs("x ordinary"), "steps": _costs("x plain step"),
         "blocks": {
-            "blocks": "n_blocks", "solve s": "solve_seconds:.3f",
-            "weight ms": lambda row: f"{1e3 * row.weight_seconds:.2f}", "frozen": "n_frozen:,",
-            "residual": "residual:.0e",
+            "blocks": "n_blocks", "solve s": "solve_seconds:.3f", "weight ms": "weight_seconds*1e3:.2f",
+            "frozen": "n_frozen:,", "residual": "residual:.0e",
         },
     },
 )  # fmt: skip
@@ -134,7 +134,14 @@ def goals(result: RaceResult[LayersSizes]) -> Iterator[Goal]:
             aim = f"{row.layer}: a preconditioned step costs at most {STEP_FACTOR:g} times the plain one"
             yield Goal(aim, f"{row.ratio:.2f} times", row.ratio <= STEP_FACTOR)
     for row in result.parts["blocks"][1:]:
-        yield _block_goal(result.parts["blocks"][0], row)
+        one = result.parts["blocks"][0]
+        drops = [getattr(one, name) / getattr(row, name) for name in ("solve_seconds", "weight_seconds", "n_frozen")]
+        is_exact = max(one.residual, row.residual) <= TOLERANCE
+        yield Goal(
+            f"{row.n_blocks} blocks: solve, weight and frozen numbers drop {row.n_blocks} times, as exact",
+            f"{drops[0]:.1f}, {drops[1]:.1f} and {drops[2]:.1f} times, residual {row.residual:.0e}",
+            is_exact and drops[2] >= row.n_blocks and min(drops[:2]) * NOISE >= row.n_blocks,
+        )
 
 
 def measure_layer(
@@ -145,39 +152,31 @@ def measure_layer(
     layers |= {method: wrap(plain, FrozenOptions(**METHODS[method])) for method in methods}
     x = x.clone().requires_grad_()
     towards = torch.ones_like(plain(x))
+    load = towards.numel() / plain.weight.flatten(1).shape[0] / sum(plain.weight.flatten(1).shape)
 
-    def run(layer: nn.Module) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(layer(x), [x, *layer.parameters()], towards)
+    def run(method: str) -> object:
+        return torch.autograd.grad(layers[method](x), [x, *layers[method].parameters()], towards)
 
-    best = _best_seconds({method: run(layer) for method, layer in layers.items()}, repeats)
-    out, inp = plain.weight.flatten(1).shape
-    load = towards.numel() / out / (out + inp)
-    return [_row(name, method, best, ORDINARY, layer, load=load) for method, layer in layers.items()]
+    return _rows(name, layers, run, against=ORDINARY, repeats=repeats, load=load)
 
 
 def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[CostRow]:
     """Whole steps of SGD on a 3 x 3 convolution: ordinary, on the gammas of he_normal, and by `follow_weights`."""
-    name = f"Conv2d {n_channels} -> {n_channels}, 3 x 3, {n_images} images of 16 x 16"
-    with own_randomness(0):
-        plain = nn.Conv2d(n_channels, n_channels, 3, padding=1)
-        x = torch.randn(n_images, n_channels, 16, 16)
+    name, plain, x = _convolution(n_channels, n_images=n_images)
     options = FrozenOptions(features="he_normal", excess=EXCESS)
     layers: dict[str, nn.Module] = {PLAIN: wrap(plain, options), FOLLOWED: wrap(plain, options), ORDINARY: plain}
-    rate = 1e-6  # a step costs the same wherever it leads
-    optimizers = {method: torch.optim.SGD(layers[method].parameters(), lr=rate) for method in (PLAIN, ORDINARY)}
-    followed = follow_weights(layers[FOLLOWED], torch.optim.SGD, lr=rate)
+    optimizers: dict[str, torch.optim.Optimizer] = {  # a step costs the same wherever it leads
+        PLAIN: torch.optim.SGD(layers[PLAIN].parameters(), lr=1e-6),
+        FOLLOWED: follow_weights(layers[FOLLOWED], torch.optim.SGD, lr=1e-6),
+        ORDINARY: torch.optim.SGD(plain.parameters(), lr=1e-6),
+    }
 
-    def step(layer: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
-        def run() -> None:
-            optimizer.zero_grad()
-            layer(x).square().mean().backward()
-            optimizer.step()
+    def step(method: str) -> None:
+        optimizers[method].zero_grad()
+        layers[method](x).square().mean().backward()
+        optimizers[method].step()
 
-        return run
-
-    steps = {method: step(layers[method], optimizers.get(method, followed)) for method in layers}
-    best = _best_seconds(steps, repeats)
-    return [_row(name, method, best, PLAIN, layer) for method, layer in layers.items()]
+    return _rows(name, layers, step, against=PLAIN, repeats=repeats)
 
 
 def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
@@ -190,34 +189,22 @@ def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
     targets = {n: found[n].as_blocks(plain.weight.detach().double()) for n in counts}
     options = {n: FrozenOptions(features="he_normal", excess=EXCESS, n_blocks=n) for n in counts}
     layers = {n: wrap(plain, options[n], is_filled=False) for n in counts}
-    gammas: dict[int, Tensor] = {}
-
-    def solve(n: int) -> Callable[[], object]:
-        return lambda: gammas.update({n: solve_blocks(operators[n], targets[n])})
-
-    def make(n: int) -> Callable[[], object]:
-        return lambda: layers[n].weight
-
-    solves = _best_seconds({n: solve(n) for n in counts}, repeats)
-    weights = _best_seconds({n: make(n) for n in counts}, 20 * repeats)
-    rests = {n: targets[n] - operators[n].apply(gammas[n]) for n in counts}
+    solves = {n: functools.partial(solve_blocks, operators[n], targets[n]) for n in counts}
+    weights = {n: functools.partial(getattr, layers[n], "weight") for n in counts}
+    solved, made = take_turns(solves, rounds=repeats), take_turns(weights, rounds=20 * repeats)
+    rests = {n: targets[n] - operators[n].apply(solved[n].result) for n in counts}
     sizes = {n: float(torch.linalg.vector_norm(rests[n]) / torch.linalg.vector_norm(targets[n])) for n in counts}
-    return [BlockRow(n, solves[n], weights[n], layers[n].frozen.n_frozen, sizes[n]) for n in counts]
-
-
-def _best_seconds(methods: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, float]:
-    """The best processor seconds of every method."""
-    times = take_turns(methods, rounds=repeats, clock=time.process_time)
-    return {method: timing.seconds for method, timing in times.items()}
+    return [BlockRow(n, solved[n].seconds, made[n].seconds, layers[n].frozen.n_frozen, sizes[n]) for n in counts]
 
 
 def _subjects() -> list[tuple[str, nn.Linear | nn.Conv2d, Tensor]]:
-    n, channels, images = 256, 32, 32
+    return [*(_linear(256, n_samples=load * 512) for load in (2, 3, 8)), _convolution(32, n_images=32)]
+
+
+def _convolution(n_channels: int, *, n_images: int) -> tuple[str, nn.Linear | nn.Conv2d, Tensor]:
+    name = f"Conv2d {n_channels} -> {n_channels}, 3 x 3, {n_images} images of 16 x 16"
     with own_randomness(0):
-        conv = nn.Conv2d(channels, channels, 3, padding=1)
-        x = torch.randn(images, channels, 16, 16)
-    name = f"Conv2d {channels} -> {channels}, 3 x 3, {images} images of 16 x 16"
-    return [*(_linear(n, n_samples=load * 2 * n) for load in (2, 3, 8)), (name, conv, x)]
+        return name, nn.Conv2d(n_channels, n_channels, 3, padding=1), torch.randn(n_images, n_channels, 16, 16)
 
 
 def _linear(n: int, *, n_samples: int) -> tuple[str, nn.Linear | nn.Conv2d, Tensor]:
@@ -225,22 +212,16 @@ def _linear(n: int, *, n_samples: int) -> tuple[str, nn.Linear | nn.Conv2d, Tens
         return f"Linear {n} -> {n}, {n_samples:,} samples", nn.Linear(n, n), torch.randn(n_samples, n)
 
 
-def _row(
-    name: str, method: str, best: dict[Any, float], against: str, layer: nn.Module, *, load: float = 0.0
-) -> CostRow:
-    frozen = getattr(getattr(layer, "frozen", None), "n_frozen", 0)
-    n_trained = sum(p.numel() for p in layer.parameters())
-    return CostRow(name, method, best[method], best[method] / best[against], n_trained, frozen, load)
-
-
-def _block_goal(one: BlockRow, row: BlockRow) -> Goal:
-    drops = (
-        one.solve_seconds / row.solve_seconds, one.weight_seconds / row.weight_seconds, one.n_frozen / row.n_frozen
-    )  # fmt: skip
-    is_exact = max(one.residual, row.residual) <= TOLERANCE
-    is_met = is_exact and drops[2] >= row.n_blocks and min(drops[:2]) * NOISE >= row.n_blocks
-    return Goal(
-        f"{row.n_blocks} blocks: solve, weight and frozen numbers drop {row.n_blocks} times, as exact",
-        f"{drops[0]:.1f}, {drops[1]:.1f} and {drops[2]:.1f} times, residual {row.residual:.0e}",
-        is_met,
-    )
+def _rows(
+    name: str, layers: dict[str, nn.Module], run: Callable[[str], object], *, against: str, repeats: int,
+    load: float = 0.0,
+) -> list[CostRow]:  # fmt: skip
+    """A row for every method, timed beside the one named `against`."""
+    times = take_turns({method: functools.partial(run, method) for method in layers}, rounds=repeats)
+    return [
+        CostRow(
+            name, method, times[method].seconds, times[method].seconds / times[against].seconds,
+            sum(p.numel() for p in layer.parameters()), getattr(getattr(layer, "frozen", None), "n_frozen", 0), load,
+        )
+        for method, layer in layers.items()
+    ]  # fmt: skip

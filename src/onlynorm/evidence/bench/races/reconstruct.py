@@ -15,43 +15,38 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onlynorm.data import Split, cifar10
 from onlynorm.evidence.bench.competitors import OURS, PAPERS, SOLVERS
+from onlynorm.evidence.bench.duels import ROW_COLUMNS, Row, race_solvers
 from onlynorm.evidence.bench.networks import bottleneck_network, make_target
-from onlynorm.evidence.bench.races.solve import Row, race_solvers
-from onlynorm.evidence.harness import Column, Goal, Race, RaceResult, Session, Sizes, setting
-from onlynorm.evidence.timing import one_thread
-from onlynorm.features import draw
+from onlynorm.evidence.bench.systems import System
+from onlynorm.evidence.cache import OnMessage
+from onlynorm.evidence.harness import Goal, Session, Sizes, setting
+from onlynorm.evidence.race import Race, RaceResult
+from onlynorm.evidence.timing import once, one_thread
 from onlynorm.files import load, save
-from onlynorm.memory import MemoryMeter, release_free_memory
 from onlynorm.reconstruction import Comparison, Wide, collapse, compare, plan, reconstruct, verify
 from onlynorm.seeds import own_randomness
 from onlynorm.storage import digest, tensors_digest
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "he_normal": {"excess": 1.25},
-    "he_uniform": {"excess": 1.25},
-    "orthogonal": {"excess": 1.25},
-    "sparse_he_normal": {"excess": 1.25, "density": 0.5},
-    "id_cond": {},
-    "ortho_cond": {},
-    "fast_ortho_cond": {},
-}
+    "he_normal": {"excess": 1.25}, "he_uniform": {"excess": 1.25}, "orthogonal": {"excess": 1.25},
+    "sparse_he_normal": {"excess": 1.25, "density": 0.5}, "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {},
+}  # fmt: skip
 """Kinds of features and how many; structured ones fix their own number."""
 PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
 """2,304 and 4,608 equations, which the papers' dense matrix can hold."""
 PAPERS_EXCESSES = (1.0, 1.25)
 ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
 """Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
-OnMessage = Callable[[str], None]
 SCALING_WIDTHS, QUICK_WIDTHS = (16, 32, 64), (4, 8)
 """Channels of the first stage; 64 make the 25 million weights of ResNet-50."""
 LINEAR, STORED = 1.5, 2.05
@@ -76,10 +71,8 @@ class ReconstructSizes(Sizes):
     def within(self, split: Split) -> ReconstructSizes:
         """The sizes, none larger than the data."""
         n_test = len(split.test_inputs)
-        return replace(
-            self, calibration=min(self.calibration, len(split.train_inputs)), exact=min(self.exact, n_test),
-            images=min(self.images, n_test), collapsed=min(self.collapsed, n_test),
-        )  # fmt: skip
+        most = {"calibration": len(split.train_inputs), "exact": n_test, "images": n_test, "collapsed": n_test}
+        return replace(self, **{name: min(getattr(self, name), n) for name, n in most.items()})
 
 
 @dataclass(frozen=True)
@@ -133,33 +126,20 @@ class ScalingRow:
     error: float
 
 
-def _percent(name: str) -> Column:
-    return lambda row: f"{100 * getattr(row, name):.2f}"
-
-
-def _short(name: str) -> Column:
-    return lambda row: f"{getattr(row, name):.{'2g' if getattr(row, name) < 10 else '0f'}}"
-
-
 race = Race(
     "reconstruct", "A trained ResNet-20 from six kinds of frozen features.", ReconstructSizes, is_stored=True,
     width=140, columns={
         "rows": {
             "features": "features", "solving (s)": "solve_seconds:.3g", "residual": "residual:.1e",
-            "float64 error": "error:.1e", "outside %": _percent("outside"), "float32 %": _percent("agreement"),
-            "collapsed %": _percent("collapsed_agreement"), "accuracy %": _percent("accuracy"),
-            "target %": _percent("target_accuracy"), "file": "file_size:bytes", "seconds": "seconds:.0f",
-            "note": "note",
+            "float64 error": "error:.1e", "outside %": "outside*100:.2f", "float32 %": "agreement*100:.2f",
+            "collapsed %": "collapsed_agreement*100:.2f", "accuracy %": "accuracy*100:.2f",
+            "target %": "target_accuracy*100:.2f", "file": "file_size:bytes", "seconds": "seconds:.0f", "note": "note",
         },
-        "papers": {
-            "system": "system", "excess": "excess:g", "method": "method", "seconds": "seconds:.3g",
-            "times ours": "ratio:.3g", "extra memory": "memory:bytes", "residual": "residual:.1e",
-            "iterations": lambda row: str(row.iterations or "-"), "note": "note",
-        },
+        "papers": ROW_COLUMNS,
         "scaling": {
-            "width": "width", "weights": "n_weights:,", "plan (s)": _short("plan_seconds"),
-            "reconstruct (s)": _short("seconds"), "save (s)": _short("save_seconds"),
-            "load (s)": _short("load_seconds"), "verify (s)": _short("verify_seconds"),
+            "width": "width", "weights": "n_weights:,", "plan (s)": "plan_seconds:short",
+            "reconstruct (s)": "seconds:short", "save (s)": "save_seconds:short", "load (s)": "load_seconds:short",
+            "verify (s)": "verify_seconds:short",
             "us / weight": lambda row: f"{1e6 * row.seconds / row.n_weights:.2f}", "peak memory": "memory:bytes",
             "float64 / weight": lambda row: f"{row.memory / 8 / row.n_weights:.2f}",
             "stored / weight": "stored:.3f", "float32 error": "error:.1e",
@@ -192,9 +172,18 @@ def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, Re
 
 @race.goals
 def goals(result: RaceResult[ReconstructSizes]) -> Iterator[Goal]:
-    """What is promised of every kind of features, and cost in proportion to the number of weights."""
+    """What is promised of every kind of features, and cost in proportion to the number of weights.
+
+    From the second width on: small networks cost Python's own time.
+    """
     yield from (row.goal for row in result.parts["rows"])
-    yield from scaling_goals(result.parts["scaling"])
+    for first, last in list(itertools.pairwise(result.parts["scaling"]))[-1:]:
+        before, after, n_more = f"at {first.width}", f"at width {last.width}", last.n_weights / first.n_weights
+        slower, larger = last.seconds / first.seconds / n_more, last.memory / first.memory / n_more
+        aim = f"id_cond: seconds and bytes per weight {after} at most {LINEAR:g} times those {before}"
+        yield Goal(aim, f"{slower:.2f} and {larger:.2f} times", max(slower, larger) <= LINEAR)
+        aim = f"id_cond: a file of at most {STORED} numbers per weight {after}"
+        yield Goal(aim, f"{last.stored:.3f}", last.stored <= STORED)
 
 
 def rebuild(
@@ -210,9 +199,7 @@ def rebuild(
         split.train_inputs[: sizes.calibration].double(),
         Wide(features=name, activation=nn.ReLU(), **RECIPES[name]),
         partial=partial,
-        on_step=lambda layer, steps, residual: status(
-            f"{name}: {layer}, residual {residual:.1e} after {steps} iterations"
-        ),
+        on_step=lambda layer, n, residual: status(f"{name}: {layer}, residual {residual:.1e} after {n} iterations"),
     )
 
     def judge(what: str, pair: tuple[nn.Module, nn.Module], n: int, batch_size: int) -> Comparison:
@@ -237,65 +224,33 @@ def rebuild(
 def papers_rows(target: nn.Module, status: OnMessage) -> list[Row]:
     """Ours and the papers' method on a few layers of the network, with he_normal features."""
     rows = []
-    for name in PAPERS_LAYERS:
-        weight = target.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
-        for excess in PAPERS_EXCESSES:
-            status(f"{name} at excess {excess}: the papers' method beside ours")
-            features = draw("he_normal", tuple(weight.shape), excess=excess, seed=0, layer=name)
-            matrix = features.as_matrix(weight.detach().double())
-            system = (features.left(), features.right(), matrix)
-            with one_thread():
-                rows += race_solvers(name, excess, system, {m: SOLVERS[m] for m in (OURS, PAPERS)}, repeats=3)
+    for name, excess in itertools.product(PAPERS_LAYERS, PAPERS_EXCESSES):
+        status(f"{name} at excess {excess}: the papers' method beside ours")
+        weight = target.get_parameter(f"{name}.weight").detach().double()
+        left, right, _ = System("convolution", name, tuple(weight.shape), excess).make()
+        with one_thread():
+            solvers = {method: SOLVERS[method] for method in (OURS, PAPERS)}
+            rows += race_solvers(name, excess, (left, right, weight.flatten(1)), solvers, repeats=3)
     return rows
 
 
 def scaling_row(width: int, out: Path, status: OnMessage, *, size: int = 64, n_samples: int = 8) -> ScalingRow:
     """One width: a ReLU between the frozen layers, images of `size` x `size`."""
     status(f"id_cond at width {width}: plan, reconstruct, save, load, verify")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"bottleneck-{width}.safetensors"
     with own_randomness(0):
         target, inputs = bottleneck_network(width), torch.randn(n_samples, 3, size, size)
         wide = Wide(features="id_cond", activation=nn.ReLU())
         reconstruct(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), inputs, wide)  # libraries are loaded
-    times = [time.perf_counter()]
-    plan(target, inputs, wide)
-    times.append(time.perf_counter())
-    release_free_memory()
-    with MemoryMeter() as meter:
-        result = reconstruct(target, inputs, wide)
-    times.append(time.perf_counter())
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"bottleneck-{width}.safetensors"
-    save(result, path)
-    times.append(time.perf_counter())
-    loaded = load(path, like=bottleneck_network(width))
-    times.append(time.perf_counter())
-    check = verify(target, loaded, inputs)
-    times.append(time.perf_counter())
-    n_stored = path.stat().st_size / 4
+    planned = once(lambda: plan(target, inputs, wide))
+    built = once(lambda: reconstruct(target, inputs, wide), metered=True)
+    saved = once(lambda: save(built.result, path))
+    loaded = once(lambda: load(path, like=bottleneck_network(width)))
+    checked = once(lambda: verify(target, loaded.result, inputs))
+    n_weights, n_stored = sum(math.prod(layer.shape) for layer in built.result.layers), path.stat().st_size / 4
     path.unlink()
-    n_weights = sum(math.prod(layer.shape) for layer in result.layers)
-    seconds = [after - before for before, after in itertools.pairwise(times)]
     return ScalingRow(
-        width, n_weights, seconds[0], seconds[1], seconds[2], seconds[3], seconds[4], meter.peak, n_stored / n_weights,
-        check.relative_error,
-    )  # fmt: skip
-
-
-def scaling_goals(rows: Sequence[ScalingRow]) -> Iterator[Goal]:
-    """Cost in proportion to the number of weights, from the second width on: small networks cost Python's own time."""
-    if len(rows) < 2:
-        return
-    first, last = rows[-2:]
-    growth = [
-        (getattr(last, name) / last.n_weights) / (getattr(first, name) / first.n_weights)
-        for name in ("seconds", "memory")
-    ]
-    yield Goal(
-        f"id_cond: seconds and bytes per weight at width {last.width} at most {LINEAR:g} times those at {first.width}",
-        f"{growth[0]:.2f} and {growth[1]:.2f} times", max(growth) <= LINEAR,
-    )  # fmt: skip
-    yield Goal(
-        f"id_cond: a file of at most {STORED} numbers per weight at width {last.width}", f"{last.stored:.3f}",
-        last.stored <= STORED,
+        width, n_weights, planned.seconds, built.seconds, saved.seconds, loaded.seconds, checked.seconds, built.memory,
+        n_stored / n_weights, checked.result.relative_error,
     )  # fmt: skip

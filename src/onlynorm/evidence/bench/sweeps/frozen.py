@@ -9,8 +9,7 @@ about a third of the features off: we count the scales below 0.01 and below 0.05
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from onlynorm.data import Split, cifar10
+from onlynorm.data import cifar10
 from onlynorm.display import Curve, Figure, Panel, Table
-from onlynorm.evidence.harness import Goal, Results, Sizes, Spread, Sweep, TrainingRun, first, mean, percent, setting
+from onlynorm.evidence.harness import Goal, Sizes, Spread, setting
+from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
 from onlynorm.evidence.timing import warm_up_training
+from onlynorm.evidence.validation import first_test_images, random_subset
 from onlynorm.models import cifar_resnet
 from onlynorm.modules import find_norms
-from onlynorm.seeds import seeded
 from onlynorm.tuning import Schedule, accuracy, fit, init_gamma, only_norms
 
 NORMS, NORMS_FROM_ONES, HEAD, FULL = "norms only", "norms only, from ones", "head only", "everything"
@@ -34,9 +34,9 @@ NETWORKS = ((8, 4), (8, 8), (8, 16), (8, 32), (14, 8), (20, 8), (32, 8))
 QUICK_NETWORKS = ((8, 2), (8, 4), (14, 2))
 FROM_ONES = (8, 16)
 """The network whose scales start at one as well; the first one of a quick run."""
-SMALL = (0.01, 0.05)
+SMALL = {"below_0_01": 0.01, "below_0_05": 0.05}
 """Magnitudes below which a scale counts as close to zero."""
-MIN_SEEDS = 3
+BELOW = {name: f"below {size:g}, %" for name, size in SMALL.items()}
 EDGES = np.linspace(-1.0, 2.0, 61)
 """Bins of the histogram; scales beyond the ends are counted in the outermost ones."""
 _FIRST = 1000
@@ -85,27 +85,21 @@ def cases(sizes: FrozenSizes) -> list[Case]:
     return [Case(*net, how) for net in networks for how in METHODS if how != NORMS_FROM_ONES or net == ones]
 
 
-def fraction_below(gammas: Sequence[Sequence[float]], size: float) -> Spread:
-    """The fraction of scales below this magnitude, run by run."""
-    return Spread.of([float(np.mean(np.abs(np.asarray(one)) < size)) for one in gammas])
+def fraction_below(row: Trained, size: float) -> float:
+    """The fraction of scales below this magnitude."""
+    return float(np.mean(np.abs(np.asarray(row.gammas)) < size))
 
 
-def _below(size: float) -> Any:
-    return lambda _, case, runs: "-" if case.method == HEAD else fraction_below(list(runs["gammas"]), size).percent()
-
-
-@functools.lru_cache(maxsize=1)
-def images(side: int) -> Split:
-    """CIFAR-10, averaged down to this side."""
-    return cifar10().smaller(side)
-
-
+images = functools.lru_cache(maxsize=1)(lambda side: cifar10().smaller(side))
+"""CIFAR-10, averaged down to this side."""
 sweep = Sweep(
     "frozen", "Frozen random ResNets that learn by their norms alone.", FrozenSizes, cases=cases,
     made_of=lambda _, sizes: {"data": images(sizes.side)}, hidden={"gammas"},
+    derived={name: functools.partial(fraction_below, size=size) for name, size in SMALL.items()},
     columns={
         "trained": first("n_trained", ","), "parameters": first("n_total", ","), "accuracy %": percent("accuracy"),
-        **{f"below {size:g}, %": _below(size) for size in SMALL}, "seconds": mean("seconds", ".0f"),
+        **{BELOW[name]: percent(name, where=lambda case: case.method != HEAD) for name in SMALL},
+        "seconds": mean("seconds", ".0f"),
     },
 )  # fmt: skip
 
@@ -117,24 +111,20 @@ def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
     network = cifar_resnet(case.depth, width=case.width, seed=_FIRST + run.seed)
     prepare(network, case.method, seed=run.seed)
     frozen = {name: p.detach().clone() for name, p in network.named_parameters() if not p.requires_grad}
-    chosen = torch.randperm(len(split.train_inputs), generator=seeded(run.seed))[: sizes.images]
     schedule = Schedule(
         epochs=sizes.epochs, batch_size=sizes.batch_size, weight_decay=sizes.weight_decay, augmentation="crop-flip",
         lr=sizes.norm_lr if case.method in (NORMS, NORMS_FROM_ONES) else sizes.lr, seed=run.seed,
     )  # fmt: skip
     warm_up_training()
-    start = time.perf_counter()
-    fit(network, (split.train_inputs[chosen], split.train_labels[chosen]), schedule=schedule,
-        on_step=lambda now, n_steps, _: run.status(f"step {now} of {n_steps}"))  # fmt: skip
-    seconds = time.perf_counter() - start
+    fitted = fit(network, random_subset(split, sizes.images, seed=run.seed), schedule=schedule, on_step=run.on_step)
     state = network.state_dict()
     return Trained(
-        accuracy=accuracy(network, (split.test_inputs[: sizes.n_test], split.test_labels[: sizes.n_test])),
+        accuracy=accuracy(network, first_test_images(split, sizes.n_test)),
         n_trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         n_total=sum(p.numel() for p in network.parameters()),
         gammas=gammas_of(network),
         is_frozen=all(torch.equal(state[name].cpu(), value) for name, value in frozen.items()),
-        seconds=seconds,
+        seconds=fitted.seconds,
     )
 
 
@@ -148,80 +138,61 @@ def prepare(network: nn.Module, method: str, *, seed: int) -> None:
 
 def gammas_of(network: nn.Module) -> tuple[float, ...]:
     """The scales of all norms, one after the other."""
-    scales = [getattr(network.get_submodule(norm.name), norm.scale) for norm in find_norms(network).norms if norm.scale]
+    scales = [network.get_parameter(f"{norm.name}.{norm.scale}") for norm in find_norms(network).norms if norm.scale]
     return tuple(float(value) for scale in scales for value in scale.detach().flatten())
 
 
 @sweep.tables
 def scale_tables(results: Results[FrozenSizes, Case]) -> list[Table]:
     """What became of the scales over all networks."""
-    rows = []
-    for method in (NORMS, NORMS_FROM_ONES, FULL):
-        gammas = _gammas(results, method)
-        if gammas:
-            below = (fraction_below(gammas, size).percent() for size in SMALL)
-            rows.append((method, *below, f"{sum(map(len, gammas)):,}"))
-    rows.append(("uniform, before training", *(f"{100 * size:.1f}" for size in SMALL), "-"))
-    return [Table(("scales of all networks", *(f"below {size:g}, %" for size in SMALL), "scales"), rows)]
-
-
-@sweep.facts
-def fractions(results: Results[FrozenSizes, Case], _: Any) -> dict[str, Any]:
-    """Adds the fractions of small scales to every run."""
-    for size in SMALL:
-        below = [fraction_below([one], size).mean for one in results.runs["gammas"]]
-        results.runs[f"below_{size:g}".replace(".", "_")] = below
-    return {}
+    rows = [
+        (method, *(Spread.of(list(runs[name])).percent() for name in SMALL), f"{runs['gammas'].map(len).sum():,}")
+        for method, runs in _trained(results).items()
+    ]
+    rows.append(("uniform, before training", *(f"{100 * size:.1f}" for size in SMALL.values()), "-"))
+    return [Table(("scales of all networks", *BELOW.values(), "scales"), rows)]
 
 
 @sweep.goals
 def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
     """Enough seeds, weights that stay frozen, and accuracy that grows with the network."""
-    yield results.seeds_goal("every method is measured on every network", results.cases, MIN_SEEDS)
+    yield results.seeds_goal("every method is measured on every network", results.cases)
     yield results.every_run_goal("what is frozen is as it was drawn, to the last bit", "is_frozen")
     for axis in ("width", "depth"):
         small, *_, large = series(results, axis)
         if small != large:
             found = [results.spread(case) for case in (small, large)]
-            yield Goal(
-                f"{NORMS}: accuracy grows with the {axis}, {getattr(small, axis)} to {getattr(large, axis)}",
-                f"{found[0].percent()} % to {found[1].percent()} %",
-                found[1].mean > found[0].mean,
-            )
+            aim = f"{NORMS}: accuracy grows with the {axis}, {getattr(small, axis)} to {getattr(large, axis)}"
+            yield Goal(aim, f"{found[0].percent()} % to {found[1].percent()} %", found[1].mean > found[0].mean)
 
 
 def series(results: Results[FrozenSizes, Case], axis: str) -> list[Case]:
     """The longest series of networks with trained norms that differ only in this axis, ascending; its ends at least."""
-    groups: dict[int, list[Case]] = {}
-    for case in results.cases:
-        if case.method == NORMS:
-            groups.setdefault(case.depth if axis == "width" else case.width, []).append(case)
-    longest: list[Case] = sorted(groups[max(groups, key=lambda shared: len(groups[shared]))])
+    shared = "depth" if axis == "width" else "width"
+    cases = sorted(case for case in results.cases if case.method == NORMS)
+    longest = max(([case for case in cases if getattr(case, shared) == at] for at in results.axis(shared)), key=len)
     return longest if len(longest) > 1 else longest * 2
 
 
 @sweep.figures
 def draw(results: Results[FrozenSizes, Case]) -> dict[str, Figure]:
     """Histograms of all scales after training: by width, by depth, and of all networks by method."""
+    found = {
+        (f"{axis} {getattr(case, axis)}", axis): results.of(case)["gammas"]
+        for axis in ("width", "depth") for case in series(results, axis)
+    } | {(method, "all"): runs["gammas"] for method, runs in _trained(results).items()}  # fmt: skip
     curves = []
-    for axis in ("width", "depth"):
-        for case in dict.fromkeys(series(results, axis)):
-            curves.append(_histogram(list(results.of(case)["gammas"]), f"{axis} {getattr(case, axis)}", axis))
-    for method in (NORMS, NORMS_FROM_ONES, FULL):
-        curves.append(_histogram(_gammas(results, method), method, "all"))
+    for (label, panel), gammas in found.items():
+        values = np.concatenate([np.asarray(one) for one in gammas])
+        heights, _ = np.histogram(np.clip(values, EDGES[0], EDGES[-1]), EDGES)
+        curves.append(Curve(label, EDGES.tolist(), (heights / len(values)).tolist(), "histogram", panel))
     x_label, y_label = "scale after training; the last bins hold all beyond", "fraction of scales"
     titles = {"width": f"{NORMS}, by width", "depth": f"{NORMS}, by depth", "all": "all networks"}
     panels = [Panel(name, title, x_label, y_label) for name, title in titles.items()]
-    return {"gammas": Figure([curve for curve in curves if curve is not None], panels)}
+    return {"gammas": Figure(curves, panels)}
 
 
-def _gammas(results: Results[FrozenSizes, Case], method: str) -> list[Sequence[float]]:
-    return list(results.runs.loc[results.runs["method"] == method, "gammas"])
-
-
-def _histogram(gammas: Sequence[Sequence[float]], label: str, panel: str) -> Curve | None:
-    if not gammas:
-        return None
-    values = np.concatenate([np.asarray(one) for one in gammas])
-    heights, _ = np.histogram(np.clip(values, EDGES[0], EDGES[-1]), EDGES)
-    return Curve(label, EDGES.tolist(), (heights / len(values)).tolist(), "histogram", panel)
+def _trained(results: Results[FrozenSizes, Case]) -> dict[str, Any]:
+    """The runs by the methods that train scales."""
+    runs = {method: results.runs[results.runs["method"] == method] for method in (NORMS, NORMS_FROM_ONES, FULL)}
+    return {method: found for method, found in runs.items() if len(found)}

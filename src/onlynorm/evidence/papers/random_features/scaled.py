@@ -33,8 +33,9 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError, UnknownNameError
-from onlynorm.evidence.harness import Sizes, Spread, Sweep, TrainingRun, setting
+from onlynorm.evidence.harness import Sizes, Spread, setting
 from onlynorm.evidence.papers.reproduce import Outcome, Run
+from onlynorm.evidence.sweep import Sweep, TrainingRun
 from onlynorm.evidence.validation import TRIAL_SEED, training_subset, validation_subset
 from onlynorm.frozen import FrozenOptions, NormOnlyLayer, wrap
 from onlynorm.models import cifar_resnet, mlp

@@ -31,8 +31,9 @@ import onlynorm as on
 from onlynorm.data import Split, cifar10, fashion_mnist
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.harness import Sizes, Sweep, TrainingRun, setting
+from onlynorm.evidence.harness import Sizes, setting
 from onlynorm.evidence.papers.reproduce import Outcome, Run
+from onlynorm.evidence.sweep import Sweep, TrainingRun
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.evidence.validation import training_subset, validation_subset
 from onlynorm.models import vgg
