@@ -55,7 +55,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tools.docs
 
 bench: $(VENV)/.run
 	$(BIN)/onlynorm bench solve $(if $(QUICK),--quick)
@@ -64,4 +64,4 @@ showcase: $(VENV)/.run
 	$(BIN)/onlynorm bench reconstruct $(if $(QUICK),--quick)
 
 clean:
-	rm -rf $(VENV) site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
