@@ -40,7 +40,7 @@ test: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow" \
-	  --ignore=tests/cli --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
+	  --ignore=tests/cli --ignore=tests/docs --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
 
 # Without AVX, fused multiplications and threads, sums are rounded in another order: no threshold may depend on it.
 test-portable: $(VENV)/.dev
