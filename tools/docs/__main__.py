@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from tools.docs.assemble import ROOT, assemble
+from tools.docs.tutorials import TutorialError
 
 
 def main() -> int:
@@ -16,11 +17,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
     parser.add_argument("--pages", type=Path, default=ROOT / "build" / "docs", help="folder for the pages; replaced")
     parser.add_argument("--site", type=Path, default=ROOT / "site", help="folder for the site; replaced")
+    parser.add_argument("--no-run", action="store_true", help="leave out the output of tutorials that have changed")
     options = parser.parse_args()
-    assemble(options.pages)
-    command = [sys.executable, "-m", "properdocs", "build", "--strict", "--quiet", "--site-dir", options.site.resolve()]
+    try:
+        assemble(options.pages, run=not options.no_run)
+    except TutorialError as error:
+        print(error, file=sys.stderr)
+        return 1
+    command = [sys.executable, "-m", "properdocs", "build", "--strict", "--site-dir", str(options.site.resolve())]
     environment = {**os.environ, "ONLYNORM_DOCS": str(options.pages.resolve())}
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    # With --quiet, properdocs neither shows warnings nor counts them: the build would never fail.
+    built = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    print("".join(line for line in built.stderr.splitlines(keepends=True) if not line.startswith("INFO")), end="")
+    return built.returncode
 
 
 if __name__ == "__main__":
