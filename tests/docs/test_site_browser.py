@@ -18,9 +18,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a freshly built site."""
+    """The folder of a freshly built site; tutorials are not run for it."""
     folder = tmp_path_factory.mktemp("documentation")
-    command = [sys.executable, "-m", "tools.docs", "--pages", str(folder / "pages"), "--site", str(folder / "site")]
+    places = ["--pages", str(folder / "pages"), "--site", str(folder / "site")]
+    command = [sys.executable, "-m", "tools.docs", "--no-run", *places]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder / "site"
@@ -55,7 +56,9 @@ def errors(browser: Any) -> list[str]:
 def test_every_link_of_the_navigation_opens_its_page(browser: Any, site: Path) -> None:
     script = "return [...document.querySelectorAll('nav a.md-nav__link, a.md-tabs__link')].map(a => a.href)"
     links = [link.partition("#")[0] for link in browser.execute_script(script)]
-    assert len(set(links)) > 15
+    browser.get((site / "reference.html").as_uri())
+    links += [link.partition("#")[0] for link in browser.execute_script(script)]
+    assert len(set(links)) > 20
     for link in dict.fromkeys(links):
         browser.get(link)
         assert browser.title.endswith("onlynorm"), link
@@ -90,6 +93,17 @@ def test_no_page_or_style_or_script_names_another_server(site: Path) -> None:
     pages = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     named = {path.name: [word for word in loads if word in path.read_text(encoding="utf-8")] for path in pages}
     assert {name: words for name, words in named.items() if words} == {}
+
+
+def test_formulas_are_drawn(browser: Any, site: Path) -> None:
+    browser.get((site / "papers" / "giannou2023.html").as_uri())
+    wanted = len(browser.find_elements("css selector", ".arithmatex"))
+    assert wanted > 10
+    drawn = "return document.querySelectorAll('mjx-container svg').length"
+    wait_for(lambda: browser.execute_script(drawn) == wanted, "drawing of all formulas")
+    assert browser.find_elements("css selector", "mjx-merror") == []
+    assert errors(browser) == []
+    assert outside(browser, site) == []
 
 
 def test_no_page_is_wider_than_a_phone(browser: Any, site: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,8 @@ from tools.docs import run_cells
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "docs" / "tutorials"
+WIDTH = 90
+"""Characters per line of output."""
 CACHE = ROOT / "build" / "tutorials"
 
 
@@ -90,11 +93,19 @@ def _key(script: Path) -> str:
 def _shown(output: Any) -> str:
     """An output as Markdown: text in a block, figures as they are."""
     if output.output_type == "stream":
-        return f"```text\n{output.text.rstrip()}\n```"
+        return f"```text\n{_folded(output.text.rstrip())}\n```"
     html = output.data.get("text/html")
     if html:
         return f'<div class="onlynorm-result"><div class="figure">\n{_one_block(html)}\n</div></div>'
-    return f"```text\n{output.data['text/plain']}\n```"
+    return f"```text\n{_folded(output.data['text/plain'])}\n```"
+
+
+def _folded(text: str) -> str:
+    """Text with long sentences folded; tables stay as they are."""
+    lines = text.splitlines()
+    return "\n".join(
+        line if "  " in line.strip() else textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in lines
+    )
 
 
 def _one_block(html: str) -> str:
