@@ -88,12 +88,27 @@ def _rank(thing: object, name: str) -> tuple[bool, int, str]:
 
 def _page(room: str, title: str) -> str:
     module = importlib.import_module(f"onlynorm.{room}")
+    if room == "files":
+        return f"# {title}\n\n" + _directive("onlynorm.save") + _directive("onlynorm.load")
     start = f"# {title}\n\n`onlynorm.{room}`: {_escaped(inspect.getdoc(module) or '')}\n\n"
     if room == "files":
         return f"# {title}\n\n::: onlynorm.save\n::: onlynorm.load\n"
     named = ", ".join(f"`{name}`" for name in constants(room))
     start += f"Constants: {named}.\n\n" if named else ""
-    return start + "".join(f"::: {name}\n" for name in identifiers(room))
+    return start + "".join(_directive(name) for name in identifiers(room))
+
+
+def defined_at(name: str) -> str:
+    """Where a public name is defined; `onlynorm.tuning.only_norms` alone may be the function or its module."""
+    parent, _, last = name.rpartition(".")
+    thing = getattr(importlib.import_module(parent), last, None)
+    is_defined = inspect.isfunction(thing) or inspect.isclass(thing)
+    return f"{thing.__module__}.{thing.__qualname__}" if is_defined else name
+
+
+def _directive(name: str) -> str:
+    label = name.rpartition(".")[2]
+    return f"::: {defined_at(name)}\n    options:\n      heading: {name}\n      toc_label: {label}\n\n"
 
 
 def _summary(room: str) -> str:

@@ -15,6 +15,7 @@ import onlynorm
 from onlynorm.evidence import registry
 from onlynorm.evidence.papers.table import CHECKS
 from onlynorm.evidence.registry import Statement
+from tools.docs.reference import ROOMS, defined_at, identifiers
 
 ROOT = Path(__file__).parents[2]
 VERDICTS = ROOT / "docs" / "verdicts.json"
@@ -96,15 +97,15 @@ def _check(one: Statement) -> list[str]:
 
 def code_of(key: str) -> list[str]:
     """Functions, classes and modules whose docstring rests on a statement, with links to the reference."""
-    return [f"[`{name}`][{name}]" if is_documented else f"`{name}`" for name, is_documented in _mentions().get(key, [])]
+    return [f"[`{name}`][{target}]" if target else f"`{name}`" for name, target in _mentions().get(key, [])]
 
 
 @cache
-def _mentions() -> dict[str, list[tuple[str, bool]]]:
-    """Statement keys to (name, whether the reference has it), for every `Theory:` in a docstring of the library."""
+def _mentions() -> dict[str, list[tuple[str, str]]]:
+    """Statement keys to (name, its place in the reference or ""), for every `Theory:` in a docstring of the library."""
     source = Path(onlynorm.__file__).parent
     public = _public_names()
-    found: dict[str, list[tuple[str, bool]]] = {}
+    found: dict[str, list[tuple[str, str]]] = {}
     for path in sorted(source.rglob("*.py")):
         module = ".".join(("onlynorm", *path.relative_to(source).with_suffix("").parts)).removesuffix(".__init__")
         if module.startswith("onlynorm.evidence"):
@@ -112,7 +113,7 @@ def _mentions() -> dict[str, list[tuple[str, bool]]]:
         for name, docstring in _docstrings(ast.parse(path.read_text(encoding="utf-8")), module):
             for mention in re.findall(r"Theory:\s*((?:[a-z]+\w*:[\w.-]*\w(?:,\s*)?)+)", docstring):
                 for key in re.findall(r"[a-z]\w*:[\w.-]*\w", mention):
-                    entry = (public.get(name, name), name in public)
+                    entry = (public.get(name, name), name if name in public else "")
                     if entry not in found.setdefault(key, []):
                         found[key].append(entry)
     return found
@@ -131,20 +132,8 @@ def _docstrings(tree: ast.AST, prefix: str) -> list[tuple[str, str]]:
 
 
 def _public_names() -> dict[str, str]:
-    """Where something is defined, to the name under which the reference has it."""
-    import importlib
-
-    from tools.docs.reference import ROOMS, identifiers
-
-    names = {}
-    for path in [name for room in ROOMS for name in identifiers(room)]:
-        parent, _, last = path.rpartition(".")
-        thing = getattr(importlib.import_module(parent), last, None)
-        if inspect.isfunction(thing) or inspect.isclass(thing):
-            names[f"{thing.__module__}.{thing.__qualname__}"] = path
-        elif inspect.ismodule(thing):
-            names[path] = path
-    return names
+    """Where something is defined, to the name under which a user imports it, for all that the reference has."""
+    return {defined_at(name): name for room in ROOMS for name in identifiers(room)}
 
 
 def _plain(text: str) -> str:
