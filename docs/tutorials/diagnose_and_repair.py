@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Diagnose and repair a deep network
 #
-# A deep network with the usual initial weights may not learn at all. This tutorial finds out why, repairs it, and
-# trains it before and after.
+# A deep network with the usual initial weights may not learn at all. This tutorial finds out
+# why, repairs it, and trains it before and after.
 
 # %%
 import onlynorm as on
@@ -19,16 +19,18 @@ deep = mlp((64, *[64] * 30, 10), seed=0)  # 30 hidden ReLU layers, as torch draw
 # %% [markdown]
 # ## What is wrong?
 #
-# `diagnose` runs one batch forward and backward and measures every layer. The network is not changed.
+# `diagnose` runs one batch forward and backward and measures every layer. The network is not
+# changed.
 
 # %%
 found = on.diagnose(deep, x, y)
 print(found.verdict)
 
 # %% [markdown]
-# The score is near zero: plain SGD is unlikely to train this network. The figure shows why. The rank ratio *r* of
-# the signal falls to one within a few layers: all images look the same to the layers behind, up to their length.
-# And the gradient that reaches the first layer is far smaller than that of the last.
+# The score is near zero: plain SGD is unlikely to train this network. The figure shows why. The
+# rank ratio *r* of the signal falls to one within a few layers: all images look the same to the
+# layers behind, up to their length. And the gradient that reaches the first layer is far
+# smaller than that of the last.
 
 # %%
 found.plot()
@@ -36,9 +38,9 @@ found.plot()
 # %% [markdown]
 # ## Repair
 #
-# `repair` draws new initial weights. By default it tries *mirrored* weights first: half of the channels carry a
-# signal and the other half its negative, so that a ReLU network starts as a linear map, and rank and gradient
-# pass through any depth.
+# `repair` draws new initial weights. By default it tries *mirrored* weights first: half of the
+# channels carry a signal and the other half its negative, so that a ReLU network starts as a
+# linear map, and rank and gradient pass through any depth.
 
 # %%
 result = on.repair(deep, x, y)
@@ -50,15 +52,21 @@ result.after.plot()
 # %% [markdown]
 # ## Does it learn now?
 #
-# The same training with plain SGD, for the network as it was, the repaired one, and one with batch norms:
+# The same training with plain SGD, for the network as it was, the repaired one, and one with
+# batch norms:
 
 # %%
 with_norms = on.repair(deep, x, y, method="batch_norm").model
 schedule = on.Schedule(epochs=8, lr=0.01, seed=0)
-for name, network in (("as it was", deep), ("batch norms", with_norms), ("repaired", result.model)):
+for name, network in (
+    ("as it was", deep),
+    ("batch norms", with_norms),
+    ("repaired", result.model),
+):
     history = on.fit(network, train, schedule=schedule).history
-    print(f"{name:12} loss {history[-1]['loss']:.2f}, {100 * accuracy(network, test):.1f} % of the test images")
+    share = 100 * accuracy(network, test)
+    print(f"{name:12} loss {history[-1]['loss']:.2f}, {share:.1f} % of the test images")
 
 # %% [markdown]
-# [Repair](../repair.md) compares nine methods on a larger data set, and says for which networks batch norms do as
-# well.
+# [Repair](../repair.md) compares nine methods on a larger data set, and says for which networks
+# batch norms do as well.

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Random features and their conditioning
 #
-# Two frozen layers with a norm between them compute `left diag(gamma) right`. This tutorial solves for gamma,
-# looks at the singular values of the system, and shows what a few more features buy.
+# Two frozen layers with a norm between them compute `left diag(gamma) right`. This tutorial
+# solves for gamma, looks at the singular values of the system, and shows what a few more
+# features buy.
 
 # %%
 import torch
@@ -18,8 +19,8 @@ print(features)
 # %% [markdown]
 # ## Solve
 #
-# The equations are linear in gamma. Their matrix, with a row for each weight and a column for each feature, is
-# never built.
+# The equations are linear in gamma. Their matrix, with a row for each weight and a column for
+# each feature, is never built.
 
 # %%
 solution = on.solve_features(features, target, tolerance=1e-10)
@@ -30,8 +31,8 @@ print(f"relative error {float((made - target).norm() / target.norm()):.1e}")
 # %% [markdown]
 # ## The law of the singular values
 #
-# With $\ell$ features per equation the singular values of random features fill $[|1 - \sqrt\ell|, 1 +
-# \sqrt\ell]$, by the Marchenko-Pastur law.
+# With $\ell$ features per equation the singular values of random features fill $[|1 -
+# \sqrt\ell|, 1 + \sqrt\ell]$, by the Marchenko-Pastur law.
 
 # %%
 spectrum = measure_spectrum(features)
@@ -60,8 +61,9 @@ for excess in (1.0, 1.02, 1.1, 1.25, 1.5, 2.0):
 for name in ("id_cond", "ortho_cond", "fast_ortho_cond"):
     structured = on.draw(name, target.shape, seed=0)
     solution = on.solve_features(structured, target)
-    print(f"{name:16} {structured.n_features} features, {solution.method}, residual {solution.residual:.1e}")
+    print(f"{name:16} {structured.n_features} features, residual {solution.residual:.1e}")
 
 # %% [markdown]
 # [Draw frozen weights](../features.md) has all distributions and the number format, [Solve for
-# gamma](../solvers.md) the choice of the method, and [Random features](../papers/random_features.md) the theory.
+# gamma](../solvers.md) the choice of the method, and [Random
+# features](../papers/random_features.md) the theory.

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Gallery
 #
-# Figures of onlynorm, each with the code that draws it. Results have `.plot()`, which returns a figure:
-# `.save("figure.svg")` writes it as SVG, PNG or PDF. Point at a marker to read its value.
+# Figures of onlynorm, each with the code that draws it. Results have `.plot()`, which returns a
+# figure: `.save("figure.svg")` writes it as SVG, PNG or PDF. Point at a marker to read its
+# value.
 
 # %%
 import math
@@ -39,7 +40,9 @@ on.repair(deep, x, y).plot()
 
 # %%
 net = mlp((64, 32, 10), seed=0)
-training = on.fit(net, (data.train_inputs, data.train_labels), schedule=on.Schedule(epochs=10, lr=0.1))
+training = on.fit(
+    net, (data.train_inputs, data.train_labels), schedule=on.Schedule(epochs=10, lr=0.1)
+)
 training.plot()
 
 # %% [markdown]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Near the identity: factorize and memorize
 #
-# Two constructions with residual layers: any matrix as a product of layers that are nearly the identity, and a
-# network that has every point of a sample right without training.
+# Two constructions with residual layers: any matrix as a product of layers that are nearly the
+# identity, and a network that has every point of a sample right without training.
 
 # %%
 import torch
@@ -14,6 +14,7 @@ from onlynorm.identity import measure_off_sample
 
 torch.manual_seed(0)
 R = torch.randn(16, 16, dtype=torch.float64)
+R[0] *= torch.det(R).sign()  # a positive determinant needs no extra dimension
 
 # %% [markdown]
 # ## Factorize
@@ -25,7 +26,8 @@ factors = on.factorize(R, depth=64)
 print(factors)
 
 # %% [markdown]
-# The norms fall like one over the depth. No factorization has smaller ones than the lower bound:
+# The norms fall like one over the depth. No factorization has smaller ones than the lower
+# bound:
 
 # %%
 depths = [4, 8, 16, 32, 64, 128, 256]
@@ -49,7 +51,8 @@ print(f"largest error {float((network(x) - x @ R.mT).detach().abs().max()):.1e}"
 # %% [markdown]
 # ## Memorize
 #
-# `memorize` computes a residual ReLU network of logarithmic width that gives each of 500 digits its class:
+# `memorize` computes a residual ReLU network of logarithmic width that gives each of 500 digits
+# its class:
 
 # %%
 data = digits()
@@ -59,8 +62,8 @@ print(memorizer.facts)
 print("all right:", torch.equal(memorizer.classify(images), labels))
 
 # %% [markdown]
-# It does not generalize: noise of a few percent switches its neurons off, and on other images it is mostly
-# silent. The theorem is about capacity, not about learning.
+# It does not generalize: noise of a few percent switches its neurons off, and on other images
+# it is mostly silent. The theorem is about capacity, not about learning.
 
 # %%
 off = measure_off_sample(memorizer, images, labels, held_out=(data.test_inputs, data.test_labels))
@@ -68,5 +71,5 @@ print(off)
 off.plot()
 
 # %% [markdown]
-# [Factorize and memorize](../identity.md) has the constructions, bounds and promises, and [Identity
-# matters](../papers/hardt_ma2017.md) the theory.
+# [Factorize and memorize](../identity.md) has the constructions, bounds and promises, and
+# [Identity matters](../papers/hardt_ma2017.md) the theory.

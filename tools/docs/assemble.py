@@ -27,7 +27,7 @@ GENERATED: dict[str, Callable[[], str]] = {
 def assemble(folder: Path, *, run: bool = True) -> None:
     """Replaces `folder` by the pages of the documentation; with `run`, tutorials that have changed are run."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(SOURCE, folder)
+    shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("ruff.toml"))
     (folder / "verdicts.json").unlink()
     packed = folder / COMPRESSED
     packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
