@@ -40,7 +40,7 @@ test: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow" \
-	  --ignore=tests/cli --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
+	  --ignore=tests/cli --ignore=tests/docs --ignore=tests/evidence --ignore=tests/test_bad_calls.py --ignore=tests/test_fuzz.py
 
 # Without AVX, fused multiplications and threads, sums are rounded in another order: no threshold may depend on it.
 test-portable: $(VENV)/.dev
@@ -55,7 +55,7 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tools.docs
 
 bench: $(VENV)/.run
 	$(BIN)/onlynorm bench solve $(if $(QUICK),--quick)
@@ -64,4 +64,4 @@ showcase: $(VENV)/.run
 	$(BIN)/onlynorm bench reconstruct $(if $(QUICK),--quick)
 
 clean:
-	rm -rf $(VENV) site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site onlynorm-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,6 +23,8 @@ TOP = typer.main.get_command(cli.app.app).commands  # type: ignore[attr-defined]
 BENCHES = {f"bench {name}": TOP["bench"].get_command(None, name) for name in TOP["bench"].list_commands(None)}
 DATA = {f"data {name}": command for name, command in TOP["data"].commands.items()}
 COMMANDS = TOP | BENCHES | DATA
+LONG = ("bench", "demo", "report", "reproduce", "spectrum", "theorems")
+"""Commands with tests of their own, which take minutes or hours at their full size."""
 PLACEHOLDERS = re.compile(r"<(bool|str|int|float|path|list\[\w+\]|(int|float) range)>|\[x>|<=x")
 
 
@@ -93,6 +95,25 @@ def test_every_example_is_a_line_the_command_understands(name: str) -> None:
         command = COMMANDS[" ".join(known)]
         command.make_context(name, words[len(known) :])
     assert any(line.startswith(f"onlynorm {name}") for line in found)  # some need the file of another command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name.split()[0] not in LONG])
+def test_examples_run_in_order_without_data_but_what_they_say_to_get(
+    run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv("ONLYNORM_DATA", str(tmp_path / "none"))
+    epilog = COMMANDS[name].epilog
+    for line in examples_in(epilog):
+        words = shlex.split(line)[1:]
+        if words[:2] == ["data", "get"] or "table.csv" in words:
+            continue
+        ran = run(*words)
+        needed = re.search(r"onlynorm data get (\w+)", ran.err)
+        if needed is None:
+            assert ran.code in ((0, 1) if name == "diagnose" else (0,)), f"{line}: {ran.err}"
+        else:
+            assert re.search(rf"onlynorm data get [\w ]*{needed[1]}", epilog), f"{line} needs {needed[1]}"
 
 
 def test_a_long_example_is_continued_before_an_option_and_joined_by_the_shell() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from browsing import programs, requests_of, started, wait_for
 from toy_records import HOSTILE, make_record
 
 from onlynorm.display import Curve
@@ -18,32 +16,6 @@ from onlynorm.evidence.registry import Finding, Verdict, statements
 from onlynorm.evidence.report.page import write_report
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,1000",
-)
-
-
-def programs() -> tuple[str, str]:
-    """The browser and its driver; without them a skip that says why, and in CI a failure."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    driver = shutil.which("chromedriver")
-    if browser and driver:
-        return browser, driver
-    wanted = f"{' or '.join(BROWSERS)}, and chromedriver"
-    missing = f"needs {wanted}; on Debian: apt-get install chromium chromium-driver"
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"the browser test {missing}. CI has to have them.")
-    pytest.skip(missing)
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +42,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium import webdriver
-
-    binary, driver = programs()
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    try:
-        yield started
-    finally:
-        started.quit()
+    with started(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
 @pytest.fixture
@@ -94,24 +55,6 @@ def browser(running: Any, page: str) -> Any:
         running.get_log(log)
     running.get(page)
     return running
-
-
-def wait_for(found: Callable[[], Any], what: str) -> Any:
-    """The first truthy answer of `found` within twenty seconds."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        answer = found()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    return pytest.fail(f"{what} did not happen within twenty seconds")
-
-
-def requests_of(browser: Any) -> list[str]:
-    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    return [
-        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
-    ]
 
 
 def shown_statements(browser: Any) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,8 @@ FROM_ELSEWHERE = {
     "daneshmand2020:lemma-10",
 }
 KEY = r"[a-z0-9_]+:[a-z]+(?:-[\w.-]*\w)?"
+RECORDED = json.loads((Path(__file__).parents[2] / "docs" / "verdicts.json").read_text(encoding="utf-8"))
+"""The verdicts that the documentation shows."""
 MENTION = re.compile(rf"Theory:[ \t]*((?:{KEY}(?:,[\s#]*)?)*)")
 # Those of the reconstruction room have a file of their own, test_checks_reconstruction.
 CHECKED = [
@@ -311,5 +314,6 @@ def test_the_check_supports_its_statement(key: str) -> None:
     assert found.verdict is not Verdict.UNCHECKED, "a check must come to a verdict"
     assert re.search(r"\d", found.evidence), "evidence contains the measured numbers"
     assert all(isinstance(value, (int, float)) for value in found.measured.values())
+    assert found.verdict.value == RECORDED[key]["verdict"], f"correct docs/verdicts.json: {found.evidence}"
     if found.verdict is Verdict.FAILS:
         assert registry.statement(key).slips, f"{key} fails and no slip explains it: {found.evidence}"
