@@ -158,7 +158,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT / "docs").as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_block_of_a_page_runs(page: Path, run: RunCli) -> None:
     document = Sybil(parsers=[parser]).parse(page)
     document.namespace["run"] = run
