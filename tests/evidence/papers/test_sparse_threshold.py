@@ -29,7 +29,7 @@ tolerance = 0.2
 source = "law"
 
 [[artifact.expect]]
-name = "full as soon as no feature is dead, share"
+name = "full as soon as no feature is dead, fraction"
 min = 0.9
 source = "ours"
 """
