@@ -58,16 +58,16 @@ def is_rebuilt_exactly(target: Matrix, k: int, *, seed: int) -> bool:
     last = _whole(seed, "last", d, width)
     layers = [(_whole(seed, f"W{i}", width, width), _whole(seed, f"A{i}", width, k)) for i in range(n_layers)]
     gammas: list[list[Fraction]] = []
-    behind = last
+    later = last
     for i in reversed(range(n_layers)):
         W, A = layers[i]
         seen = _product(W, A)
-        system = [[behind[row][f] * seen[f][col] for f in range(width)] for row in range(d) for col in range(k)]
+        system = [[later[row][f] * seen[f][col] for f in range(width)] for row in range(d) for col in range(k)]
         gamma = _solve(system, [target[row][i * k + col] for row in range(d) for col in range(k)])
         if gamma is None:
             return False
         gammas.insert(0, gamma)
-        behind = _product([[x * g for x, g in zip(row, gamma, strict=True)] for row in behind], W)
+        later = _product([[x * g for x, g in zip(row, gamma, strict=True)] for row in later], W)
     # The forward pass of the network: every layer adds its slice and scales.
     made = [[Fraction(0)] * (n_layers * k) for _ in range(width)]
     for i, ((W, A), gamma) in enumerate(zip(layers, gammas, strict=True)):

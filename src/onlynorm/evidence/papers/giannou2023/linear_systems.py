@@ -1,4 +1,4 @@
-"""Checks of the lemmas behind the reconstructions: linear systems, polynomials, norms as affine maps, one layer.
+"""Checks of lemmas for the reconstructions: linear systems, polynomials, norms as affine maps, one layer.
 
 Statements about products of matrices are checked in `products`.
 """
