@@ -114,7 +114,7 @@ def test_the_network_of_table_1_has_the_printed_shape(tmp_path: Path) -> None:
     (record,) = reproduce(FOUND["hardt_ma2017:table-1"], out=tmp_path)
     assert record.verdict is RecordVerdict.CAVEAT, record.reasons
     assert [item.name for item in record.checks if not item.is_met] == [
-        "trained numbers, millions, against section 4.1"
+        "trained parameters, millions, against section 4.1"
     ]
     assert record.table is not None
     assert [tuple(row) for row in record.table.rows] == [
@@ -163,7 +163,7 @@ def test_an_order_against_the_paper_is_not_reproduced(
 def test_figure_1_shows_both_errors_and_the_drops(tmp_path: Path, pretending: None) -> None:
     (record,) = reproduce(sized("hardt_ma2017:fig-1"), scale="paper", out=tmp_path)
     assert record.verdict is RecordVerdict.CAVEAT, record.reasons
-    assert [curve.label for curve in record.curves] == ["training images", "test images", "the rate drops tenfold"]
+    assert [curve.label for curve in record.curves] == ["training images", "test images", "learning rate drops tenfold"]
     assert record.values["test error at the first drop of the learning rate minus at the end, points"] == pytest.approx(
         2.0
     )
@@ -176,6 +176,6 @@ def test_the_sizes_are_those_the_caveats_state() -> None:
         one = FOUND[f"hardt_ma2017:{name}"]
         training, words = one.sizes["paper"]["training"], one.caveats[0]
         side = training["image_size"]
-        for told in (f"depth of {training['depth']} ", f"{side} x {side}", f"{training['n_train']:,} training",
-                     f"{training['n_epochs']} epochs in steps of {training['batch_size']}"):  # fmt: skip
-            assert told in words
+        for size in (f"depth of {training['depth']} ", f"{side} x {side}", f"{training['n_train']:,} training",
+                     f"{training['n_epochs']} epochs with batch size {training['batch_size']}"):  # fmt: skip
+            assert size in words
