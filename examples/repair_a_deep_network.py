@@ -1,4 +1,4 @@
-"""A network too deep to learn: what is wrong with it, in plain words, and what it learns after a repair."""
+"""Diagnoses a network that is too deep to learn, and compares training before and after a repair."""
 
 import onlynorm as on
 from onlynorm.data import digits
@@ -14,6 +14,6 @@ repaired = on.repair(deep, data.train_inputs[:256], data.train_labels[:256], see
 print(repaired)
 
 schedule = on.Schedule(epochs=15, lr=0.01, seed=0)
-for name, network in (("as it was", deep), ("repaired", repaired.model)):
+for name, network in (("original", deep), ("repaired", repaired.model)):
     on.fit(network, train, schedule=schedule)
-    print(f"{name}: {100 * accuracy(network, test):.1f} % right after 15 epochs")
+    print(f"{name}: {100 * accuracy(network, test):.1f} % accuracy after 15 epochs")

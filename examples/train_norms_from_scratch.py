@@ -1,4 +1,4 @@
-"""Networks that learn by norms alone, from scratch: as the ordinary network, and as random features let them."""
+"""Trains only the norms of networks from scratch, and compares them with ordinary training."""
 
 from torch import nn
 
@@ -14,7 +14,7 @@ train, test = (data.train_inputs, data.train_labels), (data.test_inputs, data.te
 def learn(name: str, network: nn.Module, *, follow_weights: bool = False) -> None:
     schedule = on.Schedule(epochs=5, lr=0.05, follow_weights=follow_weights, seed=0)
     losses = [row["loss"] for row in on.fit(network, train, schedule=schedule).history]
-    print(f"{name:39} loss {losses[-1]:.6f}, {100 * accuracy(network, test):.1f} % right")
+    print(f"{name:39} loss {losses[-1]:.6f}, {100 * accuracy(network, test):.1f} % accuracy")
 
 
 learn("ordinary network", mlp((64, 32, 10), seed=0))

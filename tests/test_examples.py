@@ -20,9 +20,9 @@ def printed(name: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def shares(text: str) -> list[float]:
-    """Every percentage of right answers, in the order printed."""
-    return [float(share) for share in re.findall(r"([\d.]+) %(?: right|$)", text, flags=re.MULTILINE)]
+def accuracies(text: str) -> list[float]:
+    """Every accuracy in percent, in the order printed."""
+    return [float(found) for found in re.findall(r"([\d.]+) %(?: accuracy|$)", text, flags=re.MULTILINE)]
 
 
 def test_a_rebuilt_network_has_the_outputs_of_the_trained_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,7 @@ def test_a_rebuilt_network_has_the_outputs_of_the_trained_one(capsys: pytest.Cap
 
 def test_norms_alone_adapt_to_another_light(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("adapt_by_norms.py", capsys)
-    before, after = shares(text)
+    before, after = accuracies(text)
     assert after > before + 30
     assert "the same outputs: True" in text
 
@@ -41,7 +41,7 @@ def test_norms_alone_adapt_to_another_light(capsys: pytest.CaptureFixture[str]) 
 def test_a_deep_network_learns_once_it_is_repaired(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("repair_a_deep_network.py", capsys)
     assert text.startswith("unhealthy")
-    before, after = shares(text)
+    before, after = accuracies(text)
     assert before < 20
     assert after > 90
 

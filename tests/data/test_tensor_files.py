@@ -303,7 +303,7 @@ def test_a_forged_memorizer_is_refused_before_its_sizes_are_used(tmp_path: Path,
     document, tensors = read_tensors(path, kind="onlynorm-memorizer", format=1, cure="")
     rest = {name: item for name, item in document.items() if name not in ("sha256", "onlynorm", "kind", "format")}
     write_tensors(path, tensors, kind="onlynorm-memorizer", format=1, document={**rest, field: value})
-    with pytest.raises(FormatError, match=r"sizes that fit its numbers; a has others"):
+    with pytest.raises(FormatError, match=r"sizes that fit its parameters; a has others"):
         on.load(path)
 
 

@@ -70,7 +70,7 @@ def test_a_sealed_file_that_does_not_fit_together_is_refused(
     found = factorize(symmetric(3), 5, method="root")
     kept = {"core.0": found.runs[0].core.contiguous()} if has_core else {"other": torch.ones(1)}
     write_tensors(path, kept, kind="factorization", format=1, document={"factorization": found.as_dict() | change})
-    with pytest.raises(FormatError, match=r"factors need the tensors and facts of their runs; factors\.safetensors"):
+    with pytest.raises(FormatError, match=r"needs matching tensors and metadata; factors\.safetensors"):
         on.load(path)
 
 
@@ -90,5 +90,5 @@ def test_forged_tensors_are_refused(tmp_path: Path, name: str, change: str) -> N
         return  # other angles are other factors, and nothing in the file says which were meant
     facts = {"factorization": document["factorization"]}
     write_tensors(path, {**tensors, name: changes[change]}, kind="factorization", format=1, document=facts)
-    with pytest.raises(FormatError, match=r"factors need the tensors and facts of their runs"):
+    with pytest.raises(FormatError, match=r"needs matching tensors and metadata"):
         on.load(path)

@@ -85,7 +85,7 @@ def test_descent_from_zero_reaches_the_minimum_and_obeys_the_inequality_all_the_
     assert down.ratios[0] == pytest.approx(1.0)  # at zero, with Sigma = I, both sides are equal
     assert down.path is None
     assert float(landscape.risk(down.end)) == down.risks[-1]
-    assert "150 steps of rate" in str(down)
+    assert "150 steps with learning rate" in str(down)
 
 
 def test_the_standard_parameterization_is_stuck_at_zero_where_the_residual_one_is_not() -> None:
@@ -99,7 +99,7 @@ def test_the_standard_parameterization_is_stuck_at_zero_where_the_residual_one_i
     assert stuck.risks[-1] > 0.99 * stuck.risks[0]
     assert free.risks[-1] < 0.2 * free.risks[0]
     assert stuck.ratios == ()
-    assert "nowhere defined" in str(stuck)
+    assert "undefined" in str(stuck)
 
 
 def test_a_target_of_negative_determinant_drives_the_descent_out_of_the_ball() -> None:
@@ -127,7 +127,7 @@ def test_progress_is_told_of_every_step() -> None:
 
 
 def test_a_rate_that_is_too_large_is_an_error_with_the_cure() -> None:
-    with pytest.raises(TrainingError, match=r"needs a rate .*; at 5 it rose .*smaller rate"):
+    with pytest.raises(TrainingError, match=r"needs a learning rate .*; at 5 it rose .*smaller learning rate"):
         Landscape(3.0 * eye(2)).descend(torch.zeros(3, 2, 2), n_steps=50, rate=5.0)
 
 
@@ -184,7 +184,9 @@ def test_misuse_is_refused_with_the_cure() -> None:
         Landscape(torch.ones(2, 3))
     with pytest.raises(ShapeError, match=r"a covariance of the shape of R, \(2, 2\); got \(3, 3\)"):
         Landscape(eye(2), eye(3))
-    with pytest.raises(ValueRangeError, match=r"symmetric without negative eigenvalues; got a smallest one of -1"):
+    with pytest.raises(
+        ValueRangeError, match=r"symmetric without negative eigenvalues; got the smallest eigenvalue -1"
+    ):
         Landscape(eye(2), -eye(2))
     with pytest.raises(ValueRangeError, match=r"noise of a landscape.* got -1"):
         Landscape(eye(2), noise=-1.0)

@@ -281,7 +281,7 @@ def test_a_file_whose_sizes_do_not_fit_its_numbers_is_refused(network: Memorizer
     wrong = Memorizer(64, 10, width=4, n_blocks=1, n_cues=10)
     wrong.width = 5
     on.save(wrong, tmp_path / "net.safetensors")
-    with pytest.raises(FormatError, match="sizes that fit its numbers"):
+    with pytest.raises(FormatError, match="sizes that fit its parameters"):
         on.load(tmp_path / "net.safetensors")
 
 
@@ -409,7 +409,7 @@ def test_off_the_sample_everything_is_counted(
     assert found.noise[1][1].right == 1.0  # far below the smallest activation distance
     assert found.activation_distance[0] > 1e-4
     assert 0.0 < found.class_radius[0] < found.class_radius[1] < found.activation_distance[1]
-    assert "radius of a certain class: at least" in str(found)
+    assert "class radius: at least" in str(found)
     assert found.noise[3][1].right < 0.5
     assert found.noise[2][1].wrong < found.noise[2][1].silent  # a cue speaks for its class alone
     for answers in (found.held_out, *(answers for _, answers in found.noise)):

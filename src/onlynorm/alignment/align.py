@@ -85,7 +85,7 @@ class Alignment(ShownResult):
         return super().as_dict() | found
 
     def plot(self) -> Figure:
-        """The energy that each method misses, beside that of the target as it came."""
+        """The missed energy of each method and of the original order."""
         if not self.attempts or not self.n_missed:
             return Figure()
         names = [one.method for one in self.attempts]
@@ -93,19 +93,19 @@ class Alignment(ShownResult):
         return Figure(
             [
                 Curve("after the method", range(1, len(names) + 1), [a.objective for a in self.attempts], "bars"),
-                Curve("as it came", ends, (self.unaligned,) * 2, style="law"),
+                Curve("original order", ends, (self.unaligned,) * 2, style="law"),
             ],
             [Panel("", "Missed energy", y_label="squared error", x_names=names)],
         )
 
     def view(self) -> View:
-        """The error before and after, and the methods that were tried."""
+        """Errors before and after alignment, and the methods tried."""
         columns = ("method", "missed energy", "seconds")
         rows = [(one.method, f"{one.objective:.4g}", f"{one.seconds:.2g}") for one in self.attempts]
         return View(
             f"{len(self.permutation):,} rows aligned by {self.method}", "optimal" if self.is_optimal else "", "good",
             facts={
-                "relative error": self.error, "of the target as it came": self.unaligned_error,
+                "relative error": self.error, "relative error of the original order": self.unaligned_error,
                 "directions missed": self.n_missed, "seconds": self.seconds,
             },
             tables={"Methods": Table(columns, rows)},

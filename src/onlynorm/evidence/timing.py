@@ -1,13 +1,15 @@
-"""Fair times: every time that is shown beside another one is measured here.
+"""Fair comparison of times: all times that are compared with each other are measured here.
 
-Three things make a comparison of times unfair, and `race` excludes each. What happens only once (the first use of
-`torch.optim` imports for seconds, a library sets up its threads) falls on whoever comes first: every method runs once
-before anything is counted. A machine that is busier at some moments: the methods take turns, and the best turn counts.
-A method that always runs after the same other one finds its caches: each round has an order of its own, drawn from a
-fixed seed.
+`race` avoids three sources of unfair comparisons:
 
-Inside `one_thread` times are processor seconds, which do not count the time in which other programs run; they add up
-over threads, so that elsewhere the seconds of the wall clock are taken.
+- One-time costs, such as the import of `torch.optim` or the start of a thread pool, are counted for the first method.
+  Therefore every method runs once before times are counted.
+- The machine may be busier at some moments. Therefore the methods take turns, and the best time of each is used.
+- A method that always runs after the same other method finds its data in the caches. Therefore each round has its own
+  random order, from a fixed seed.
+
+Inside `one_thread` times are processor seconds, which exclude the time of other programs but add up over threads.
+Otherwise they are seconds of wall time.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from onlynorm.validate import need_integer
 
 _is_single: ContextVar[bool] = ContextVar("is_single", default=False)
 PATIENCE = 20.0
-"""Seconds of counted turns after which a method takes no further ones; it always has one."""
+"""A method stops after this many seconds of counted runs; at least one run is counted."""
 _Name = TypeVar("_Name")
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Timing(Generic[_Result]):
-    """The best time of a method over `n_turns` counted turns, peak memory (0 if not metered) and last result."""
+    """Best time of a method over `n_turns` counted runs, peak memory (0 if not `metered`), and the last result."""
 
     seconds: float
     memory: int
@@ -59,16 +61,16 @@ def race(
     warm_up: bool = True,
     on_turn: Callable[[_Name, int], None] | None = None,
 ) -> dict[_Name, Timing[_Result]]:
-    """The timing of every method, in the order in which they were given.
+    """The timing of every method, in the given order.
 
-    Each runs once without being counted, then once in each of `rounds` rounds, or until its counted turns took
-    `patience` seconds. `metered` measures the peak of the memory as well. `on_turn(name, round)` is called before every
-    turn; round 0 is not counted. `warm_up=False` leaves round 0 out, for work of minutes by methods that ran before.
-    The default `clock` counts processor seconds inside `one_thread`, else those of the wall.
+    Each method runs once without being counted, then once in each of `rounds` rounds, or until its counted runs took
+    `patience` seconds. With `metered`, peak memory is measured too. `on_turn(name, round)` is called before every run;
+    round 0 is not counted. `warm_up=False` skips round 0, for long runs of methods that have already run. The default
+    `clock` counts processor seconds inside `one_thread`, else wall time.
     """
     if clock is None:
         clock = time.process_time if _is_single.get() else time.perf_counter
-    rounds = need_integer("rounds", rounds, low=1, cure="Three rounds are enough for work of more than a second.")
+    rounds = need_integer("rounds", rounds, low=1, cure="Use 3 for methods that take more than a second.")
     if not methods:
         raise ValueRangeError("a race needs at least one method; got none. Pass {name: function}.")
     generator = random.Random(0)
@@ -110,7 +112,7 @@ def _turn(run: Callable[[], _Result], clock: Callable[[], float], metered: bool)
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch, NumPy and SciPy compute on one thread inside the block, and `race` counts processor seconds."""
+    """Limits torch, NumPy and SciPy to one thread inside the block; `race` then counts processor seconds."""
     n_threads, was_single = torch.get_num_threads(), _is_single.get()
     torch.set_num_threads(1)
     _is_single.set(True)
@@ -124,7 +126,7 @@ def one_thread() -> Iterator[None]:
 
 @functools.cache
 def warm_up_training() -> None:
-    """Takes one step of `fit`, so that the time of the first real one does not include what torch loads once."""
+    """Runs one step of `fit`, so that imports and setup of torch are not part of later timings."""
     with own_randomness(0):
         network = nn.Linear(1, 1)
     schedule = Schedule(epochs=1, batch_size=2, lr=0.0)

@@ -10,7 +10,7 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.seeds import seeded
 
 TRIAL_SEED = 100
-"""Seed of the validation subset, and of the first network on which learning rates are tried; others lie below."""
+"""Seed of the validation subset and of the first network used to select learning rates; other seeds are smaller."""
 
 
 def random_subset(split: Split, n: int, *, seed: int) -> tuple[Tensor, Tensor]:

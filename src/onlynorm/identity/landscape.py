@@ -22,7 +22,7 @@ from onlynorm.identity.factorization.matrices import EPS, need_depth, need_squar
 from onlynorm.validate import as_real, as_tensor, need_callable, need_flag, need_integer, need_number
 
 BLOW_UP = 1e6
-"""Gradient descent raises if the risk grew by this factor."""
+"""Gradient descent raises an error if the risk grows by this factor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Dominance(Result):
 class Descent(ShownResult):
     """A run of gradient descent: risks, squared gradients, largest distances from the identity, right sides of 2.3.
 
-    All lists include the start. `path` has the layers at every step if `keep_path`.
+    All lists include the initial point. `path` has the layers at every step if `keep_path`.
     """
 
     risks: tuple[float, ...]
@@ -72,7 +72,7 @@ class Descent(ShownResult):
         return tuple(g / b for g, b in zip(self.gradients, self.bounds, strict=True) if b > 0.0)
 
     def plot(self) -> Figure:
-        """Risk, and both sides of inequality 2.3, over the steps."""
+        """Risk and both sides of inequality 2.3 against the steps."""
         curves = []
         for label, values, panel, style in (
             ("risk", self.risks, "risk", "data"), ("|gradient|^2", self.gradients, "gradient", "data"),
@@ -88,21 +88,21 @@ class Descent(ShownResult):
         ))  # fmt: skip
 
     def view(self) -> View:
-        """Where the descent began and ended."""
+        """Initial and final risk, and the ratio of inequality 2.3."""
         return View(
             "Gradient descent near the identity",
             facts={
-                "steps": len(self.risks) - 1, "rate": self.rate, "risk at the start": self.risks[0],
-                "risk at the end": self.risks[-1], "largest |A|": max(self.norms),
-                "smallest ratio of inequality 2.3": min(self.ratios) if self.ratios else "nowhere defined",
+                "steps": len(self.risks) - 1, "learning rate": self.rate, "initial risk": self.risks[0],
+                "final risk": self.risks[-1], "largest |A|": max(self.norms),
+                "smallest ratio of inequality 2.3": min(self.ratios) if self.ratios else "undefined",
             },
         )  # fmt: skip
 
     def __str__(self) -> str:
-        smallest = f"{min(self.ratios):.3g}" if self.ratios else "nowhere defined"
+        smallest = f"{min(self.ratios):.3g}" if self.ratios else "undefined"
         return (
-            f"{len(self.risks) - 1} steps of rate {self.rate:.3g}: risk {self.risks[0]:.3g} to {self.risks[-1]:.3g}, "
-            f"largest |A| {max(self.norms):.3g}, smallest ratio of inequality 2.3: {smallest}"
+            f"{len(self.risks) - 1} steps with learning rate {self.rate:.3g}: risk {self.risks[0]:.3g} to "
+            f"{self.risks[-1]:.3g}, largest |A| {max(self.norms):.3g}, smallest ratio of inequality 2.3: {smallest}"
         )
 
 
@@ -123,7 +123,7 @@ class Landscape(Result):
 
     def __post_init__(self) -> None:
         target = need_square(self.target, what="a landscape")
-        noise = need_number("noise of a landscape, its mean square,", self.noise, low=0.0, cure="Zero is none.")
+        noise = need_number("noise of a landscape, its mean square,", self.noise, low=0.0, cure="Pass 0 for no noise.")
         given = torch.eye(len(target)).to(target) if self.covariance is None else self.covariance
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "covariance", _need_covariance(given, target))
@@ -172,8 +172,8 @@ class Landscape(Result):
 
     def _dominance(self, layers: Tensor, risk: float, gradient: Tensor) -> Dominance:
         tau = float(torch.linalg.matrix_norm(self._weights(layers) - torch.eye(len(self.target)).to(layers), 2).max())
-        share = (1.0 - tau) ** (2 * len(layers) - 2) if tau < 1.0 else 0.0
-        unit = 4.0 * len(layers) * share * max(risk - self.noise, 0.0)
+        factor = (1.0 - tau) ** (2 * len(layers) - 2) if tau < 1.0 else 0.0
+        unit = 4.0 * len(layers) * factor * max(risk - self.noise, 0.0)
         least = self.least_variance
         return Dominance(float(gradient.square().sum()), unit * least, unit * least**2, tau)
 
@@ -208,8 +208,8 @@ class Landscape(Result):
             risks.append(float(self.risk(layers)))
             if not risks[-1] <= BLOW_UP * risks[0]:
                 raise TrainingError(
-                    f"gradient descent needs a rate at which the risk decreases; at {rate:.2g} it rose from "
-                    f"{risks[0]:.2g} to {risks[-1]:.2g} in {step} steps. Pass a smaller rate."
+                    f"gradient descent needs a learning rate at which the risk decreases; at {rate:.2g} it rose from "
+                    f"{risks[0]:.2g} to {risks[-1]:.2g} in {step} steps. Pass a smaller learning rate."
                 )
             gradient = self.gradient(layers)
             seen.append(self._dominance(layers, risks[-1], gradient))
@@ -282,7 +282,7 @@ def _need_covariance(given: Tensor | np.ndarray, target: Tensor) -> Float[Tensor
     values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2.0)
     if gap > slack or float(values[0]) < -slack:
         raise ValueRangeError(
-            f"a covariance needs to be symmetric without negative eigenvalues; got a smallest one of "
+            f"a covariance needs to be symmetric without negative eigenvalues; got the smallest eigenvalue "
             f"{float(values[0]):.2g} and a difference of {gap:.2g} from its transpose, where rounding in {dtype} "
             f"explains up to {slack:.1g}. Pass x.mT @ x / len(x) with samples as rows."
         )

@@ -176,8 +176,8 @@ def _reconstruct(
         pairs = same_pairs(rebuilt, given, pairs=pairs)
         rebuilt, folded = fold_pairs(rebuilt, pairs), tuple(norm for _, norm in pairs)
         found = dataclasses.replace(found, layers=_with_biases(rebuilt, found.layers))
-    share = None if error is None else _need_positive(error) / len(found.layers)
-    settings = _resolve(settings, share, precision(model))
+    layer_error = None if error is None else _need_positive(error) / len(found.layers)
+    settings = _resolve(settings, layer_error, precision(model))
     saved = None
     if partial is not None:
         run_of = fingerprint(construction, settings, model, inputs, error=error, fold_norms=fold_norms)
@@ -206,7 +206,7 @@ def _reconstruct(
             block, result = resumed[0].to(given[0].device), LayerResult.from_dict(resumed[1])
             if on_step is not None:
                 on_step(target.name, 0, result.residual)
-        _need_share(result, share)
+        _need_layer_error(result, layer_error)
         finished[number] = result
         if progress is not None:
             progress(len(finished), len(found.layers), target.name)
@@ -339,14 +339,14 @@ def _copy_activation(construction: Construction, device: torch.device) -> nn.Mod
     return copy.deepcopy(construction.activation).to(device, torch.float64)
 
 
-def _resolve(settings: Settings, share: float | None, dtype: torch.dtype) -> Settings:
-    """The settings with defaults filled in: window, precision, and tolerances from the share of the error.
+def _resolve(settings: Settings, layer_error: float | None, dtype: torch.dtype) -> Settings:
+    """The settings with defaults filled in: window, precision, and tolerances from the allowed error of a layer.
 
-    A quarter of the share is for the solver, a quarter for the window, and half for rounding.
+    A quarter of this error is for the solver, a quarter for the window, and half for rounding.
     """
     tolerance, window = settings.tolerance, settings.window
-    if share is not None:
-        tolerance, window = tolerance or share / 4, settings.ranges.window or share / 4
+    if layer_error is not None:
+        tolerance, window = tolerance or layer_error / 4, settings.ranges.window or layer_error / 4
     own = settings.ranges.precision or str(dtype).removeprefix("torch.")
     return dataclasses.replace(
         settings, tolerance=tolerance, ranges=dataclasses.replace(settings.ranges, window=window, precision=own)
@@ -364,13 +364,13 @@ def _need_tensors(outputs: list[Tensor]) -> list[Tensor]:
     return outputs
 
 
-def _need_share(result: LayerResult, share: float | None) -> None:
-    if share is not None and not result.error <= share:
+def _need_layer_error(result: LayerResult, layer_error: float | None) -> None:
+    if layer_error is not None and not result.error <= layer_error:
         raise ToleranceError(
-            f"layer {result.name!r} needs an output error of at most {share:.1e}, its share of the error; measured "
-            f"{result.error:.1e} on the calibration batch, with a residual of {result.residual:.1e} and a window error "
-            f"of {result.window_error:.1e}. Pass a larger error, a smaller window in Ranges, or an activation that is "
-            "linear on a half-axis (ReLU)."
+            f"layer {result.name!r} needs an output error of at most {layer_error:.1e}, its part of the error; "
+            f"measured {result.error:.1e} on the calibration batch, with a residual of {result.residual:.1e} and a "
+            f"window error of {result.window_error:.1e}. Pass a larger error, a smaller window in Ranges, or an "
+            "activation that is linear on a half-axis (ReLU)."
         )
 
 
@@ -378,7 +378,7 @@ def _need_reached(reached: float, error: float) -> None:
     if not reached <= error:
         raise ToleranceError(
             f"the network needs a relative output error of at most {error:.1e}; measured {reached:.1e} on the "
-            "calibration batch although every layer is within its share: later layers amplify the errors. Pass an "
+            "calibration batch although every layer is within its part of it: later layers amplify the errors. Pass an "
             f"error smaller by a factor of {reached / error:.1g}."
         )
 

@@ -94,14 +94,14 @@ class Verification(ShownResult):
     def view(self) -> View:
         """The differences between the networks, and the origin of the tensors."""
         is_known = self.is_reproducible and not self.n_not_finite
-        shares = {"outside the calibrated range": self.outside, "outside the certified box": self.outside_box}
+        fractions = {"outside the calibrated range": self.outside, "outside the certified box": self.outside_box}
         return View(
             "Verification of a network", f"relative error {self.relative_error:.1e}", "" if is_known else "bad",
             [] if self.is_reproducible else ["Frozen tensors differ from what the seed gives."],
             facts={
                 "samples": self.n_samples, "largest error": f"{self.max_error:.2e}",
                 "same prediction": f"{100 * self.agreement:.2f} %",
-                **{name: f"{100 * share:.2f} %" for name, share in shares.items() if share is not None},
+                **{name: f"{100 * fraction:.2f} %" for name, fraction in fractions.items() if fraction is not None},
                 "samples with NaN or infinity": self.n_not_finite,
                 "every frozen tensor comes from the seed": self.is_reproducible, "frozen entries": self.n_frozen,
                 "parameters of norms": self.n_norm, "other parameters": self.n_other,

@@ -62,7 +62,7 @@ TINY = 150
 """Rows up to which a factor is computed in float64: refinements would take longer than float32 saves."""
 LARGE_COPY, HIDING = 16 * 2**20, 24
 """Size in bytes up to which a float32 copy is always stored, and the number of outputs and inputs from which the cost
-of a conversion is small beside the products."""
+of a conversion is small compared with the products."""
 SMALL = 1200
 """Equations up to which a singular value decomposition takes less than about a second."""
 

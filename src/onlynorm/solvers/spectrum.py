@@ -531,7 +531,7 @@ class Spectrum(ShownResult):
     def as_dict(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
         low, high = edges(self.features.equations, self.features.n_features)
-        bins, shares, law = self.histogram(24)
+        bins, fractions, law = self.histogram(24)
         facts: dict[str, Any] = {
             "features": self.features.name,
             "shape": list(self.features.shape),
@@ -544,7 +544,7 @@ class Spectrum(ShownResult):
             "condition_number": self.condition,
             "is_unit_length": self.is_unit_length,
             "length_spread": self.length_spread,
-            "histogram": {"edges": bins.tolist(), "share": shares.tolist()},
+            "histogram": {"edges": bins.tolist(), "share": fractions.tolist()},
         }
         if self.is_random:
             facts["histogram"]["law"] = law.tolist()
@@ -558,8 +558,8 @@ class Spectrum(ShownResult):
     def plot(self) -> Figure:
         """A histogram of the singular values, and the density of the law."""
         features = self.features
-        bins, shares, _ = self.histogram(N_BINS)
-        heights = shares / (bins[1] - bins[0])
+        bins, fractions, _ = self.histogram(N_BINS)
+        heights = fractions / (bins[1] - bins[0])
         curves = [Curve(f"{features.name} features", bins.tolist(), heights.tolist(), "histogram", "spectrum")]
         if self.is_random:
             x, y = self.law_curve(300)

@@ -119,7 +119,7 @@ def a_threshold_of_the_order_of_theorem_3(patch: pytest.MonkeyPatch) -> None:
 
 def half_of_p(patch: pytest.MonkeyPatch) -> None:
     covers = sparse._covers
-    patch.setattr(sparse, "_covers", lambda *args, share, factor: covers(*args, share=share, factor=factor / 2))
+    patch.setattr(sparse, "_covers", lambda *args, two_q_d, factor: covers(*args, two_q_d=two_q_d, factor=factor / 2))
 
 
 def a_bound_ten_times_as_large(patch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_deeper_sources_are_narrower_and_not_cheaper(tmp_path: Path) -> None:
     assert (two[0], ten[0]) == (2, 10)
     assert ten[1] < two[1] / 5
     assert ten[3] > two[3]
-    assert record.values["a whole network on digits: lowest share of equal predictions"] == 1.0
+    assert record.values["a whole network on digits: lowest fraction of equal predictions"] == 1.0
 
 
 def test_lost_digits_are_not_reproduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

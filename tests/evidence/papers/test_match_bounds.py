@@ -169,5 +169,5 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueRangeError, match="at least 1; got -1"):
         partition_chance(3, 4, target_density=0.5, density=0.5, outputs_per_row=-1)
     for needs_share in (outputs_per_row, printed_outputs_per_row):
-        with pytest.raises(ValueRangeError, match=r"target's density needs to lie between 0 and 1; got 1.5"):
+        with pytest.raises(ValueRangeError, match=r"target_density needs to be between 0 and 1; got 1.5"):
             needs_share(3, 4, target_density=1.5, density=0.5, chance=0.5)

@@ -259,7 +259,7 @@ def test_a_piece_of_another_library_state_is_a_caveat(toy: Toy, monkeypatch: pyt
     monkeypatch.setattr(cache_module, "library_digest", lambda *_: "another state")
     stale = toy.run(scale="paper")
     assert stale.verdict is RecordVerdict.CAVEAT
-    assert any("another state of the library" in reason for reason in stale.reasons)
+    assert any("another version of the library" in reason for reason in stale.reasons)
     assert toy.run(scale="paper", force=True).verdict is RecordVerdict.REPRODUCED
 
 

@@ -24,7 +24,7 @@ from onlynorm.evidence.records import RecordVerdict
 FOUND = load_artifacts(Path(hardt_ma2017.__file__).parent / "artifacts.toml", hardt_ma2017.ARTIFACTS)
 TINY: dict[str, Any] = {
     "depth": 7, "width": 4, "image_size": 4, "n_train": 192, "n_test": 60, "n_epochs": 6, "batch_size": 16,
-    "rate": 0.05, "n_looks": 5, "n_look": 50,
+    "rate": 0.05, "n_evaluations": 5, "n_evaluation_images": 50,
 }  # fmt: skip
 ERRORS = {NEAR_IDENTITY: 40.0, STANDARD: 90.0, SLOW: 41.0, BATCH: 38.0, HEAD: 40.5}
 
@@ -40,9 +40,9 @@ def colours(size: int) -> Split:
 def pretend(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any]:
     """A training without one, with errors of our choice and nothing but a start where it diverges."""
     error = ERRORS[variant] + seed * training.get("spread", 0.1) + training.get(variant, 0.0)
-    looks = [{"step": step, "loss": 1.0, "train": error, "test": error + 4 - step} for step in (1, 2, 3, 4)]
+    history = [{"step": step, "loss": 1.0, "train": error, "test": error + 4 - step} for step in (1, 2, 3, 4)]
     is_finite = error < 90
-    return {"test": error, "train": error - 2, "looks": looks if is_finite else [], "is_finite": is_finite}
+    return {"test": error, "train": error - 2, "history": history if is_finite else [], "is_finite": is_finite}
 
 
 def sized(id: str, **training: Any) -> Artifact:
@@ -69,7 +69,7 @@ def test_networks_learn_and_equal_seeds_give_equal_numbers(variant: str, monkeyp
     assert made == again
     assert made["is_finite"]
     assert made["n_steps"] == 6 * 12
-    assert [look["step"] for look in made["looks"]] == [15, 29, 44, 58, 72]
+    assert [look["step"] for look in made["history"]] == [15, 29, 44, 58, 72]
     assert made["test"] <= 20.0  # of 66.7 by guessing; the classes overlap little
 
 
@@ -114,7 +114,7 @@ def test_the_network_of_table_1_has_the_printed_shape(tmp_path: Path) -> None:
     (record,) = reproduce(FOUND["hardt_ma2017:table-1"], out=tmp_path)
     assert record.verdict is RecordVerdict.CAVEAT, record.reasons
     assert [item.name for item in record.checks if not item.is_met] == [
-        "trained numbers, millions, against section 4.1"
+        "trained parameters, millions, against section 4.1"
     ]
     assert record.table is not None
     assert [tuple(row) for row in record.table.rows] == [
@@ -148,7 +148,7 @@ def test_table_2_has_a_row_and_a_curve_per_network(tmp_path: Path, pretending: N
     assert rows[NEAR_IDENTITY][2] == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert rows[STANDARD][5] == "0 of 3"
     assert record.values["near identity minus batch norm, points"] == pytest.approx(2.0)
-    assert record.values["standard init, rate / 100 minus near identity, points"] == pytest.approx(1.0)
+    assert record.values["standard init, learning rate / 100 minus near identity, points"] == pytest.approx(1.0)
     assert len(record.pieces) == 15
 
 
@@ -163,8 +163,10 @@ def test_an_order_against_the_paper_is_not_reproduced(
 def test_figure_1_shows_both_errors_and_the_drops(tmp_path: Path, pretending: None) -> None:
     (record,) = reproduce(sized("hardt_ma2017:fig-1"), scale="paper", out=tmp_path)
     assert record.verdict is RecordVerdict.CAVEAT, record.reasons
-    assert [curve.label for curve in record.curves] == ["training images", "test images", "the rate drops tenfold"]
-    assert record.values["test error at the first drop of the rate minus at the end, points"] == pytest.approx(2.0)
+    assert [curve.label for curve in record.curves] == ["training images", "test images", "learning rate drops tenfold"]
+    assert record.values["test error at the first drop of the learning rate minus at the end, points"] == pytest.approx(
+        2.0
+    )
     assert record.values["test error minus training error at the end, points"] == pytest.approx(2.0)
     assert (tmp_path / "hardt_ma2017" / "fig-1" / "paper" / "figure.png").stat().st_size > 10_000
 
@@ -174,6 +176,6 @@ def test_the_sizes_are_those_the_caveats_state() -> None:
         one = FOUND[f"hardt_ma2017:{name}"]
         training, words = one.sizes["paper"]["training"], one.caveats[0]
         side = training["image_size"]
-        for told in (f"depth of {training['depth']} ", f"{side} x {side}", f"{training['n_train']:,} training",
-                     f"{training['n_epochs']} epochs in steps of {training['batch_size']}"):  # fmt: skip
-            assert told in words
+        for size in (f"depth of {training['depth']} ", f"{side} x {side}", f"{training['n_train']:,} training",
+                     f"{training['n_epochs']} epochs with batch size {training['batch_size']}"):  # fmt: skip
+            assert size in words

@@ -20,7 +20,7 @@ from onlynorm.evidence.papers.giannou2023.norm_training import (
     draw_frozen,
     train_norms,
 )
-from onlynorm.evidence.papers.giannou2023.sgd import ALGORITHMS, FROM_STUDENT, FROM_TEACHER, SGD, STUDENT, Kept
+from onlynorm.evidence.papers.giannou2023.sgd import ALGORITHMS, FROM_STUDENT, FROM_TEACHER, SGD, STUDENT, Trimmed
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import Record
 from onlynorm.features import structural_rank
@@ -114,7 +114,7 @@ def table(record: Record) -> list[dict[str, Any]]:
 
 
 def test_the_extremes_are_dropped() -> None:
-    kept = Kept.of([5.0, 0.1, 2.0, 3.0, 100.0])
+    kept = Trimmed.of([5.0, 0.1, 2.0, 3.0, 100.0])
     assert (kept.low, kept.high) == (2.0, 5.0)
     assert kept.mean == pytest.approx(10.0 / 3.0)
 
@@ -125,7 +125,7 @@ def test_the_table_summarises_the_kept_repeats_of_the_pieces(records: dict[str, 
     losses = train_norms(**note.config)["losses"].tolist()
     row = next(row for row in table(record) if row["method"] == SGD and row["features"] == 9)
     assert sorted(losses)[1:-1] == pytest.approx(
-        [row["lowest"], 3 * row["mean of the kept"] - row["lowest"] - row["highest"], row["highest"]]
+        [row["lowest"], 3 * row["mean loss"] - row["lowest"] - row["highest"], row["highest"]]
     )
 
 
@@ -136,7 +136,7 @@ def test_sgd_on_the_norms_lowers_the_loss() -> None:
     taught = task()
     left, right = draw_frozen(taught, n_features=25, density=1.0)
     fresh = NormNet(left, right)
-    fresh.keep_statistics(next(taught.inputs("train", n_samples=5_000, size=5_000)))
+    fresh.store_statistics(next(taught.inputs("train", n_samples=5_000, size=5_000)))
     before = taught.loss(fresh)
     after = train_norms(n_features=25, density=1.0, rates=[0.1], task=as_config(taught))["losses"]
     assert bool((after < 0.5 * before).all())
@@ -245,7 +245,7 @@ def test_kept_statistics_make_outputs_independent_of_the_batch() -> None:
     taught = task()
     net = NormNet(*draw_frozen(taught, n_features=25, density=1.0))
     x = next(taught.inputs("test", n_samples=100, size=100))
-    net.keep_statistics(x)
+    net.store_statistics(x)
     torch.testing.assert_close(net(x)[:, :10], net(x[:, :10]), rtol=1e-5, atol=1e-5)
     reference = NormNet(net.left, net.right)
     torch.testing.assert_close(net(x), reference(x), rtol=1e-5, atol=1e-5)

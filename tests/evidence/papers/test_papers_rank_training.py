@@ -27,7 +27,7 @@ from onlynorm.evidence.records import Record
 from onlynorm.seeds import seeded
 
 FIGURES = ("fig-5", "fig-6", "fig-7", "fig-8", "fig-11")
-TRAINING: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_looks": 2, "batch_size": 16}
+TRAINING: dict[str, Any] = {"data": "stripes", "n_train": 64, "n_epochs": 2, "n_evaluations": 2, "batch_size": 16}
 TINY: dict[str, Any] = {
     "width": 2, "depths": [1, 3], "depth": 3, "pretraining": [1, 2], "rates": [0.01, 0.1],
     "training": {**TRAINING, "n_train": 32, "n_epochs": 1},

@@ -199,15 +199,15 @@ def test_the_values_tell_a_fall_a_plateau_and_a_rise_apart() -> None:
     plateau = compare(_accuracies(50.0, 47.0, 47.0, 47.0), _accuracies(60.0, 57.0, 57.0, 57.0), "stripes")
     rising = compare(_accuracies(50.0, 47.0, 47.0, 48.0), _accuracies(60.0, 57.0, 57.0, 57.0), "stripes")
     rise, late = (
-        "largest rise of test accuracy between neighbours, lower end",
-        "fall of test accuracy, third to last, lower end",
+        "largest gain of test accuracy between neighbours, lower end",
+        "loss of test accuracy, third to last, lower end",
     )
     assert falling[rise] == pytest.approx(-1.0)
     assert (falling[late], plateau[late]) == (pytest.approx(1.0), pytest.approx(0.0))
     assert plateau[rise] == pytest.approx(0.0)
     assert rising[rise] == pytest.approx(1.0)
-    assert falling["fall of test accuracy, first to last, lower end"] == pytest.approx(3.0)
-    assert falling["condition 1 beside the ordinary network, largest difference"] == 0.0
+    assert falling["loss of test accuracy, first to last, lower end"] == pytest.approx(3.0)
+    assert falling["condition 1 against the ordinary network, largest difference"] == 0.0
 
 
 TOML = """
@@ -226,7 +226,7 @@ training = { data = "stripes", n_train = 64, n_epochs = 2, batch_size = 16 }
 [artifact.sizes.paper]
 
 [[artifact.expect]]
-name = "condition 1 beside the ordinary network, largest difference"
+name = "condition 1 against the ordinary network, largest difference"
 max = 0.0
 source = "Theorem 3.1"
 """

@@ -29,7 +29,7 @@ tolerance = 0.2
 source = "law"
 
 [[artifact.expect]]
-name = "full as soon as no feature is dead, share"
+name = "full as soon as no feature is dead, fraction"
 min = 0.9
 source = "ours"
 """
@@ -58,7 +58,7 @@ def test_a_piece_holds_the_densities_of_every_pattern() -> None:
 def test_the_figure_has_its_curves_and_meets_its_law(small: Artifact, tmp_path: Path) -> None:
     (record,) = reproduce(small, out=tmp_path / "out")
     assert record.verdict is Outcome.CAVEAT, record.reasons
-    assert {panel.name for panel in record.panels} == {"shares", "halves"}
+    assert {panel.name for panel in record.panels} == {"fractions", "halves"}
     assert {curve.style for curve in record.curves} == {"data", "law"}
     assert record.table is not None
     assert [row[:2] for row in record.table.rows] == [(6, 1.0), (12, 1.0), (6, 1.5), (12, 1.5)]

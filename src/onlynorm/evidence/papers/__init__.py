@@ -1,4 +1,4 @@
-"""The five papers: a folder each, with one file per subject that holds its checks and its figures.
+"""The five papers: one folder per paper, with one file per topic for its checks and figures.
 
-`reproduce` runs artifacts and writes records, `expectations` judges what was measured.
+`reproduce` runs artifacts and writes records; `expectations` compares the results with the papers.
 """

@@ -1,4 +1,4 @@
-"""The verdict of a reproduction, decided by the expectations and nothing else."""
+"""The verdict of a reproduction, computed from its expectations alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onlynorm.evidence.records import Check, RecordVerdict
 
 
 def check(expectation: Expectation, values: Mapping[str, float]) -> Check:
-    """Our value held against one expectation; a missing value or a NaN is outside."""
+    """Compares our value with one expectation; a missing value or NaN does not meet it."""
     ours = values.get(expectation.name)
     low, high = accepted_range(expectation)
     return Check(
@@ -26,7 +26,7 @@ def check(expectation: Expectation, values: Mapping[str, float]) -> Check:
 
 
 def accepted_range(expectation: Expectation) -> tuple[float, float]:
-    """The closed interval in which a value is accepted."""
+    """The closed interval of accepted values."""
     low = -math.inf if expectation.minimum is None else expectation.minimum
     high = math.inf if expectation.maximum is None else expectation.maximum
     if expectation.value is not None and expectation.tolerance is not None:
@@ -38,11 +38,10 @@ def accepted_range(expectation: Expectation) -> tuple[float, float]:
 def decide(
     checks: Sequence[Check], *, scale: Scale, caveats: Iterable[str] = (), failure: str = ""
 ) -> tuple[RecordVerdict, tuple[str, ...]]:
-    """The verdict and every reason for it.
+    """The verdict and the reasons for it.
 
-    Not reproduced: a hard expectation is outside, or nothing was checked. With a caveat: all hard ones are
-    met, but a soft one is not, the scale is quick, or the setting differs from the paper's. Reproduced: the
-    rest.
+    Not reproduced: a hard expectation is not met, or nothing was checked. With a caveat: all hard expectations are
+    met, but a soft one is not, the scale is quick, or the setting differs from the paper's. Otherwise reproduced.
     """
     hard = [_say(item) for item in checks if not item.is_met and not item.is_soft]
     soft = [_say(item) + " (soft)" for item in checks if not item.is_met and item.is_soft]
@@ -68,8 +67,8 @@ def _say(item: Check) -> str:
 def _describe(expectation: Expectation) -> str:
     parts = []
     if expectation.value is not None and expectation.tolerance is not None:
-        share = f"{100 * expectation.tolerance:g} %" if expectation.is_relative else f"{expectation.tolerance:g}"
-        parts.append(f"{expectation.value:.4g} ± {share}")
+        tolerance = f"{100 * expectation.tolerance:g} %" if expectation.is_relative else f"{expectation.tolerance:g}"
+        parts.append(f"{expectation.value:.4g} ± {tolerance}")
     if expectation.minimum is not None:
         parts.append(f"at least {expectation.minimum:.4g}")
     if expectation.maximum is not None:

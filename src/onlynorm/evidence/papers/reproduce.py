@@ -1,14 +1,14 @@
-"""Running artifacts piece by piece: every finished piece is stored, so that a killed run resumes.
+"""Runs artifacts in pieces; every finished piece is cached, so that an interrupted run resumes.
 
 The key of a piece is the digest of
   - the artifact's id, the piece's name and its configuration,
   - the source text of the artifact's module and of the module that defines the piece's function, without imports,
-  - the format of stored pieces and onlynorm's version.
-Sizes and seeds are not part of it: a piece is a plain function without a closure, so everything it depends on
-is its configuration or its source text, and a wider sweep reuses what it already has. The rest of the library, and the
-modules of papers that the two import, change too often to be part of the key; their digest is stored in each piece
-instead. A piece made by another state of the library, or by other versions of torch, numpy or scipy, is marked stale
-and becomes a caveat of the record until it is recomputed with `force=True`.
+  - the format of cached pieces and the version of onlynorm.
+Sizes and seeds are not part of the key: a piece is a plain function without a closure, so it depends only on its
+configuration and its source text, and a larger sweep reuses the pieces of a smaller one. The rest of the library, and
+the modules of papers that the two modules import, change too often to be part of the key; their digest is stored in
+each piece. A piece computed with another version of the library, torch, numpy or scipy is marked as stale and adds a
+caveat to the record until it is recomputed with `force=True`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from onlynorm.validate import need_callable, need_instance, need_items, need_pat
 
 PIECE_FORMAT = 1
 RECORDS = Path("onlynorm-out/records")
-_STALE = "Some pieces were computed by another state of the library. Run with force=True to compute them again."
+_STALE = "Some pieces were computed with another version of the library. Run with force=True to compute them again."
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an artifact's function measured: named values, the curves of its figure, the rows of its table."""
+    """Result of an artifact's function: named values, the curves of its figure, and its table."""
 
     values: Mapping[str, float]
     curves: Sequence[Curve] = ()
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of a run, for whoever shows it. `total` is None until the artifact has counted its pieces."""
+    """One step of a run, passed to the progress callback; `total` is None until the number of pieces is known."""
 
     artifact: str
     piece: str
@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """What an artifact's function works with: sizes, seeds, and pieces that outlive the process."""
+    """The run of an artifact, passed to its function: sizes, seeds and cached pieces."""
 
     artifact: Artifact
     scale: Scale
@@ -76,31 +76,31 @@ class Run:
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """The sizes of this scale, as the TOML file gives them."""
+        """The sizes at this scale, from the TOML file."""
         return self.artifact.sizes[self.scale]
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of this scale: the artifact's, or the first `n_seeds` where the sizes say so."""
+        """The seeds at this scale: all seeds of the artifact, or the first `n_seeds` if the sizes contain this key."""
         return self.artifact.seeds[: self.sizes.get("n_seeds")]
 
     def announce(self, n_pieces: int) -> None:
-        """Tell whoever shows progress how many pieces will come."""
+        """Sets the number of pieces, for the progress callback."""
         self.total = n_pieces
 
     def progress(self, piece: str, state: Literal["started", "computed", "reloaded", "finished"]) -> None:
-        """Report one step."""
+        """Reports one step to the progress callback."""
         self.report(Progress(self.artifact.id, piece, state, len(self.notes), self.total))
 
     def piece(self, name: str, function: Callable[..., Any], **config: Any) -> Any:
-        """The result of `function(**config)`, computed once and reloaded ever after, as numbers and lists.
+        """The cached result of `function(**config)`, as numbers and lists.
 
-        A fresh result goes through the same conversion as a stored one, so both runs see the same types.
+        A new result is converted in the same way as a cached one, so that the types are the same.
         """
         if not isinstance(function, FunctionType) or function.__closure__:
             raise ValueRangeError(
-                f"piece {name!r} needs a plain function without a closure, so that its configuration says "
-                f"everything; got {function!r}. Define it at the top of a module and pass the rest as config."
+                f"piece {name!r} needs a plain function without a closure, so that its result depends only on its "
+                f"configuration; got {function!r}. Define it at the top of a module and pass the rest as config."
             )
         config = to_plain(config)
         modules = (self.artifact.function.__module__, function.__module__)
@@ -108,7 +108,7 @@ class Run:
         return self._stored(name, made_of, config, lambda: function(**from_plain(config)), modules).result
 
     def session(self, n_pieces: int) -> Session:
-        """What a sweep needs to run inside this artifact; its trainings are the pieces."""
+        """The session of a sweep inside this artifact; each training is a piece."""
         self.announce(n_pieces)
         return Session(lambda _: None, lambda _: None, self.folder, self)
 
@@ -116,7 +116,7 @@ class Run:
         self, name: str, made_of: Mapping[str, Any], compute: Callable[[], Any], *,
         check: Callable[[Any], object] = lambda _: None,
     ) -> Piece:  # fmt: skip
-        """A piece of a sweep; its key holds the source text of the artifact's module too."""
+        """A piece of a sweep; its key includes the source text of the artifact's module."""
         code = [self.artifact.source_digest, PIECE_FORMAT, onlynorm.__version__]
         config, modules = to_plain(made_of), (self.artifact.function.__module__,)
         parts = {"artifact": self.artifact.id, "piece": name, "config": config, "code": code}
@@ -142,17 +142,17 @@ def reproduce(
     force: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> tuple[Record, ...]:
-    """One record per artifact, written with its figure below `out`; finished pieces are read again unless `force`.
+    """One record per artifact, written with its figure to `out`; finished pieces are reused unless `force`.
 
-    `ids` are artifact ids, keys of papers (everything of that paper) or Artifact objects; None is everything.
-    An artifact that raises becomes a record that says so, and the others still run. One whose data is missing leaves no
-    record, and is reported when the others are done.
+    `ids` are artifact ids, keys of papers (all artifacts of that paper) or Artifact objects; None selects all. If an
+    artifact raises an error, its record contains the error and the others still run. An artifact whose data is missing
+    gets no record; `MissingDataError` is raised after the others are done.
     """
     if scale not in SCALES:
         raise ValueRangeError(f"reproduce needs scale in {SCALES}; got {scale!r}.")
     folder = need_path("out", out)
     if progress is not None:
-        need_callable("progress", progress, cure="Leave it out to hear nothing.")
+        need_callable("progress", progress, cure="Leave it out for no progress reports.")
     if ids is not None:
         cure = "Pass ids like 'random_features:fig-3', keys of papers, or Artifact objects."
         ids = [ids] if isinstance(ids, str | Artifact) else need_items("ids", ids, cure=cure)
@@ -230,7 +230,7 @@ def _record(run: Run, outcome: Outcome, *, failure: str, seconds: float) -> Reco
 
 
 def piece_parts(one: Artifact, name: str, function: FunctionType, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the digest that names a piece is made of; see the top of this file for why."""
+    """The content of a piece's key; see the docstring of this module."""
     own_module = one.function.__module__ == function.__module__
     sources = [one.source_digest, one.source_digest if own_module else source_digest(function)]
     code = [*sources, function.__qualname__, PIECE_FORMAT, onlynorm.__version__]
@@ -238,7 +238,7 @@ def piece_parts(one: Artifact, name: str, function: FunctionType, config: Mappin
 
 
 def _platform() -> dict[str, str]:
-    """The kind of machine, without its name."""
+    """System, processor and threads, without the name of the machine."""
     return {
         "system": platform.system(),
         "machine": platform.machine(),
@@ -248,5 +248,5 @@ def _platform() -> dict[str, str]:
 
 
 def _without_paths(text: str) -> str:
-    """A message without folders of this machine: only the last part of a path stays."""
+    """A message without the folders of this machine: paths are reduced to their last component."""
     return re.sub(r"(?:[A-Za-z]:)?[\\/](?:[^\s\\/'\":;,]+[\\/])+", "…/", text)

@@ -1,4 +1,4 @@
-"""The table of all checks and all artifacts: what is in no table is not run."""
+"""The table of all checks and artifacts; only these are run."""
 
 from onlynorm.evidence.papers import burkholz2024, daneshmand2020, giannou2023, hardt_ma2017, random_features
 

@@ -1,1 +1,1 @@
-"""Records become one self-contained HTML file; nothing is computed here."""
+"""Writes records to a self-contained HTML file; nothing is computed here."""

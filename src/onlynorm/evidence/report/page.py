@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs no network, opens from disk, and may be mailed to anyone."""
+"""The report: one self-contained HTML file that works without a network connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def write_report(records_dir: Path | str, out: Path | str, *, findings: Iterable[Finding] = ()) -> Path:
-    """The path of a self-contained HTML page about the records below `records_dir` and every statement."""
+    """The path of a self-contained HTML page with all statements and the records in `records_dir`."""
     folder, path = need_path("records_dir", records_dir), need_path("out", out)
     page = render_page(read_records(folder), statements=every_statement(), findings=findings)
     write_atomically(path, page.encode())
@@ -44,9 +44,9 @@ def render_page(
     findings: Iterable[Finding] = (),
 ) -> str:
     """The page as text."""
-    records = _need_all("records", records, Record, "Pass those of read_records.")
-    statements = _need_all("statements", statements, Statement, "Pass those of theorems.statements().")
-    found = {f.key: f for f in _need_all("findings", findings, Finding, "Pass those of theorems.run_checks().")}
+    records = _need_all("records", records, Record, "Pass the result of read_records.")
+    statements = _need_all("statements", statements, Statement, "Pass the result of theorems.statements().")
+    found = {f.key: f for f in _need_all("findings", findings, Finding, "Pass the result of theorems.run_checks().")}
     titles = {paper.key: paper.title for paper in papers()}
     groups: dict[str, list[tuple[Statement, Finding | None]]] = {}
     for one in statements:

@@ -30,7 +30,7 @@ from onlynorm.identity.factorization.padding import complete, pad, pad_as_printe
 from onlynorm.validate import as_real, need_choice, need_number
 
 AUTO = ("root", "polar", "spiral", "log")
-"""Methods tried by "auto", first come first for ties. svd is never better than polar: its angles add up."""
+"""Methods tried by "auto", in order of preference for ties. svd is never better than polar: its angles add up."""
 EXACT = 1e-10
 """Largest product error of a method selected by "auto", if one reaches it."""
 N_PROBES = 16

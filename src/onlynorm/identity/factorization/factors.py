@@ -1,6 +1,6 @@
 """`Factorization`: a matrix as a product of layers I + A near the identity, stored as runs of similar layers.
 
-Factors in a file: one sealed safetensors file with the cores and rotations, far smaller than all layers.
+A file contains the cores and rotations as sealed safetensors, much smaller than all layers.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Factorization(ShownResult):
         }  # fmt: skip
 
     def plot(self) -> Figure:
-        """The largest norm by method, and over the depth, with the bounds; beyond size 128, at this depth only."""
+        """The largest norm by method, and against the depth with the bounds; above size 128, at this depth only."""
         found = [one for one in self.options if not one.obstacle and math.isfinite(one.max_norm)]
         names = [one.method for one in found]
         curves = []
@@ -236,7 +236,7 @@ class Factorization(ShownResult):
             ends = (0.5, len(found) + 0.5)
             curves = [
                 Curve("largest |A|", range(1, len(found) + 1), [one.max_norm for one in found], "bars", "methods"),
-                Curve("none can be below", ends, (self.least_norm,) * 2, panel="methods", style="law"),
+                Curve("lower bound", ends, (self.least_norm,) * 2, panel="methods", style="law"),
                 Curve("bound of the paper", ends, (self.bound,) * 2, panel="methods", style="law"),
             ]
         depths = sorted({max(1, round(self.depth * 2.0 ** (step / 4))) for step in range(-12, 13)})
@@ -273,13 +273,13 @@ class Factorization(ShownResult):
         return norms
 
     def view(self) -> View:
-        """The norms, the error of the product, and the methods that were weighed."""
+        """The norms, the error of the product, and the methods that were tried."""
         rows = [(one.method, "–" if one.obstacle else f"{one.max_norm:.4g}", one.obstacle) for one in self.options]
         return View(
             f"A {self.shape[0]} x {self.shape[1]} matrix as {self.depth:,} layers I + A",
             lines=[text for text in (f"{self.reason[:1].upper()}{self.reason[1:]}", self.usage) if text],
             facts={
-                "method": self.method, "largest |A|": self.max_norm, "none can be below": self.least_norm,
+                "method": self.method, "largest |A|": self.max_norm, "lower bound": self.least_norm,
                 "bound of the paper" + ("" if self.is_promised else ", for greater depth"): self.bound,
                 "largest |log| of a singular value": self.stretch,
                 "relative error of the product": f"{self.product_error:.1e}", "seconds": self.seconds,
@@ -360,7 +360,7 @@ _NUMBERS = ("max_norm", "bound", "least_norm", "product_error", "stretch", "seco
 
 
 def save_factors(factors: Factorization, path: Path) -> None:
-    """Write the factorization to `path`, whole or not at all; equal factorizations give equal bytes."""
+    """Writes the factorization to `path` atomically; equal factorizations give equal bytes."""
     tensors: dict[str, Tensor] = {}
     for place, run in enumerate(factors.runs):
         tensors[f"core.{place}"] = run.core.cpu().contiguous()
@@ -373,14 +373,14 @@ def save_factors(factors: Factorization, path: Path) -> None:
 
 
 def load_factors(path: Path) -> Factorization:
-    """The factorization in a file that `save_factors` wrote; `FormatError` where it is damaged or something else."""
+    """The factorization in a file written by `save_factors`; raises `FormatError` for other or damaged files."""
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
     try:
         facts = document["factorization"]
         runs = tuple(_run(tensors, place, count) for place, count in enumerate(facts["runs"]))
         bias = _bias(tensors) if facts.get("has_bias") else None
         if len(tensors) != sum(1 if run.rotation is None else 3 for run in runs) + (bias is not None):
-            raise ValueError("tensors of no run")
+            raise ValueError("unused tensors")
         made = Factorization(
             runs=runs,
             method=facts["method"],
@@ -394,13 +394,13 @@ def load_factors(path: Path) -> Factorization:
         _need_facts(made, facts)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise FormatError(
-            f"factors need the tensors and facts of their runs; {path.name} has others ({error!s:.200}). {_CURE}"
+            f"a factorization needs matching tensors and metadata; {path.name} has others ({error!s:.200}). {_CURE}"
         ) from error
     return made
 
 
 def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
-    """ValueError unless the facts in the file are those of the factors, as far as the factors tell."""
+    """Raises ValueError if metadata in the file do not match the factors."""
     if type(made.n_extra) is not int or made.n_extra not in (0, 1) or made.dim < 1:
         raise ValueError(f"{made.n_extra!r:.40} extra dimensions")
     if max(made.shape) != made.dim or (made.n_extra and made.shape[0] != made.shape[1]):
@@ -408,7 +408,7 @@ def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
     if made.bias is not None and len(made.bias) != made.shape[0]:
         raise ValueError(f"a bias of {len(made.bias)} entries for {made.shape[0]} outputs")
     if len({run.core.shape for run in made.runs}) != 1 or not isinstance(made.method + made.reason, str):
-        raise ValueError("cores of several sizes")
+        raise ValueError("cores of different sizes")
     known = made.as_dict()
     for name, value in facts.items():
         if canonical(value) != canonical(known.get(name)):
@@ -440,15 +440,15 @@ def _run(tensors: dict[str, Tensor], place: int, count: Any) -> Run:
     if type(count) is not int or not 1 <= count < 2**53 or core.ndim != 2 or core.shape[0] != core.shape[1]:
         raise ValueError(f"a run of {count!r:.40} layers of shape {tuple(core.shape)}")
     if core.dtype != torch.float64 or not bool(core.isfinite().all()):
-        raise ValueError("a run of layers of finite numbers in float64")
+        raise ValueError("a run of layers that are not finite and float64")
     if f"basis.{place}" not in tensors:
         return Run(core, count)
     basis, angles = tensors[f"basis.{place}"], tensors[f"angles.{place}"]
     is_finite = bool(basis.isfinite().all() and angles.isfinite().all())
     if basis.shape != core.shape or angles.ndim != 1 or 2 * len(angles) > len(core) or not is_finite:
-        raise ValueError("a basis of planes")
+        raise ValueError("a basis that does not fit its angles")
     if {basis.dtype, angles.dtype} != {torch.float64} or not _is_orthogonal(basis):
-        raise ValueError("an orthogonal basis in float64")
+        raise ValueError("a basis that is not orthogonal and float64")
     return Run(core, count, Rotation(basis, angles))
 
 

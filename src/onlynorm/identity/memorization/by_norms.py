@@ -13,7 +13,7 @@ the Khatri-Rao system of a reconstruction with points instead of inputs: one fea
 rebuild a memorizer layer by layer: `reconstruct(memorize(x, labels), x)` also has norms as its only chosen
 parameters, with 2.5 norm parameters per weight. `docs/identity.md` compares the costs.
 
-In a file: the norms, the words that fix the frozen weights and their digest, in a sealed safetensors file.
+A file contains the norms, the arguments that determine the frozen weights, and their digest, as sealed safetensors.
 
 Theory: giannou2023:thm-1, hardt_ma2017:thm-3.2
 """
@@ -243,7 +243,7 @@ def _need_fit(sample: Sample, outputs: Tensor, targets: Tensor, solution: Soluti
     if error <= limit:
         return
     raise ToleranceError(
-        f"memorize_norms needs {what}; the worst is off by {error:.1e} (residual "
+        f"memorize_norms needs {what}; the largest error is {error:.1e} (residual "
         f"{solution.residual:.1e}, condition about {solution.condition:.1e}). Draw more features (a larger excess), or "
         "standardise the inputs."
     )
@@ -253,11 +253,11 @@ KIND = "norm memorizer"
 FORMAT = 1
 _CURE = "Save it again with onlynorm.save."
 _WORDS = ("name", "shape", "n_features", "seed", "layer", "kernel", "density", "shared_column")
-"""What fixes the frozen weights."""
+"""The arguments that determine the frozen weights."""
 
 
 def save_norm_memorizer(network: NormMemorizer, path: Path) -> None:
-    """Writes norms, seed and digest as one sealed file, whole or not at all; frozen weights are not in it."""
+    """Writes norms, seed and digest to a sealed file atomically; frozen weights are not stored."""
     features = network.features
     is_drawn = all(
         torch.equal(held, side().to(held))
@@ -277,21 +277,21 @@ def save_norm_memorizer(network: NormMemorizer, path: Path) -> None:
 
 
 def load_norm_memorizer(path: Path) -> NormMemorizer:
-    """The network of a file that `save_norm_memorizer` wrote; frozen weights come from the seed, checked by digest."""
+    """The network of a file written by `save_norm_memorizer`; frozen weights are drawn from the seed and verified."""
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
     try:
         features = _read_features(document["features"], tensors)
         if (digest := features.weights_digest()) != document["weights"]:
             raise FormatError(
                 f"a {KIND} needs frozen weights with the digest {document['weights']!s:.16}; its seed gives "
-                f"{digest:.16} here. The file was forged, or these features changed: use the onlynorm that wrote it."
+                f"{digest:.16} here. The file was altered, or the features changed; use the onlynorm that wrote it."
             )
         facts = document["facts"]
         checked = None if facts is None else make_checked(NormMemorizerFacts, facts)
         network = NormMemorizer(features, code=document["code"]).to(tensors["norm1.weight"].dtype)
         counts = (features.n_features, sum(p.numel() for p in network.parameters()))
         if checked is not None and (checked.n_features, checked.n_norm_parameters) != counts:
-            raise ValueError("facts about another network")
+            raise ValueError("metadata of another network")
         for name, held in network.named_parameters():
             held.data = tensors[name]
         network.facts = checked
@@ -299,13 +299,13 @@ def load_norm_memorizer(path: Path) -> NormMemorizer:
         raise
     except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, OnlynormError) as error:
         raise FormatError(
-            f"a {KIND} needs features and facts that fit its norms; {path.name} has others ({error!s:.200}). {_CURE}"
+            f"a {KIND} needs features and metadata that fit its norms; {path.name} has others ({error!s:.200}). {_CURE}"
         ) from error
     return network
 
 
 def _read_features(settings: dict[str, Any], tensors: dict[str, Tensor]) -> Features:
-    """The features of a file; ValueError unless the norms are those of so many features, before anything is drawn."""
+    """The features of a file; raises ValueError before drawing them if the norms have another size."""
     n_features, shape = settings["n_features"], settings["shape"]
     if not all(type(size) is int and size > 0 for size in (n_features, *shape)) or len(shape) != 2:
         raise ValueError(f"{n_features!r:.40} features for {shape!r:.40}")

@@ -100,16 +100,16 @@ class OffSample(ShownResult):
         return Figure(curves, [Panel("", "Answers under noise", x_label, y_label, x_log=True)])
 
     def view(self) -> View:
-        """The answers, and how far from a training point they are certain."""
+        """The answers, class radii and distances."""
         rows = [(f"noise of size {size:g}", answers) for size, answers in self.noise]
         if self.held_out is not None:
             rows.append((f"{self.n_held_out:,} held-out samples", self.held_out))
         columns = ("inputs", "right %", "silent %", "wrong %")
-        cells = [(name, *(f"{100 * share:.2f}" for share in (a.right, a.silent, a.wrong))) for name, a in rows]
+        cells = [(name, *(f"{100 * fraction:.2f}" for fraction in (a.right, a.silent, a.wrong))) for name, a in rows]
         lengths = {"class radius": self.class_radius, "distance to an activation boundary": self.activation_distance}
         return View(
-            "A memorizer off its sample",
-            lines=["Lengths are over the median distance of a point from the mean."],
+            "A memorizer outside its sample",
+            lines=["Lengths are relative to the median distance of a point from the mean."],
             facts={
                 **{
                     f"{what}, {which}": f"{length:.2e}"
@@ -125,7 +125,7 @@ class OffSample(ShownResult):
         lines = [
             f"{what}: at least {low:.1e}, median {middle:.1e}, at most {high:.1e}"
             for what, (low, middle, high) in (
-                ("radius of a certain class", self.class_radius),
+                ("class radius", self.class_radius),
                 ("distance to the nearest activation boundary", self.activation_distance),
             )
         ]
@@ -135,7 +135,7 @@ class OffSample(ShownResult):
                 f"{self.n_held_out} held-out samples: {self.held_out}; the most frequent class alone would be "
                 f"{100 * self.chance:.2f} % right"
             )
-        lines.append("lengths are over the median distance of a point from the mean")
+        lines.append("lengths are relative to the median distance of a point from the mean")
         return "\n".join(lines)
 
 
@@ -175,7 +175,7 @@ def measure_off_sample(
         if size:
             drawn = torch.randn(chosen.shape, generator=seeded(seed), dtype=torch.float64).to(chosen)
             noisy = chosen + drawn * (size * scale / chosen.shape[1] ** 0.5)
-        rows.append((float(size), _judge(network.classify(noisy), expected)))
+        rows.append((float(size), _count(network.classify(noisy), expected)))
         _report(progress, place + 2, total, f"noise of size {size:g}")
     answers, n_held_out, chance = None, 0, 0.0
     if held_out is not None:
@@ -184,7 +184,7 @@ def measure_off_sample(
                 f"held_out needs a pair of inputs and labels; got {shown(held_out)}. Pass (inputs, labels)."
             )
         others, truth = _need_labels(network, *held_out)
-        answers, n_held_out = _judge(network.classify(others), truth), len(truth)
+        answers, n_held_out = _count(network.classify(others), truth), len(truth)
         chance = float(truth.unique(return_counts=True)[1].amax()) / n_held_out
     _report(progress, total, total, "held-out samples")
     return OffSample(
@@ -206,12 +206,12 @@ def activation_distances(network: Memorizer, inputs: Tensor | np.ndarray) -> Flo
     steepness = [lengths_of(block.inner.weight @ lift) for block in _blocks(network)]
     for part in rows.split(ROWS):
         h = network.enter(part)
-        nearest, waits = h.new_full((len(h),), torch.inf), torch.ones(len(h), dtype=torch.bool, device=h.device)
+        nearest, unmoved = h.new_full((len(h),), torch.inf), torch.ones(len(h), dtype=torch.bool, device=h.device)
         for block, steep in zip(_blocks(network), steepness, strict=True):
-            said = block.inner(h)
-            nearest = torch.where(waits, torch.minimum(nearest, _nearest(said, steep)), nearest)
-            waits &= (said <= 0.0).all(1)
-            h = h + block.outer(functional.relu(said))
+            pre = block.inner(h)
+            nearest = torch.where(unmoved, torch.minimum(nearest, _nearest(pre, steep)), nearest)
+            unmoved &= (pre <= 0.0).all(1)
+            h = h + block.outer(functional.relu(pre))
         found.append(nearest)
     return torch.cat(found)
 
@@ -244,25 +244,25 @@ def _radii_of(network: Memorizer, small: Tensor, h: Tensor) -> Tensor:
     has_moved = torch.zeros(len(h), dtype=torch.bool, device=h.device)
     maps, gains = small.expand(len(h), -1, -1).clone(), h.new_zeros(len(h))
     for block in _blocks(network):
-        said, inner = block.inner(h), block.inner.weight
+        pre, inner = block.inner(h), block.inner.weight
         steep = torch.where(has_moved[:, None], gains[:, None] * lengths_of(inner), lengths_of(inner @ small))
-        radii = torch.minimum(radii, _nearest(said, steep))
-        fires = (~(said.amax(1) <= 0.0)).nonzero().flatten()
-        if len(fires):
-            maps[fires] += block.outer.weight @ ((said[fires] > 0.0)[:, :, None] * (inner @ maps[fires]))
-            gains[fires] = torch.linalg.matrix_norm(maps[fires], 2)
-            has_moved[fires] = True
-            h[fires] += block.outer(functional.relu(said[fires]))
+        radii = torch.minimum(radii, _nearest(pre, steep))
+        active = (~(pre.amax(1) <= 0.0)).nonzero().flatten()
+        if len(active):
+            maps[active] += block.outer.weight @ ((pre[active] > 0.0)[:, :, None] * (inner @ maps[active]))
+            gains[active] = torch.linalg.matrix_norm(maps[active], 2)
+            has_moved[active] = True
+            h[active] += block.outer(functional.relu(pre[active]))
     return torch.minimum(radii, _readout_radii(network, h, maps))
 
 
 def _readout_radii(network: Memorizer, h: Tensor, maps: Float[Tensor, "n width size"]) -> Float[Tensor, " n"]:
-    """The distance within which no cue changes its sign and the largest output stays the largest."""
-    said, slopes = network.cues(h), network.cues.weight @ maps
-    radii = _nearest(said, torch.linalg.vector_norm(slopes, dim=2))
-    outputs = network.values(functional.relu(said))
+    """The distance within which no neuron of the last layer changes sign and the largest output stays largest."""
+    pre, slopes = network.cues(h), network.cues.weight @ maps
+    radii = _nearest(pre, torch.linalg.vector_norm(slopes, dim=2))
+    outputs = network.values(functional.relu(pre))
     largest, best = outputs.max(1)
-    slopes = network.values.weight @ ((said > 0.0)[:, :, None] * slopes)
+    slopes = network.values.weight @ ((pre > 0.0)[:, :, None] * slopes)
     chosen = torch.arange(len(h), device=h.device)
     ahead = largest[:, None] - outputs
     steep = torch.linalg.vector_norm(slopes[chosen, best][:, None] - slopes, dim=2)
@@ -271,14 +271,14 @@ def _readout_radii(network: Memorizer, h: Tensor, maps: Float[Tensor, "n width s
     return torch.where(largest > 0.0, torch.minimum(radii, _nearest(ahead, steep)), radii)
 
 
-def _nearest(said: Float[Tensor, "n neurons"], steep: Tensor) -> Float[Tensor, " n"]:
+def _nearest(values: Float[Tensor, "n neurons"], steep: Tensor) -> Float[Tensor, " n"]:
     """The minimum of |value| / slope; unused neurons have slope zero and no boundary."""
-    return torch.where(steep > 0.0, said.abs() / steep, torch.inf).amin(1)
+    return torch.where(steep > 0.0, values.abs() / steep, torch.inf).amin(1)
 
 
 def _need_memorizer(network: Memorizer) -> Memorizer:
     """The network in float64."""
-    need_instance("a measure off the sample", network, Memorizer, cure="Pass the result of memorize.")
+    need_instance("a measurement outside the sample", network, Memorizer, cure="Pass the result of memorize.")
     is_double = all(parameter.dtype == torch.float64 for parameter in network.parameters())
     return network if is_double else copy.deepcopy(network).double()
 
@@ -291,7 +291,7 @@ def _spread(values: Tensor) -> tuple[float, float, float]:
     return float(values.amin()), float(values.median()), float(values.amax())
 
 
-def _judge(answers: Tensor, expected: Tensor) -> Answers:
+def _count(answers: Tensor, expected: Tensor) -> Answers:
     n, right, silent = len(answers), int((answers == expected).sum()), int((answers == SILENT).sum())
     return Answers(right / n, silent / n, (n - right - silent) / n)
 

@@ -139,7 +139,7 @@ def _choose_width(sample: Sample, width: int | None) -> int:
     if width is None:
         roomy = 0 if sample.is_real else math.ceil(4.0 * math.log(r)) + 1
         return max(3, least, roomy, math.ceil(FACTOR * math.log(n)))
-    cure = "It must hold the goals and a flag. Leave it out, or pass a larger one."
+    cure = "It must have room for the goals and a flag. Leave it out, or pass a larger one."
     return need_integer("width", width, low=max(3, least), high=2**31 - 1, cure=cure)
 
 
@@ -189,17 +189,17 @@ def _principal_directions(centred: Tensor, size: int) -> Tensor:
     usual = float(lengths.median()) or float(lengths.amax()) or 1.0
     clipped = centred / (lengths / _CLIP).clamp(min=usual)[:, None]
     variances, axes = torch.linalg.eigh(clipped.mT @ clipped / len(clipped))
-    kept = min(size, int((variances > EPS * len(variances) * variances[-1]).sum()))
+    n_axes = min(size, int((variances > EPS * len(variances) * variances[-1]).sum()))
     weight = centred.new_zeros(size, centred.shape[1])
-    if kept:
-        weight[:kept] = (axes[:, -kept:] * variances[-kept:] ** _POWER).mT
+    if n_axes:
+        weight[:n_axes] = (axes[:, -n_axes:] * variances[-n_axes:] ** _POWER).mT
     return weight
 
 
 def _order(sample: Sample, hidden: Tensor) -> Tensor:
     """The order in which points are moved; points with equal projection are merged if their targets agree."""
-    kept = merge(hidden, sample.targets, sample.places, are_projected=True).to(hidden.device)
-    return kept[by_length(hidden[kept])]
+    distinct = merge(hidden, sample.targets, sample.places, are_projected=True).to(hidden.device)
+    return distinct[by_length(hidden[distinct])]
 
 
 def _need_finite(hidden: Tensor, points: Tensor) -> None:
@@ -259,15 +259,15 @@ def _fill_blocks(
 
     inner = blocked(torch.cat([found.directions, flags[:, None]], 1))
     shifts = blocked(gaps / 2.0 - own)
-    said = torch.relu(blocked(here) @ inner.mT + shifts[:, None, :]).triu()
+    activations = torch.relu(blocked(here) @ inner.mT + shifts[:, None, :]).triu()
     is_free = blocked(torch.ones_like(gaps)) == 0.0
-    said[is_free] = 0.0
-    said.diagonal(dim1=1, dim2=2)[is_free] = 1.0  # makes the system solvable; an unused slot moves nothing
-    added = fit_outgoing(said, blocked(goals - here))
+    activations[is_free] = 0.0
+    activations.diagonal(dim1=1, dim2=2)[is_free] = 1.0  # makes the system solvable; an unused slot moves nothing
+    added = fit_outgoing(activations, blocked(goals - here))
     steps = lengths_of(added.flatten(0, 1)).reshape(n_blocks, width, 1)
     # Per active neuron: the rounding of its value, of the solve and of the sum.
-    moved = blocked(noise) * ((said > 0.0).to(steps) @ steps)[..., 0] + EPS * (
-        4.0 * width * (said @ steps)[..., 0] + 2.0 * blocked(lengths)
+    moved = blocked(noise) * ((activations > 0.0).to(steps) @ steps)[..., 0] + EPS * (
+        4.0 * width * (activations @ steps)[..., 0] + 2.0 * blocked(lengths)
     )
     return _Filled(inner, shifts, added.mT, float(gaps.amin()), float(moved[~is_free].amax()))
 
@@ -303,7 +303,7 @@ def _need_fit(network: Memorizer, sample: Sample, facts: MemorizerFacts, *, lift
     lengths = lengths_of(lift(sample.points))
     raise ToleranceError(
         f"memorize needs {what}; rounding (up to {facts.rounding:.1e}) left {len(bad)} of {len(errors)} points wrong, "
-        f"the worst at {int(sample.places[worst])}, off by {float(errors[worst]):.1e}. That point lies "
+        f"the worst at {int(sample.places[worst])} with error {float(errors[worst]):.1e}. That point is "
         f"{float(lengths[worst]):.1e} median lengths from the centre, the farthest {float(lengths.amax()):.1e}; the "
         f"smallest gap between points is {facts.smallest_gap:.1e} such lengths. Remove points that nearly coincide, "
         "choose a larger width, or scale outliers down."
@@ -318,9 +318,9 @@ def _evaluate(network: Memorizer, points: Tensor) -> Tensor:
         h = network.enter(part)
         for block in network.blocks:
             assert isinstance(block, Block)
-            said = block.inner(h)
-            fires = (~(said.amax(1) <= 0.0)).nonzero().flatten()
-            if len(fires):
-                h[fires] += block.outer(functional.relu(said[fires]))
+            pre = block.inner(h)
+            active = (~(pre.amax(1) <= 0.0)).nonzero().flatten()
+            if len(active):
+                h[active] += block.outer(functional.relu(pre[active]))
         parts.append(network.read(h))
     return torch.cat(parts)

@@ -5,7 +5,7 @@
 The last coordinate of the hidden vector is a flag: 0 before a point is moved by a block, -1 after (times the unit of
 the goals, which is above one only for samples with outliers).
 
-Memorizers in files: a sealed safetensors file with the numbers, the sizes and the facts.
+A file contains the parameters, the sizes and the facts, as sealed safetensors.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class MemorizerFacts(Result):
     seconds: float
 
     def __str__(self) -> str:
-        merged = f" ({self.n_merged} repeated ones merged)" if self.n_merged else ""
-        tilted = f", {self.n_tilted} directions tilted apart" if self.n_tilted else ""
+        merged = f" ({self.n_merged} repeated points merged)" if self.n_merged else ""
+        tilted = f", {self.n_tilted} directions tilted" if self.n_tilted else ""
         return (
             f"{self.n_points:,} points{merged} in {self.n_blocks:,} blocks of width {self.width}, "
             f"{self.n_outputs} outputs\n"
@@ -202,7 +202,7 @@ _CURE = "Save it again with onlynorm.save or `onlynorm memorize --out`."
 
 
 def save_memorizer(network: Memorizer, path: Path) -> None:
-    """Writes the network as one sealed file, whole or not at all."""
+    """Writes the network to a sealed file atomically."""
     document = {
         "n_inputs": network.n_inputs,
         "n_outputs": network.n_outputs,
@@ -216,7 +216,7 @@ def save_memorizer(network: Memorizer, path: Path) -> None:
 
 
 def load_memorizer(path: Path) -> Memorizer:
-    """The network of a file that `save_memorizer` wrote; a damaged, altered or foreign file is refused."""
+    """The network of a file written by `save_memorizer`; raises `FormatError` for other, damaged or altered files."""
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=_CURE)
     try:
         sizes = {name: document[name] for name in ("n_inputs", "n_outputs", "width", "n_blocks", "n_cues")}
@@ -227,22 +227,22 @@ def load_memorizer(path: Path) -> Memorizer:
         for name, held in network.named_parameters():
             held.data = tensors[name]
         if checked is not None and network.lift.weight.dtype != torch.float64:
-            raise ValueError("facts, which hold in float64, about a network in another precision")
+            raise ValueError("facts, which are valid in float64 only, of a network in another precision")
         if checked is not None and (checked.width, checked.n_blocks, checked.n_parameters) != (
             network.width, len(network.blocks), network.n_parameters,
         ):  # fmt: skip
-            raise ValueError("facts about another network")
+            raise ValueError("facts of another network")
         network.facts = checked
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
-            f"a memorizer needs sizes that fit its numbers; {path.name} has others ({type(error).__name__}: "
+            f"a memorizer needs sizes that fit its parameters; {path.name} has others ({type(error).__name__}: "
             f"{error!s:.200}). {_CURE}"
         ) from error
     return network
 
 
 def _need_sizes(sizes: dict[str, int], tensors: dict[str, Tensor]) -> None:
-    """ValueError unless the sizes are those of the tensors; nothing is made of them before."""
+    """Raises ValueError if the sizes do not match the tensors; called before the network is built."""
     if not all(type(size) is int and size >= (name != "n_blocks") for name, size in sizes.items()):
         raise ValueError(f"sizes {sizes!s:.100}")
     n_inputs, n_outputs, width, n_blocks, n_cues = sizes.values()
@@ -258,4 +258,4 @@ def _need_sizes(sizes: dict[str, int], tensors: dict[str, Tensor]) -> None:
         tensor = tensors[name]
         is_own = tensor.dtype == dtype and dtype in PRECISIONS.values() and tuple(tensor.shape) == shape
         if not is_own or not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)}, not finite numbers {shape}")
+            raise ValueError(f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)}, not finite of shape {shape}")

@@ -56,7 +56,7 @@ def relative_errors(outputs: Float[Tensor, "n outputs"], targets: Float[Tensor, 
 
 def merge(
     rows: Float[Tensor, "n size"], targets: Tensor, places: Tensor, *, are_projected: bool = False
-) -> Int[Tensor, " kept"]:
+) -> Int[Tensor, " distinct"]:
     """Indices of the first row of every set of equal rows, in order; equal rows must have equal targets.
 
     `places` are the indices of rows in errors; `are_projected` selects the message for rows after a projection.

@@ -1,6 +1,6 @@
 """Directions and thresholds that separate each point from all later ones: lemma B.1 for any distinct points.
 
-Points are taken by decreasing length. A point a_i is then never hidden by one that is still to come: with
+Points are processed by decreasing length. Every point a_i can then be separated from all later points: with
 |a_j| <= |a_i| and the unit vector u_i = a_i / |a_i|,
 
     <u_i, a_i> - <u_i, a_j>  >=  |a_i - a_j|^2 / (2 |a_i|)  >  0,
@@ -115,7 +115,7 @@ def largest_later(
 def fit_outgoing(
     activations: Float[Tensor, "blocks width width"], moves: Float[Tensor, "blocks width size"]
 ) -> Float[Tensor, "blocks width size"]:
-    """The output weights of the neurons of a block, such that every point of the block makes its move.
+    """The output weights of the neurons of a block, such that every point of the block is moved as given.
 
     activations[b, l, i] is the activation of neuron i at point l: zero for l > i, positive for l = i.
     """
@@ -150,7 +150,7 @@ def _refuse(points: Tensor, i: int, names: Tensor, *, noise: float) -> None:
     distances = lengths_of(points[i] - points[i + 1 :])
     near = int(distances.argmin()) + i + 1
     raise ValueRangeError(
-        f"memorize needs points that float64 can tell apart in the hidden space; got {int(names[i])} and "
+        f"memorize needs points that are distinct in the hidden space in float64; got {int(names[i])} and "
         f"{int(names[near])}, which are {float(distances.amin()):.1e} apart there, in units of the median length, "
         f"where rounding may move a point by {noise:.1e}. Subtract the mean of the inputs and scale them to about one, "
         "choose a larger width, or remove one of the points."

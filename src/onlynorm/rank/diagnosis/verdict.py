@@ -148,9 +148,9 @@ def judge(
         *_gradients(layers, thresholds),
     ]  # fmt: skip
     reasons = EXPLANATIONS if {criterion.name for criterion in differences} == DIFFERENCES else frozenset()
-    judged = [criterion for criterion in criteria if criterion.name not in reasons]
-    parts = {criterion.name: criterion.part for criterion in judged}
-    low = [criterion for criterion in judged if criterion.part < MIN_HEALTHY]
+    scored = [criterion for criterion in criteria if criterion.name not in reasons]
+    parts = {criterion.name: criterion.part for criterion in scored}
+    low = [criterion for criterion in scored if criterion.part < MIN_HEALTHY]
     problems = [
         criterion for criterion in low if criterion.part < MIN_TRAINABLE
     ] or low  # suspect ones only if nothing is worse

@@ -202,7 +202,7 @@ class Ranges:
     """The input ranges for which norms are set.
 
     - `window`: maximum error of the linear approximation of the activation, relative to the widest range of a feature.
-      By default 1e-10, or a share of the `error` of `reconstruct`.
+      By default 1e-10, or a fraction of the `error` of `reconstruct`.
     - `margin`: how far the calibrated range is extended on either side, as a fraction of its width. By default 1 or 2,
       depending on the activation.
     - `precision`: precision of the network for which windows are chosen, "float32" or "float64". By default that of

@@ -1,4 +1,4 @@
-"""burkholz2024: its statements with their checks, and its figures and tables."""
+"""Checks of the statements of burkholz2024, and its figures and tables."""
 
 from collections.abc import Mapping
 
@@ -19,10 +19,10 @@ CHECKS: Mapping[str, Check] = {
     "burkholz2024:eq-3": sources.residual_blocks_serve_as_sources,
     "burkholz2024:thm-2.4": activations.almost_any_activation_serves,
     "burkholz2024:activations": activations.common_activations_have_the_windows_named,
-    "burkholz2024:composition": activations.layers_within_a_share_of_eps_make_a_network_within_eps,
+    "burkholz2024:composition": activations.layers_within_a_fraction_of_eps_make_a_network_within_eps,
     "burkholz2024:thm-2.5": sources.deeper_sources_may_be_narrower,
 }
-"""The check of every statement that has one."""
+"""Checks by the key of their statement."""
 ARTIFACTS: Mapping[str, Function] = {
     "burkholz2024:table-1": tables.table_1,
     "burkholz2024:table-2": tables.table_2,
@@ -30,4 +30,4 @@ ARTIFACTS: Mapping[str, Function] = {
     "burkholz2024:reconstruction-error": tables.reconstruction_error,
     "burkholz2024:width-depth": depth.width_depth,
 }
-"""The function of every figure, table and number."""
+"""Functions by the id of their artifact."""

@@ -1,4 +1,4 @@
-"""Checks of what burkholz2024 says about activations: one layer within eps, the windows it names, whole networks."""
+"""Checks of burkholz2024 on activations: the error of one layer, the stated windows, and whole networks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Line(NamedTuple):
         x = torch.linspace(-reach, reach, 4001, dtype=torch.float64)
         return float((activation(self.s * x + self.b) - (self.m * (self.s * x + self.b) + self.c)).abs().max())
 
-    def share(self, activation: activations.Activation, reach: float, tolerance: float) -> float:
-        """The error, less what rounding adds to it, over the allowed one: the tolerance times m s."""
+    def error_fraction(self, activation: activations.Activation, reach: float, tolerance: float) -> float:
+        """The error minus rounding, over the allowed error: the tolerance times m s."""
         rounding = 4 * EPS * max(1.0, self.s * reach + abs(self.b))
         return max(0.0, self.error(activation, reach) - rounding) / (tolerance * self.m * self.s)
 
 
 class Source(NamedTuple):
-    """Frozen convolutions (c1, c0, k1) and (c2, c1, k2) along one axis, and the scales that make them the target."""
+    """Frozen convolutions (c1, c0, k1) and (c2, c1, k2) along one axis, and the scales that reproduce the target."""
 
     first: Tensor
     second: Tensor
@@ -55,12 +55,12 @@ class Source(NamedTuple):
 
     @property
     def q1(self) -> float:
-        """How far a feature can be driven by inputs in [-1, 1]."""
+        """The largest absolute value of a feature for inputs in [-1, 1]."""
         return float((self.gamma1.abs() * self.first.abs().sum((1, 2))).max())
 
     @property
     def q2(self) -> float:
-        """How much of the features' errors an output can collect: sums over features and kernel positions."""
+        """The largest factor from feature errors to output errors: sums over features and kernel positions."""
         return float((self.gamma2.abs() * self.second.abs().sum((1, 2))).max())
 
     @property
@@ -69,7 +69,7 @@ class Source(NamedTuple):
         return float((self.gamma2[:, None] * self.second.abs().sum(1)).abs().max())
 
     def linear(self, x: Tensor) -> Tensor:
-        """What the two convolutions make without an activation between them."""
+        """The output of the two convolutions without an activation between them."""
         return self.gamma2[:, None] * conv1d(self.gamma1[:, None] * conv1d(x, self.first), self.second)
 
     def with_activation(
@@ -85,13 +85,13 @@ class Source(NamedTuple):
 
 
 def _find_line(activation: activations.Activation, reach: float, tolerance: float) -> Line:
-    """A line of the activation on [-reach, reach] whose error, divided by m s, is at most the tolerance."""
+    """A linear approximation of the activation on [-reach, reach] whose error over m s is at most the tolerance."""
     window = linearize(activation, -reach, reach, tolerance=tolerance)
     return Line(*(float(value) for value in (window.scale, window.shift, window.slope, window.offset)))
 
 
 def _random_source(seed: int, kernel: str) -> tuple[Source, Tensor]:
-    """Random features solved for a (3, 2, 3) target, with their kernel in either convolution, and the target."""
+    """Random features solved for a (3, 2, 3) target, with the kernel in the given convolution, and the target."""
     shape = (3, 2, 3)
     features = draw("he_uniform", shape, excess=1.0, seed=seed, kernel=kernel, layer="activations")
     gamma2 = 0.5 + normal(seed, "output scales", 3, 1).abs()
@@ -101,7 +101,7 @@ def _random_source(seed: int, kernel: str) -> tuple[Source, Tensor]:
 
 
 def _cube(n_points: int, channels: int, positions: int, *, seed: int) -> Tensor:
-    """Inputs in [-1, 1], every second one at a corner of the cube."""
+    """Inputs in [-1, 1]; every second one is a corner of the cube."""
     x = draw("uniform", (n_points, 1), n_features=channels * positions, seed=seed, layer="cube").left()
     x[::2] = x[::2].sign()
     return x.reshape(n_points, channels, positions)
@@ -115,7 +115,7 @@ def almost_any_activation_serves(seed: int) -> Evidence:
         for kernel in ("first", "second"):
             source, target = _random_source(seed, kernel)
             line = _find_line(activation, source.q1, eps / source.q2)
-            is_assumed &= line.share(activation, source.q1, eps / source.q2) <= 1.0 + 1e-9
+            is_assumed &= line.error_fraction(activation, source.q1, eps / source.q2) <= 1.0 + 1e-9
             x = _cube(256, 2, 12, seed=seed)
             wanted = conv1d(x, target)
             error = float((source.with_activation(x, activation, line) - wanted).abs().max())
@@ -131,7 +131,7 @@ def almost_any_activation_serves(seed: int) -> Evidence:
     return Evidence(
         verdict(is_right, as_printed=printed_shift <= eps and printed_q2 <= 1.0),
         f"3 x 2 x 3 targets, eps = {eps:g}, {len(ACTIVATIONS)} activations, the kernel in either convolution: at most "
-        f"{worst:.2f} eps on the cube; {sharp:.3f} eps where all errors add up. The printed correction of beta2 misses "
+        f"{worst:.2f} eps on the cube; {sharp:.3f} eps where all errors add up. The printed correction of beta2 is off "
         f"by {printed_shift:.1e}, the printed Q2 by {printed_q2:.2f} eps with three kernel positions",
         measured
         | {
@@ -160,13 +160,13 @@ def common_activations_have_the_windows_named(seed: int) -> Evidence:
     sizes = itertools.product((0.3, 1.0, 3.0, 10.0), (0.5, 1.0, 20.0), (1e-1, 1e-3, 1e-6))
     for (q1, q2, eps), name in itertools.product(sizes, CUBIC):
         m, c, factor = CUBIC[name]
-        shares = []
+        fractions = []
         for cubed in (q1**3, 1.0):
             s = min(math.sqrt(factor * m * eps / (q2 * cubed)), 1.0 / q1)
-            shares.append(Line(s, 0.0, m, c).share(ACTIVATIONS[name], q1, eps / q2))
+            fractions.append(Line(s, 0.0, m, c).error_fraction(ACTIVATIONS[name], q1, eps / q2))
         line = _find_line(ACTIVATIONS[name], q1, eps / q2)
-        ours, printed = max(ours, shares[0]), max(printed, shares[1])
-        library = max(library, line.share(ACTIVATIONS[name], q1, eps / q2))
+        ours, printed = max(ours, fractions[0]), max(printed, fractions[1])
+        library = max(library, line.error_fraction(ACTIVATIONS[name], q1, eps / q2))
     t = torch.linspace(1e-2, 20.0, 20001, dtype=torch.float64)
     rests = [(ACTIVATIONS[name](t) - m * t - c).abs() * factor / t**3 for name, (m, c, factor) in CUBIC.items()]
     cubic, sharp = max(float(rest.max()) for rest in rests), min(float(rest[0]) for rest in rests)
@@ -176,15 +176,15 @@ def common_activations_have_the_windows_named(seed: int) -> Evidence:
     return Evidence(
         verdict(is_right, as_printed=printed <= 1.0),
         "tanh and sigmoid at Q1 = 0.3 to 10, Q2 = 0.5 to 20, eps = 1e-6 to 1e-1: with Q1^3 in the scale the error is "
-        f"at most {ours:.4f} of the allowed one, {library:.4f} with the windows of linearize, without it as printed "
+        f"at most {ours:.4f} of the allowed one, {library:.4f} with the windows of linearize; without it, as printed, "
         f"{printed:.0f} times too large. Constants 1/3 and 1/48: the error is {sharp:.4f} of the cubic bound near 0 "
-        f"and {cubic:.4f} at most. ReLU and LeakyReLU err by {exact:.1e}",
+        f"and {cubic:.4f} at most. The error of ReLU and LeakyReLU is {exact:.1e}",
         {"error over allowed": ours, "printed over allowed": printed, "linearize over allowed": library,
          "error over cubic bound": cubic, "near zero": sharp, "piecewise linear": exact},
     )  # fmt: skip
 
 
-def layers_within_a_share_of_eps_make_a_network_within_eps(seed: int) -> Evidence:
+def layers_within_a_fraction_of_eps_make_a_network_within_eps(seed: int) -> Evidence:
     worst, d = 0.0, 5
     for depth in (2, 4, 6):
         weights = [normal(seed + i, f"{depth}", d, d) for i in range(depth)]
@@ -194,15 +194,15 @@ def layers_within_a_share_of_eps_make_a_network_within_eps(seed: int) -> Evidenc
     return Evidence(
         verdict(worst <= 1.0 and abs(sharp - 1.0) <= 1e-9),
         f"tanh networks of 2, 4 and 6 layers of width {d}, two frozen layers with tanh between them for each, layer l "
-        "within eps / L over the product of the later layers' norms, eps = 1e-2 to 1e-6: the network errs by "
-        f"{worst:.1e} eps at most. Where errors of the layers cannot cancel they add up to {sharp:.9f} of that bound: "
-        "the constant, the product of norms, is needed",
+        "within eps / L over the product of the later layers' norms, eps = 1e-2 to 1e-6: the network's error is at "
+        f"most {worst:.1e} eps. Where errors of layers cannot cancel, they add up to {sharp:.9f} of that bound: the "
+        "constant, the product of norms, is needed",
         {"error over eps": worst, "sharp case over bound": sharp},
     )
 
 
 def _network_error(weights: Sequence[Tensor], eps: float, seed: int) -> float:
-    """The largest error of a tanh network whose layers are rebuilt with tanh inside, each within its part of eps."""
+    """The largest error of a tanh network with layers rebuilt with tanh inside, each within its fraction of eps."""
     d = weights[0].shape[0]
     made = wanted = _cube(256, d, 1, seed=seed)
     for i, weight in enumerate(weights):

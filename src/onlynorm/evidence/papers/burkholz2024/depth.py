@@ -1,7 +1,8 @@
-"""`tradeoff`: width against depth at equal exactness, a row per number of frozen layers.
+"""`tradeoff`: width against depth at equal accuracy, one row per number of frozen layers.
 
-Both papers discuss it and neither draws it: L layers need about weights / (L - 1) features each instead of one per
-weight, with as many norm parameters in all, but the dense layers between them cost multiplications and frozen numbers.
+Both papers discuss it without a figure: L layers need about weights / (L - 1) features each instead of one per
+weight, with as many norm parameters in all, but the dense layers between them cost multiplications and frozen
+parameters.
 
 Theory: burkholz2024:thm-2.5, burkholz2024:thm-2.2
 """
@@ -31,9 +32,9 @@ N_LAYERS = (2, 3, 4, 6, 10)
 
 @dataclass(frozen=True)
 class DepthRow:
-    """What L frozen layers take; `residual` and `seconds` were measured at a smaller size, None where not asked for.
+    """Costs of L frozen layers; `residual` and `seconds` are measured at a smaller size, or None.
 
-    `width` is that of the widest hidden layer.
+    `width` is the width of the widest hidden layer.
     """
 
     n_layers: int
@@ -45,7 +46,7 @@ class DepthRow:
 
     @property
     def n_multiplications(self) -> int:
-        """Per output position: with the kernel in the first layer every frozen number is used once."""
+        """Per output position: with the kernel in the first layer, every frozen parameter is used once."""
         return self.n_frozen
 
 
@@ -64,7 +65,7 @@ class Tradeoff:
         for row in self.rows:
             line = (
                 f"{row.n_layers:3d} layers: {row.width:,} wide, {row.n_norm_parameters:,} norm parameters, "
-                f"{row.n_frozen:,} frozen numbers, as many multiplications"
+                f"{row.n_frozen:,} frozen parameters, as many multiplications"
             )
             lines.append(line if row.residual is None else f"{line}, {row.residual:.1e} in {row.seconds:.2g} s")
         return "\n".join(lines)
@@ -79,9 +80,9 @@ def tradeoff(
     features: str = "orthogonal",
     seed: int = 0,
 ) -> Tradeoff:
-    """Counts for a target (out, inp, *kernel) rebuilt by 2, 3, ... frozen layers, all exact at this excess.
+    """Counts for a target (out, inp, *kernel) rebuilt from 2, 3, ... frozen layers, all exact at this excess.
 
-    With `measured`, a smaller shape, a random target of that shape is solved for every number of layers too.
+    With `measured`, a smaller shape, a random target of that shape is also solved for every number of layers.
     """
     shape = check_shape(shape)
     measured = None if measured is None else check_shape(measured)
@@ -110,13 +111,13 @@ def _measure(shape: Sequence[int], n_layers: int, excess: float, features: str, 
 
 
 def depth_rows(*, shape: Sequence[int], n_layers: int, measured: Sequence[int], seed: int) -> dict[str, Any]:
-    """What L frozen layers take for a layer of this shape, with residual and seconds at a smaller one."""
+    """Costs of L frozen layers for a layer of this shape, with residual and seconds at a smaller shape."""
     (row,) = tradeoff(tuple(shape), [n_layers], measured=tuple(measured), seed=seed).rows
     return asdict(row)
 
 
 def whole_network(*, widths: Sequence[int], n_layers: int, seed: int) -> dict[str, float]:
-    """How far a network trained on digits is from one whose every layer is L frozen layers, on the test images."""
+    """Errors on test images of a network trained on digits and rebuilt with L frozen layers per layer."""
     split = digits(seed=seed)
     target = mlp(list(widths), seed=seed)
     on.fit(target, (split.train_inputs, split.train_labels), schedule=on.Schedule(epochs=30, seed=seed))
@@ -131,7 +132,7 @@ def whole_network(*, widths: Sequence[int], n_layers: int, seed: int) -> dict[st
 
 
 def width_depth(run: Run) -> Outcome:
-    """Width, frozen numbers and norm parameters over the number of frozen layers, at equal exactness.
+    """Width, frozen parameters and norm parameters against the number of frozen layers, at equal accuracy.
 
     Theory: burkholz2024:thm-2.5
     """
@@ -149,7 +150,7 @@ def width_depth(run: Run) -> Outcome:
     values = {
         "largest residual": max(float(row["residual"]) for row in rows),
         "a whole network on digits: largest error of its outputs": max(float(one["error"]) for one in networks),
-        "a whole network on digits: lowest share of equal predictions": min(one["agreement"] for one in networks),
+        "a whole network on digits: lowest fraction of equal predictions": min(one["agreement"] for one in networks),
         "a whole network on digits: its accuracy": float(networks[0]["accuracy"]),
         "widest layer of the deepest source over that of two layers": last["width"] / first["width"],
         "norm parameters of the deepest source over those of two layers": (
@@ -159,8 +160,8 @@ def width_depth(run: Run) -> Outcome:
     }
     names = (("width of a layer", "width"), ("norm parameters", "n_norm_parameters"), ("multiplications", "n_frozen"))
     curves = [Curve(name, list(layers), [row[key] for row in rows], kind="points") for name, key in names]
-    columns = ["layers", "width", "norm parameters", "frozen numbers", "residual", "seconds"]
+    columns = ["layers", "width", "norm parameters", "frozen parameters", "residual", "seconds"]
     keys = ["n_layers", "width", "n_norm_parameters", "n_frozen", "residual", "seconds"]
-    panel = Panel("", "Depth instead of width", "frozen layers", "numbers per output position", y_log=True)
+    panel = Panel("", "Depth instead of width", "frozen layers", "parameters per output position", y_log=True)
     table = Table(columns, [[row[key] for key in keys] for row in rows])
     return Outcome(values=values, curves=curves, panels=(panel,), table=table)

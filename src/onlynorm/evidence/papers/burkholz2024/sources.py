@@ -1,4 +1,4 @@
-"""Checks of what burkholz2024 says about other sources: residual blocks, and deeper networks that may be narrower."""
+"""Checks of burkholz2024 on other sources: residual blocks, and deeper, narrower networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onlynorm.solvers import KhatriRao, solve_multilayer
 
 
 def _chain(widths: Sequence[int], *, seed: int) -> list[Tensor]:
-    """Random W_1, ..., W_L of these widths, inputs first."""
+    """Random W_1, ..., W_L of these widths, from the input to the output."""
     pairs = enumerate(itertools.pairwise(widths))
     return [normal(seed, f"W{i} of {list(widths)}", out, inp) / inp**0.5 for i, (inp, out) in pairs]
 
@@ -42,7 +42,7 @@ def _even(total: int, n_parts: int) -> list[int]:
 
 
 def _solved(shape: tuple[int, int], n_gammas: int, n_layers: int, *, seeds: Sequence[int]) -> float:
-    """The fraction of draws in which evenly wide layers with this many gammas are solved for a random target."""
+    """The fraction of draws in which layers of equal width with this many gammas are solved for a random target."""
     out, inp = shape
     widths = [inp, *_even(n_gammas - out, n_layers - 1), out]
     residuals = (solve_multilayer(_chain(widths, seed=i), normal(i, "target", out, inp)).residual for i in seeds)
@@ -52,7 +52,7 @@ def _solved(shape: tuple[int, int], n_gammas: int, n_layers: int, *, seeds: Sequ
 def deeper_sources_may_be_narrower(seed: int) -> Evidence:
     measured: dict[str, float] = {}
     at_bound, above, is_right = [], [], True
-    # 6 x 9 is a convolution of 3 inputs and 3 positions, whose kernel sits in the first layer.
+    # 6 x 9 is a convolution of 3 inputs and 3 positions, with the kernel in the first layer.
     for (out, inp), n_layers, n_draws in (((8, 8), 3, 4), ((8, 8), 4, 4), ((6, 9), 3, 4), ((8, 8), 6, 1)):
         n, name, seeds = out * inp, f"{out} x {inp}, L = {n_layers}", range(seed, seed + n_draws)
         at_bound.append(_solved((out, inp), n + n_layers, n_layers, seeds=seeds))
@@ -63,15 +63,15 @@ def deeper_sources_may_be_narrower(seed: int) -> Evidence:
             rank = jacobian_rank(_chain(widths, seed=seed), seed=seed)
             measured[f"missing rank with N + L - {lost} gammas, {name}"] = n - rank
             is_right &= rank == n + 1 - lost
-    # Six layers at the very bound are left out: the search for a root of a polynomial may end elsewhere.
+    # Six layers at exactly the bound are left out: the root finder may end in a local minimum.
     is_right &= min(*at_bound[:3], *above) >= 0.5
     uneven = [jacobian_rank(_chain(widths, seed=seed), seed=seed) for widths in ([2, 100, 2, 10], [36, 8, 300, 4])]
     return Evidence(
         verdict(is_right, as_printed=uneven == [20, 144]),
         "even widths that sum to N + L, targets 8 x 8 (L = 3, 4) and 6 x 3 x 3 (L = 3): solved to 1e-10 in "
-        + ", ".join(f"{share:.2f}" for share in at_bound[:3])
+        + ", ".join(f"{fraction:.2f}" for fraction in at_bound[:3])
         + f" of the draws, for L = 6 in {at_bound[3]:.2f}; with 10 % more in {min(above):.2f} and more. The derivative "
-        "has full rank from N + L - 1 gammas on and lacks one with N + L - 2. Widths that the text allows, "
+        "has full rank from N + L - 1 gammas on, and one less with N + L - 2. Widths that the text allows, "
         "(2, 100, 2, 10) and (4, 8, 300, 4) with nine positions in the first layer, reach rank "
         f"{uneven[0]} of 20 and {uneven[1]} of 144",
         measured | {"rank of (2, 100, 2, 10)": uneven[0], "rank of (4, 8, 300, 4)": uneven[1]},
@@ -79,7 +79,7 @@ def deeper_sources_may_be_narrower(seed: int) -> Evidence:
 
 
 def _solve_outside(matrix: Tensor, target: Tensor, skip: Tensor, *, as_printed: bool) -> float:
-    """The error with the norm around the sum, by the pivoted system and its right-hand side, ours or as printed."""
+    """The error with the norm around the sum, from the pivoted system with our right-hand side or the printed one."""
     pivot = target.abs().argmax(1, keepdim=True)
     ratio = target / target.gather(1, pivot)
     side = ratio * skip.gather(1, pivot) - (0.0 if as_printed else skip)
@@ -96,7 +96,7 @@ def residual_blocks_serve_as_sources(seed: int) -> Evidence:
     shape, ours, printed = (4, 5), 0.0, torch.inf
     for i in range(8):
         target, skip = normal(seed + i, "target", *shape), normal(seed + i, "skip", *shape)
-        # The right-hand side is not zero, so the square system does: one feature fewer than theorem 2.2 asks for.
+        # The right-hand side is not zero, so a square system suffices: one feature fewer than in theorem 2.2.
         features = draw("he_normal", shape, n_features=20 - 4, seed=seed + i)
         matrix = KhatriRao(features.left(), features.right()).materialise()
         ours = max(ours, _solve_outside(matrix, target, skip, as_printed=False))
@@ -112,8 +112,8 @@ def residual_blocks_serve_as_sources(seed: int) -> Evidence:
     is_exact = max(ours, *errors.values()) <= EXACT
     return Evidence(
         verdict(is_exact, as_printed=printed <= EXACT),
-        f"norm around the sum, 4 x 5 with a dense skip and N - c2 = 16 features, 8 draws: our right-hand side errs by "
-        f"{ours:.1e}, the printed one by {printed:.1e} and more. Convolutions of 3 positions from residual blocks with "
-        f"ReLU: norm inside the sum {errors['inside']:.1e}, outside {errors['outside']:.1e}",
+        f"norm around the sum, 4 x 5 with a dense skip and N - c2 = 16 features, 8 draws: our right-hand side has "
+        f"error {ours:.1e}, the printed one {printed:.1e} and more. Convolutions of 3 positions from residual blocks "
+        f"with ReLU: norm inside the sum {errors['inside']:.1e}, outside {errors['outside']:.1e}",
         {"error": ours, "error as printed": printed, **{f"convolution, {place}": e for place, e in errors.items()}},
     )

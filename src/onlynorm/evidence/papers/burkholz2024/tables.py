@@ -1,4 +1,4 @@
-"""Tables and numbers of burkholz2024: trained targets rebuilt by norms, and the papers' solver beside ours."""
+"""Tables and numbers of burkholz2024: trained targets rebuilt by norms, and the papers' solver compared with ours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRINTED: Mapping[str, Mapping[str, tuple[float, ...]]] = {
 
 
 def table_1(run: Run) -> Outcome:
-    """Accuracy before and after, for every activation and distribution. Theory: burkholz2024:thm-2.4"""
+    """Accuracy before and after reconstruction, for every activation and distribution. Theory: burkholz2024:thm-2.4"""
     return _accuracies(run, printed="CIFAR-10")
 
 
@@ -67,8 +67,8 @@ def _accuracies(run: Run, *, printed: str) -> Outcome:
     values = {
         "largest difference of accuracy, points": max(abs(one["rebuilt"] - one["target"]) for one in made),
         "largest relative error of the logits": max(one["relative error"] for one in made),
-        "smallest agreement through the blocks, per cent": min(one["agreement through the blocks"] for one in made),
-        "smallest accuracy of a target, per cent": min(one["target"] for one in made),
+        "smallest agreement through the blocks, %": min(one["agreement through the blocks"] for one in made),
+        "smallest accuracy of a target, %": min(one["target"] for one in made),
         "largest difference in the printed table, points": max(gaps),
     }
     columns = [
@@ -79,7 +79,7 @@ def _accuracies(run: Run, *, printed: str) -> Outcome:
 
 
 def solve_layer(*, channels: int, excess: float, seed: int) -> dict[str, Any]:
-    """What solving one 3 x 3 layer of this many channels took, and how exact it is."""
+    """Time and accuracy of the solve of one 3 x 3 layer with this many channels."""
     features = on.draw("he_normal", (channels, channels, 3, 3), excess=excess, seed=seed)
     solution = on.solve_features(features, _random_target(features, seed), storage="seed")
     return {
@@ -94,7 +94,7 @@ def solve_layer(*, channels: int, excess: float, seed: int) -> dict[str, Any]:
 
 
 def plan_network(*, channels: int, excess: float) -> list[list[float]]:
-    """Equations, features, norm parameters, bytes, error and seconds by plan, for all 18 layers of the target."""
+    """Planned equations, features, norm parameters, bytes, error and seconds of all 18 layers of the target."""
     network = vgg([[channels] * depth for depth in DEPTHS]).eval()
     planned = on.plan(network, torch.zeros(1, 3, 32, 32), on.Wide(excess=excess))
     costs = [layer.costs for layer in planned.layers if layer.costs is not None and layer.is_feasible]
@@ -102,7 +102,7 @@ def plan_network(*, channels: int, excess: float) -> list[list[float]]:
 
 
 def width_100(run: Run) -> Outcome:
-    """One layer at full size, the whole network by plan. Theory: burkholz2024:thm-2.3"""
+    """One layer at full size, and the plan of the whole network. Theory: burkholz2024:thm-2.3"""
     channels, excess = run.sizes["channels"], run.sizes["excess"]
     run.announce(1 + len(run.seeds))
     solved = [
@@ -115,9 +115,9 @@ def width_100(run: Run) -> Outcome:
         "equations of one layer": solved[0]["equations"],
         "largest relative residual": max(one["residual"] for one in solved),
         "layers of the network that fit into memory": len(planned),
-        "largest error of a layer by plan": max(errors),
+        "largest planned error of a layer": max(errors),
     }
-    heads = ["what", "equations", "features", "norm parameters", "GB", "error", "seconds"]
+    heads = ["part", "equations", "features", "norm parameters", "GB", "error", "seconds"]
     rows: list[list[float | str]] = [
         [
             "one layer, solved",
@@ -132,7 +132,7 @@ def width_100(run: Run) -> Outcome:
     ]
     rows.append(
         [
-            "network, by plan",
+            "network, planned",
             sum(equations),
             sum(features),
             sum(parameters),
@@ -147,7 +147,7 @@ def width_100(run: Run) -> Outcome:
 def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int, rounds: int) -> dict[str, float]:
     """Relative errors and seconds of the papers' method and of ours on one 3 x 3 layer with `extra` spare features.
 
-    Both start from the same features in memory and take turns; the seconds are the best of so many rounds.
+    Both start from the same features in memory and take turns; seconds are the best of `rounds` rounds.
     """
     equations = 9 * channels**2
     features = on.draw("he_normal", (channels, channels, 3, 3), n_features=equations + extra, seed=seed)
@@ -171,7 +171,7 @@ def compare_methods(*, channels: int, extra: int, seed: int, max_iterations: int
 
 
 def reconstruction_error(run: Run) -> Outcome:
-    """A dense float32 solve followed by LBFGS, as in the paper, against ours, over the size of the layer.
+    """A dense float32 solve followed by LBFGS, as in the paper, compared with our solver, against the layer size.
 
     Theory: burkholz2024:thm-2.3
     """

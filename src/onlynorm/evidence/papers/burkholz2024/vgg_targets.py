@@ -1,4 +1,4 @@
-"""Small VGG-like networks trained briefly on real images, and what rebuilding them by norms does to their accuracy.
+"""Small VGG-like networks trained briefly on real images, and their accuracy after they are rebuilt by norms.
 
 Theory: burkholz2024:thm-2.3, burkholz2024:thm-2.4
 """
@@ -29,12 +29,12 @@ _DATA: dict[str, Callable[[], Split]] = {"CIFAR-10": cifar10, "Fashion-MNIST": f
 DEPTHS = (2, 2, 4, 4, 5)
 """Convolutions per stage, 17 in all; images are halved between the stages."""
 _BATCH = 25
-_WINDOW = 1e-9  # of the activation: a wider one adds curvature, a tighter one costs the sigmoid digits by cancellation
+_WINDOW = 1e-9  # of the activation: wider adds curvature, narrower loses digits of the sigmoid to cancellation
 
 
 @dataclass(frozen=True)
 class Training:
-    """What fixes a target: equal values give equal networks."""
+    """The settings of a target; equal settings give equal networks."""
 
     data: str
     width: int
@@ -47,10 +47,10 @@ class Training:
 def rebuild(
     *, activation: str, distribution: str, seed: int, excess: float, n_exact: int, n_test: int, training: dict[str, Any]
 ) -> dict[str, float]:
-    """Accuracies of a trained target and of its reconstruction, in percent, and how exact the latter is.
+    """Accuracies of a trained target and of its reconstruction in percent, and the errors of the reconstruction.
 
-    The rebuilt network itself is compared on `n_exact` test images, in float64; on all `n_test` its effective weights
-    are, because its own forward pass costs some hundred times the target's.
+    The rebuilt network is compared with the target on `n_exact` test images in float64. On all `n_test` images the
+    collapsed network is used, because a forward pass of the rebuilt one takes about a hundred times as long.
     """
     chosen = Training(**training)
     split, target = _data(chosen.data), trained(activation, chosen)
@@ -74,9 +74,10 @@ def rebuild(
 
 @functools.lru_cache(maxsize=1)
 def trained(activation: str, training: Training) -> nn.Module:
-    """The target in float64: 17 convolutions with batch norms and one linear layer, after SGD with a cosine rate.
+    """The target in float64: 17 convolutions with batch norms and one linear layer, trained by SGD.
 
-    Kept for the next call: all distributions and seeds of one activation rebuild the same network.
+    The learning rate follows a one-cycle schedule. The last network is cached, because all distributions and seeds of
+    an activation rebuild the same one.
     """
     split = _data(training.data)
     images, labels = split.train_inputs[: training.n_train], split.train_labels[: training.n_train]
@@ -100,7 +101,7 @@ def trained(activation: str, training: Training) -> nn.Module:
 
 @torch.no_grad()
 def accuracy(network: nn.Module, images: Float[Tensor, "n ..."], labels: Int[Tensor, " n"]) -> float:
-    """Per cent of images that the network puts into their class."""
+    """The accuracy of the network in percent."""
     guesses = torch.cat([network(part).argmax(1) for part in images.split(100)])
     return 100 * float((guesses == labels).double().mean())
 

@@ -1,4 +1,4 @@
-"""Checks of how many features a target needs: exact at the stated width, impossible one below, by both norms."""
+"""Checks of the number of features a target needs: exact at the stated width, and not with one feature less."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onlynorm.features import draw
 from onlynorm.solvers import KhatriRao, minimum_features, solve_features
 
 EXACT = 1e-10
-"""The relative residual that counts as exact; a system without a solution leaves 1e-2 and more."""
+"""The largest relative residual of an exact solution; a system without a solution has 1e-2 and more."""
 
 
 def _pivoted(matrix: Tensor, target: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def a_null_vector_of_the_pivoted_system_is_the_target(seed: int) -> Evidence:
     pivot = target.abs().argmax(1, keepdim=True)
     output_gamma = target.gather(1, pivot) / made.gather(1, pivot)
     error = relative(output_gamma * made, target)
-    # With more features than weights, a null vector of the features themselves solves the system and makes nothing.
+    # With more features than weights, a null vector of the features themselves solves the system with output zero.
     wide = draw("he_normal", shape, n_features=56, seed=seed)
     all_features = KhatriRao(wide.left(), wide.right()).materialise()
     empty = torch.linalg.svd(all_features)[2][-1]
@@ -46,7 +46,7 @@ def a_null_vector_of_the_pivoted_system_is_the_target(seed: int) -> Evidence:
     return Evidence(
         verdict(error <= EXACT, as_printed=makes > 1e3 * solves + EXACT),
         f"6 x 3 x 3, {few} features, {system.shape[0]} equations: the null vector gives the target up to {error:.1e}. "
-        f"With 56 features a null vector (equations hold to {solves:.1e}) may make nothing (|output| = {makes:.1e}): "
+        f"With 56 features a null vector (equations hold to {solves:.1e}) may give zero (|output| = {makes:.1e}): "
         "nonzero pivots are needed",
         {"error": error, "equation": solves, "output of an empty null vector": makes},
     )

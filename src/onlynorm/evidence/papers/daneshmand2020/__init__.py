@@ -1,4 +1,4 @@
-"""daneshmand2020: its statements with their checks, and its figures and tables."""
+"""Checks of the statements of daneshmand2020, and its figures and tables."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ CHECKS: Mapping[str, Check] = {
     "daneshmand2020:lemma-18": invariant_law.the_frobenius_norm_is_of_order_d_to_three_halves,
     "daneshmand2020:lemma-20": eigenvalues.one_step_moves_every_entry_a_little,
 }
-"""The check of every statement that has one."""
+"""Checks by the key of their statement."""
 ARTIFACTS: Mapping[str, Function] = {
     "daneshmand2020:fig-1": chains.figure_1,
     "daneshmand2020:fig-2": chains.figure_2,
@@ -49,4 +49,4 @@ ARTIFACTS: Mapping[str, Function] = {
     "daneshmand2020:fig-8": rank_training.figure_8,
     "daneshmand2020:fig-11": rank_training.figure_11,
 }
-"""The function of every figure, table and number."""
+"""Functions by the id of their artifact."""

@@ -1,4 +1,4 @@
-"""Checks of what daneshmand2020 says about one step of the chain, and about chains without norms or of rank one."""
+"""Checks of daneshmand2020 on one step of the chain, and on chains without norms or of rank one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.rank import Chain, exact_rank, rank_ratio, second_moments, simulate, unit_rows, walk
 
 Z = 5.0
-"""Standard errors within which a Monte Carlo mean has to agree: chance exceeds them once in two million."""
+"""Tolerance of Monte Carlo means in standard errors; random errors exceed it once in two million."""
 
 
 def mean_change(H: Tensor, *, gamma: float, n_pairs: int, seed: int) -> tuple[float, float, float]:
     """E |M+|_F^2 - |M|_F^2 and its standard error over pairs W, -W, and the mean change of the largest eigenvalue.
 
-    Odd powers of gamma cancel within a pair, which takes almost all of the noise away.
+    Odd powers of gamma cancel within a pair, which removes almost all noise.
     """
     chunk = 4096
     chain = Chain(len(H), gamma, n_samples=H.shape[1], n_chains=chunk, seed=seed, dtype="float64")
@@ -53,8 +53,8 @@ def the_change_of_the_frobenius_norm_has_the_stated_mean(seed: int) -> Evidence:
         shown.append(f"{mean:.2f} +- {error:.2f} (formula {expected:.2f})")
     return Evidence(
         verdict(worst <= Z and min(sharpest) > Z),
-        f"d = {d}, gamma = {gamma}, 65,536 pairs of weights: {', '.join(shown)}. A tenth more on any of the four "
-        f"constants would show as {min(sharpest):.0f} standard errors or more",
+        f"d = {d}, gamma = {gamma}, 65,536 pairs of weights: {', '.join(shown)}. A change of any of the four "
+        f"constants by a tenth would be {min(sharpest):.0f} standard errors or more",
         {"largest distance in errors": worst, "errors for a tenth on the least visible constant": min(sharpest)},
     )
 
@@ -68,10 +68,10 @@ def nearly_collapsed_signals_recover(seed: int) -> Evidence:
         change, error, top = mean_change(with_eigenvalues(eigenvalues), gamma=gamma, n_pairs=2**15, seed=seed)
         change, error = change / gamma**4, error / gamma**4
         leading = -4.0 * d * (d - 1) * (2 * d - 1)
-        # To leading order: what follows is smaller by a factor of d^2 gamma^2.
+        # To leading order: the next term is smaller by a factor of d^2 gamma^2.
         agrees = abs(change - leading) <= Z * error + 2 * d * d * gamma**2 * abs(leading)
         ok = ok and agrees and change + Z * error < -d * d and top < 0
-        shown.append(f"d = {d}: {change:.0f} +- {error:.0f} gamma^4 (ours {leading:.0f}, stated below {-d * d})")
+        shown.append(f"d = {d}: {change:.0f} +- {error:.0f} gamma^4 (ours {leading:.0f}, stated: below {-d * d})")
         measured |= {f"change over gamma^4, d = {d}": change, f"leading term, d = {d}": leading}
     return Evidence(verdict(ok), f"gamma = {gamma}: {'; '.join(shown)}; the largest eigenvalue falls in both", measured)
 
@@ -106,8 +106,8 @@ def products_of_random_matrices_become_rank_one(seed: int) -> Evidence:
     return Evidence(
         verdict(ok and normed.value > 1.5),
         f"largest ratio of second to first singular value in 16 products, d = {d}: {', '.join(shown)}; the logarithm "
-        f"falls by {gap / 0.01:.2f} gamma^2 per layer at gamma = 0.1. Orthogonal factors, which do not contract, keep "
-        f"{control:.3f}; with batch norms r stays at {normed.value:.2f}",
+        f"falls by {gap / 0.01:.2f} gamma^2 per layer at gamma = 0.1. With orthogonal factors, which do not contract, "
+        f"it is {control:.3f}; with batch norms r stays at {normed.value:.2f}",
         measured,
     )
 
@@ -129,7 +129,7 @@ def rank_one_is_absorbing_for_linear_networks(seed: int) -> Evidence:
     return Evidence(
         verdict(signs <= 1e-12 and stays <= 1e-9, as_printed=second <= 1e-9),
         f"d = {d}, gamma = 1/(8d): entries of M are +-1 to {signs:.0e}, and 2000 linear layers change them by "
-        f"{stays:.0e}. With tanh, which the text includes, one layer brings a second singular value of at least "
+        f"{stays:.0e}. With tanh, which the text includes, one layer gives a second singular value of at least "
         f"{second:.1e} of the first, and 2000 layers r = {float(later.mean()):.2f} and rank "
         f"{int(exact_rank(moved['tanh'][1]).min())}",
         {"change of M": stays, "second singular value with tanh": second, "r with tanh": float(later.mean())},
@@ -156,7 +156,7 @@ def odd_activations_keep_rank_two(seed: int) -> Evidence:
     return Evidence(
         verdict(least > 1e-5 and stuck <= 1e-9),
         f"d = {d}, gamma = 1/(8d): the second singular value is never below {least:.1e} of the first at depths up to "
-        f"4000; there {', '.join(shown)}. Matrices of signs s w^T stay where they are (to {stuck:.0e} in 100 layers), "
-        "so that uniqueness has to be read as in theorem 3",
+        f"4000, where {', '.join(shown)}. Matrices of signs s w^T do not change (to {stuck:.0e} in 100 layers), so "
+        "uniqueness must be read as in theorem 3",
         {"least second singular value": least, "change of a matrix of signs": stuck},
     )

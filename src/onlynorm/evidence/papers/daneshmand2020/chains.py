@@ -1,7 +1,4 @@
-"""Figures and tables of daneshmand2020 that need no training: chains of random layers with and without norms.
-
-Pieces of daneshmand2020: what chains of random layers do to the rank, as plain numbers.
-"""
+"""Figures and tables of daneshmand2020 that need no training: chains of random layers with and without norms."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def rank_over_depth(
 ) -> list[float]:
     """The mean of ln rank at every depth; singular values below `threshold` of the normalised matrix count as zero.
 
-    Normalised means divided by the largest singular value. In float64, whose rounding is far below the threshold.
+    The matrix is divided by its largest singular value. Computed in float64, whose rounding is far below the threshold.
     """
     chain = Chain(width, gamma, norm=norm, n_chains=n_chains, seed=seed, dtype="float64")
     found = []
@@ -49,7 +46,7 @@ def averages_over_depth(
     burn_in: int = 0,
     quantities: Sequence[str] = ("r", "soft_rank 0.5"),
 ) -> dict[str, Any]:
-    """Averages over the layers of chains with their errors and spreads; chains are started from Gaussian inputs."""
+    """Averages over the layers of chains with errors and deviations; chains start from Gaussian inputs."""
     chain = Chain(width, gamma, activation=activation, norm=norm, weights=weights, n_chains=n_chains, seed=seed)
     return _plain(simulate(chain, n_layers, quantities=tuple(quantities), every=every, burn_in=burn_in))
 
@@ -60,8 +57,8 @@ def growing_averages(
     """The same averages over the first L layers of one run, for every L."""
     chain = Chain(width, gamma, activation=activation, n_chains=n_chains, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "chain"
-        return [_plain(simulate(chain, n, every=every, quantities=("r",), checkpoint=kept)) for n in sorted(lengths)]
+        resume = Path(folder) / "chain"
+        return [_plain(simulate(chain, n, every=every, quantities=("r",), checkpoint=resume)) for n in sorted(lengths)]
 
 
 def eigenvalues_over_depth(
@@ -92,7 +89,7 @@ Averages = Mapping[str, Any]
 
 
 def figure_1(run: Run) -> Outcome:
-    """ln rank over depth, with norms and without, for two gammas. Theory: daneshmand2020:lemma-4"""
+    """ln rank against depth, with and without norms, for two gammas. Theory: daneshmand2020:lemma-4"""
     sizes, depths = run.sizes, run.sizes["depths"]
     names = {"batch": "batch norms", "none": "no norms"}
     run.announce(len(names) * len(sizes["gammas"]))
@@ -116,16 +113,16 @@ def figure_1(run: Run) -> Outcome:
 
 
 def figure_2(run: Run) -> Outcome:
-    """Average rank_1/2 over depth against the width, for several gammas. Theory: daneshmand2020:thm-3"""
+    """Average of rank_1/2 over depth against the width, for several gammas. Theory: daneshmand2020:thm-3"""
     found = _linear_averages(run)
     widths = run.sizes["widths"]
     slopes = {gamma: _slope(widths, [found[d, gamma][SOFT]["value"] for d in widths]) for gamma in run.sizes["gammas"]}
-    shares = [made[SOFT]["value"] / math.sqrt(d) for (d, _), made in found.items()]
+    fractions = [made[SOFT]["value"] / math.sqrt(d) for (d, _), made in found.items()]
     order = [made[SOFT]["value"] / (0.25 * made["r"]["value"]) for made in found.values()]
     values = {
         "exponent of rank_1/2 in d, smallest over gamma": min(slopes.values()),
         "exponent of rank_1/2 in d, largest over gamma": max(slopes.values()),
-        "rank_1/2 over sqrt(d), smallest": min(shares),
+        "rank_1/2 over sqrt(d), smallest": min(fractions),
         "rank_1/2 over a quarter of r, smallest": min(order),
         "relative error of an average, largest": max(m[SOFT]["error"] / m[SOFT]["value"] for m in found.values()),
     }
@@ -141,7 +138,7 @@ def figure_2(run: Run) -> Outcome:
 
 
 def figure_3(run: Run) -> Outcome:
-    """The ten largest eigenvalues of M at growing depth, from rows that are almost equal.
+    """The ten largest eigenvalues of M at growing depth, for inputs with almost equal rows.
 
     Theory: daneshmand2020:example-14
     """
@@ -161,7 +158,7 @@ def figure_3(run: Run) -> Outcome:
     }
     places = list(range(1, sizes["k"] + 1))
     curves = [Curve(f"depth {n}", places, row, kind="line+points") for n, row in zip(depths, found, strict=True)]
-    panel = Panel("", f"width {sizes['width']}, gamma {sizes['gamma']:g}", "place", "eigenvalue of M", y_log=True)
+    panel = Panel("", f"width {sizes['width']}, gamma {sizes['gamma']:g}", "index", "eigenvalue of M", y_log=True)
     return Outcome(values=values, curves=curves, panels=(panel,))
 
 
@@ -195,7 +192,7 @@ def figure_4(run: Run) -> Outcome:
 
 
 def figure_9(run: Run) -> Outcome:
-    """The regularity constant alpha over the width. Theory: daneshmand2020:lemma-15"""
+    """The regularity constant alpha against the width. Theory: daneshmand2020:lemma-15"""
     found = _linear_averages(run, quantities=("cube", "squares"))
     gammas, widths = run.sizes["gammas"], run.sizes["widths"]
     alphas = {key: made["alpha"]["value"] for key, made in found.items()}
@@ -215,18 +212,18 @@ def figure_9(run: Run) -> Outcome:
 
 
 def figure_10(run: Run) -> Outcome:
-    """The average of |M|_F^2 over the width. Theory: daneshmand2020:lemma-18"""
+    """The average of |M|_F^2 against the width. Theory: daneshmand2020:lemma-18"""
     found = _linear_averages(run, quantities=("frobenius", "cube", "squares"))
     widths = run.sizes["widths"]
     slopes = [_slope(widths, [found[d, gamma]["frobenius"]["value"] for d in widths]) for gamma in run.sizes["gammas"]]
-    shares = {(d, g): made["frobenius"]["value"] / d**1.5 for (d, g), made in found.items()}
+    ratios = {(d, g): made["frobenius"]["value"] / d**1.5 for (d, g), made in found.items()}
     bounds = [
         made["frobenius"]["value"] * math.sqrt(1 - made["alpha"]["value"]) / d**1.5 for (d, _), made in found.items()
     ]
     values = {
         "exponent of |M|_F^2 in d, largest over gamma": max(slopes),
         "exponent of |M|_F^2 in d, smallest over gamma": min(slopes),
-        "|M|_F^2 over d^1.5, largest": max(shares.values()),
+        "|M|_F^2 over d^1.5, largest": max(ratios.values()),
         "|M|_F^2 over the bound of lemma 18, largest": max(bounds),
     }
     return Outcome(
@@ -241,7 +238,7 @@ def figure_10(run: Run) -> Outcome:
 
 
 def figure_11_chain(run: Run) -> Outcome:
-    """r with and without taking the mean off, in chains instead of a trained network. Theory: daneshmand2020:thm-3"""
+    """r with and without mean subtraction, in chains instead of a trained network. Theory: daneshmand2020:thm-3"""
     sizes = run.sizes
     run.announce(2 * len(sizes["activations"]) * len(sizes["widths"]))
     curves, ratios = [], {}
@@ -251,11 +248,11 @@ def figure_11_chain(run: Run) -> Outcome:
             for width in sizes["widths"]:
                 made = _piece(run, width, sizes["gamma"], activation=activation, norm=norm, burn_in=sizes["burn_in"])
                 of_norm.append(made["r"]["value"])
-            word = "mean taken off" if norm == "centred" else "mean left in"
+            word = "mean subtracted" if norm == "centred" else "mean not subtracted"
             curves.append(Curve(word, _log2(sizes["widths"]), of_norm, kind="line+points", panel=activation))
         ratios[activation] = [b / a for a, b in zip(heights["batch"], heights["centred"], strict=True)]
     values = {
-        f"{activation}: r with the mean taken off over r with it, farthest from one": max(
+        f"{activation}: r with mean subtraction over r without, farthest from one": max(
             of, key=lambda x: abs(math.log(x))
         )
         for activation, of in ratios.items()
@@ -265,7 +262,7 @@ def figure_11_chain(run: Run) -> Outcome:
 
 
 def table_1(run: Run) -> Outcome:
-    """Soft rank with and without norms, linear and tanh, and how it grows with the width.
+    """Soft rank with and without norms, linear and tanh, and its growth with the width.
 
     Theory: daneshmand2020:thm-3, daneshmand2020:lemma-4, daneshmand2020:thm-5
     """
@@ -294,7 +291,7 @@ def table_1(run: Run) -> Outcome:
 
 
 def _piece(run: Run, width: int, gamma: float, **more: Any) -> Averages:
-    """Averages of chains of one width: many narrow ones, few wide ones, the same numbers in a tensor."""
+    """Averages of chains of one width; the number of chains is chosen for tensors of equal size at every width."""
     sizes = run.sizes
     words = [f"d={width}", f"gamma={gamma:g}", *(more[key] for key in ("activation", "norm") if key in more)]
     made: Averages = run.piece(
@@ -329,7 +326,7 @@ def _word(gamma: float) -> str:
 
 
 def _table(found: Mapping[tuple[int, float], Averages], names: Sequence[str]) -> Table:
-    """Averages with their errors, and the spread of single layers around them; a quotient of averages has none."""
+    """Averages with errors and deviations over depth; a quotient of averages has no deviation."""
     words = {"value": "", "error": ", error", "deviation": ", deviation over depth"}
     cells = [(name, part) for name in names for part in words if (name, part) != ("alpha", "deviation")]
     columns = ["width", "gamma", "layers", *(f"{name}{words[part]}" for name, part in cells)]
@@ -341,5 +338,5 @@ def _table(found: Mapping[tuple[int, float], Averages], names: Sequence[str]) ->
 
 
 def _slope(widths: Sequence[float], heights: Sequence[float]) -> float:
-    """The exponent b of heights = c widths^b by least squares in logarithms."""
+    """The exponent b of heights = c widths^b, by a least-squares fit of logarithms."""
     return float(np.polyfit(np.log(widths), np.log(heights), 1)[0])

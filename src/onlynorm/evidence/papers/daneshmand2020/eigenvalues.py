@@ -1,9 +1,8 @@
-"""Checks of what daneshmand2020 says about single matrices: ranks, eigenvalues, regularity, gradients of one layer.
+"""Checks of daneshmand2020 on single matrices: ranks, eigenvalues, regularity, gradients of one layer.
 
-Matrices with any wanted eigenvalues come from Hadamard's: H = sqrt(d) Q diag(sqrt lambda) with entries of Q equal in
-size has rows of norm sqrt(N), and all rows of M(H) have equal norm.
-
-The expected change of |M|_F^2 in one step of the linear chain with batch norms, to second order in gamma.
+Matrices with given eigenvalues are built from Hadamard matrices: with entries of Q of equal absolute value,
+H = sqrt(d) Q diag(sqrt lambda) has rows of norm sqrt(N), and all rows of M(H) have equal norm. `frobenius_drift` is the
+expected change of |M|_F^2 in one step of the linear chain with batch norms, to second order in gamma.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def frobenius_drift(M: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
 
 
 def drift_of_eigenvalues(eigenvalues: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-    """delta(M) from the eigenvalues, where all rows of M have equal norm. Theory: daneshmand2020:prop-13"""
+    """delta(M) from the eigenvalues, if all rows of M have equal norm. Theory: daneshmand2020:prop-13"""
     eigenvalues = as_real("drift_of_eigenvalues", eigenvalues)
     if eigenvalues.ndim < 1 or not eigenvalues.shape[-1]:
         raise ShapeError(f"drift_of_eigenvalues needs eigenvalues; got {tuple(eigenvalues.shape)}. Pass eigvalsh(M).")
@@ -47,7 +46,7 @@ def drift_of_eigenvalues(eigenvalues: Float[Tensor, "*batch d"]) -> Float[Tensor
 
 
 def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
-    """H, d x d with rows of norm sqrt(d), whose M has these eigenvalues, of mean one; d a power of two."""
+    """H (d, d) with rows of norm sqrt(d) whose M has these eigenvalues, of mean one; d is a power of two."""
     d = len(eigenvalues)
     Q = torch.from_numpy(hadamard(d).astype(float)) / math.sqrt(d)
     return math.sqrt(d) * Q * eigenvalues.sqrt()
@@ -70,9 +69,9 @@ def the_ratio_bounds_the_rank(seed: int) -> Evidence:
     equal = abs(float(rank_ratio(torch.linalg.qr(normal(seed, "Q", 8, 8))[0])) - 8.0)
     return Evidence(
         verdict(worst <= 1 + 8 * EPS and tried == 60 and equal <= 64 * EPS, as_printed=False),
-        f"r is at most {worst:.3f} of the rank for 60 matrices of ranks 1 to 8; for orthogonal rows it is the rank, up "
+        f"r is at most {worst:.3f} of the rank for 60 matrices of ranks 1 to 8; for orthogonal rows it equals the rank "
         f"to {equal:.0e}, where the text has a strict inequality",
-        {"largest share": worst, "distance for orthogonal rows": equal},
+        {"largest ratio": worst, "distance for orthogonal rows": equal},
     )
 
 
@@ -93,7 +92,7 @@ def the_ratio_bounds_the_soft_rank(seed: int) -> Evidence:
     return Evidence(
         verdict(least >= 1 - 1e-12 and 1 - 1e-12 <= ratio <= 1 + 4 / d),
         f"rank_tau is at least {least:.3f} times the bound for 40 matrices and five tau; in the worst case, d = {d}, "
-        f"it is {ratio:.5f} times the bound, so that no larger constant holds",
+        f"it is {ratio:.5f} times the bound: no larger constant holds",
         {"least ratio": least, "ratio in the worst case": ratio},
     )
 
@@ -156,19 +155,19 @@ def the_regularity_constant_is_at_most_one(seed: int) -> Evidence:
 
 
 def of_eigenvalues(eigenvalues: Tensor) -> float:
-    """alpha = (sum lambda^2)^2 / (d sum lambda^3), where rows of M have equal norm."""
+    """alpha = (sum lambda^2)^2 / (d sum lambda^3), if rows of M have equal norm."""
     d = len(eigenvalues)
     return float(eigenvalues.square().sum() ** 2 / (d * eigenvalues.pow(3).sum()))
 
 
 def regularity_one_means_equal_eigenvalues(seed: int) -> Evidence:
-    """1 - alpha is a variance: that of lambda under the weights lambda / d, over their second moment."""
+    """1 - alpha is the variance of lambda under the weights lambda / d, over the second moment."""
     off, smallest = 0.0, 1.0
     for eigenvalues in spectra(seed, d=32, n=30):
         alpha = float(regularity(with_eigenvalues(eigenvalues)))
-        shares = eigenvalues / 32
-        mean, second = (shares * eigenvalues).sum(), (shares * eigenvalues.square()).sum()
-        variance = float((shares * (eigenvalues - mean).square()).sum() / second)
+        weights = eigenvalues / 32
+        mean, second = (weights * eigenvalues).sum(), (weights * eigenvalues.square()).sum()
+        variance = float((weights * (eigenvalues - mean).square()).sum() / second)
         off, smallest = max(off, abs(1 - alpha - variance)), min(smallest, 1 - alpha)
     halves = torch.zeros(32, dtype=torch.float64)
     halves[:8] = 4.0
@@ -195,7 +194,7 @@ def one_dominant_eigenvalue_makes_the_law_regular(seed: int) -> Evidence:
     matrix = abs(float(regularity(with_eigenvalues(dominant(1024)))) / alphas[0] - 1)
 
     def printed(d: float, b: float) -> float:
-        """The largest eigenvalue d^b, others d^b / log d as far as the sum d goes, or equal where that is less."""
+        """One eigenvalue d^b, the others d^b / log d or, if that is less, equal, with sum d."""
         size = max(d**b / math.log(d), (d - d**b) / (d - 1))
         count = (d - d**b) / size
         return (d ** (2 * b) + count * size**2) ** 2 / (d * (d ** (3 * b) + count * size**3))
@@ -204,7 +203,7 @@ def one_dominant_eigenvalue_makes_the_law_regular(seed: int) -> Evidence:
     return Evidence(
         verdict(abs(slope - (b - 1)) <= 0.05 and alphas[-1] < 0.9 and matrix <= 1e-9, as_printed=counter[-1] < 0.9),
         f"one eigenvalue d^0.75, all others equal: alpha falls from {alphas[0]:.3f} to {alphas[-1]:.3f} between d = "
-        f"2^10 and 2^22, like d^{slope:.3f} at the end. Others of order d^b / log d, b = 1/4, which the text allows: "
+        f"2^10 and 2^22, like d^{slope:.3f} for large d. Others of order d^b / log d, b = 1/4, which the text allows: "
         f"{counter[0]:.2f}, {counter[1]:.3f}, {counter[2]:.4f} at d = 2^10, 2^16, 2^24",
         {"exponent": slope, "alpha at 2^22": alphas[-1], "alpha of the counterexample": counter[-1]},
     )

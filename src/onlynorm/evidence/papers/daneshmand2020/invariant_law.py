@@ -1,4 +1,4 @@
-"""Checks of what daneshmand2020 says about the invariant law: symmetries, Frobenius norm, rank of order sqrt(d)."""
+"""Checks of daneshmand2020 on the invariant law: symmetries, Frobenius norm, rank of order sqrt(d)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PAIRS = torch.triu_indices(_D, _D, 1)
 
 
 def entries(*, depth: int, seed: int, of: Callable[[Tensor], Tensor], **settings: str | float) -> Tensor:
-    """(chains, pairs): `of` of the entries above the diagonal of M at this depth, all chains from one skewed input.
+    """`of` applied to the entries (chains, pairs) above the diagonal of M at this depth, for chains with one input.
 
-    The input has two rows that are almost equal, so that its law is neither symmetric nor the same for all pairs.
+    Two rows of the input are almost equal, so that its law is neither symmetric nor the same for all pairs.
     """
     X = unit_rows(normal(seed, "X", _D, 8))
     X[1] = X[0] + 0.1 * X[1]
@@ -29,7 +29,7 @@ def entries(*, depth: int, seed: int, of: Callable[[Tensor], Tensor], **settings
 
 
 def distances(values: Tensor, centre: Tensor | float) -> float:
-    """The largest distance of a column's mean from the centre, in its standard errors."""
+    """The largest distance of a column mean from the centre, in standard errors."""
     errors = values.std(0) / math.sqrt(len(values))
     return float(((values.mean(0) - centre).abs() / errors).max())
 
@@ -58,13 +58,13 @@ def the_order_of_rows_does_not_matter(seed: int) -> Evidence:
     return Evidence(
         verdict(max(found.values()) <= Z and control > 2 * Z),
         f"E M_ij^2 over 4096 chains, d = {_D}: all 15 pairs within {max(found.values()):.1f} standard errors of their "
-        f"common mean for linear, tanh and ReLU; {control:.0f} after one small step, where the input still shows",
+        f"common mean for linear, tanh and ReLU; {control:.0f} after one small step, which still depends on the input",
         {**found, "after one step": control},
     )
 
 
-def settled(width: int, gamma: float, *, n_chains: int, n_steps: int, seed: int) -> ChainAverages:
-    """Averages of a linear chain, once it has forgotten its input."""
+def burnt_in_averages(width: int, gamma: float, *, n_chains: int, n_steps: int, seed: int) -> ChainAverages:
+    """Averages of a linear chain after a burn-in."""
     chain = Chain(width, gamma, n_chains=n_chains, seed=seed)
     quantities = ("r", "frobenius", "cube", "squares", "soft_rank 0.25", "soft_rank 0.5")
     return simulate(chain, n_steps, quantities=quantities, every=8, burn_in=n_steps // 3)
@@ -74,7 +74,7 @@ def the_frobenius_norm_is_of_order_d_to_three_halves(seed: int) -> Evidence:
     gamma, ok, shown = 0.1, True, []
     measured: dict[str, float] = {}
     for d, n_chains, n_steps in ((8, 64, 1200), (16, 64, 1200), (32, 32, 1200)):
-        made = settled(d, gamma, n_chains=n_chains, n_steps=n_steps, seed=seed)
+        made = burnt_in_averages(d, gamma, n_chains=n_chains, n_steps=n_steps, seed=seed)
         norm, alpha = made["frobenius"], made["alpha"]
         printed = d**1.5 / math.sqrt(1 - alpha.value)
         # Under the invariant law the mean of the drift of lemma 12 is zero, up to the next order in gamma.
@@ -97,7 +97,7 @@ def batch_norms_keep_rank_of_order_sqrt_d(seed: int) -> Evidence:
     measured: dict[str, float] = {}
     widths = (8, 16, 32, 64)
     for d in widths:
-        made = settled(d, 0.2, n_chains=max(8, 256 // d), n_steps=480, seed=seed)
+        made = burnt_in_averages(d, 0.2, n_chains=max(8, 256 // d), n_steps=480, seed=seed)
         r, alpha = made["r"], made["alpha"]
         floor = math.sqrt((1 - alpha.value) * d)
         for tau in (0.25, 0.5):

@@ -1,11 +1,9 @@
-"""Figures of daneshmand2020 on real images: the rank at the start decides whether a network learns.
+"""Figures of daneshmand2020 on real images: the rank at initialization decides whether a network learns.
 
-Networks trained on real images while the rank of their signal is watched.
-
-Ranks are r(H) of the last hidden layer: of what enters its activation, every position of every image a column, or of
-what enters the classifier where the activation is no module of its own. Alignment is the mean of |cos| over all pairs
-of images of what enters the classifier: up to their signs, the gradients of each of its neurons. Accuracies are those
-on training images in training mode, with the statistics of the batch.
+The rank is r(H) of the last hidden layer, where H is the input of its activation with one column per position and
+image, or the input of the classifier if the activation is not a module. The alignment is the mean of |cos| over all
+pairs of images of the inputs of the classifier, which equal the gradients of its neurons up to signs. Accuracies are
+measured on training images in training mode, with the statistics of the batch.
 
 Theory: daneshmand2020:prop-8
 """
@@ -40,42 +38,43 @@ _N_CLASSES = 10
 
 
 def best_rate(*, rates: Sequence[float], seed: int, **settings: Any) -> float:
-    """The learning rate with the highest training accuracy at the end, tried on a seed of its own."""
+    """The learning rate with the highest final training accuracy, selected with a separate seed."""
     found = {rate: train(rate=rate, seed=seed, **settings)["accuracy"][-1] for rate in rates}
     return max(found, key=lambda rate: found[rate])
 
 
 def train(
-    *, network: Mapping[str, Any], data: str, n_train: int, n_epochs: int, n_looks: int, batch_size: int, rate: float,
-    seed: int, noise: bool = False, pretraining: int = 0,
+    *, network: Mapping[str, Any], data: str, n_train: int, n_epochs: int, n_evaluations: int, batch_size: int,
+    rate: float, seed: int, noise: bool = False, pretraining: int = 0,
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Plain SGD at a constant rate, and at evenly spaced steps, the start among them, what the last layer sees.
+    """Measurements at evenly spaced steps of training by SGD with a constant learning rate, including step 0.
 
-    With `noise` every image is replaced by uniform noise over the range of pixels and keeps its label. `pretraining`
-    are the paper's steps of ascent on the rank, layer by layer, before the training. A training whose
-    loss is no longer a number stops there: its loss and accuracy are those of guessing, the rest is what was last seen.
+    With `noise`, images are replaced by uniform noise in the range of the pixels; labels stay the same. `pretraining`
+    is the number of steps of the paper's gradient ascent on the rank of each layer before training. Training stops if
+    the loss is NaN or infinite: loss and accuracy are then those of chance, the others those of the last measurement.
     """
     inputs, labels = _training_images(data, n_train, noise, seed)
     made = build(seed=seed, inputs=inputs, **network)
-    watched = inputs[:_N_WATCHED], labels[:_N_WATCHED]
+    observed = inputs[:_N_WATCHED], labels[:_N_WATCHED]
     if pretraining:
-        made = repair(made, watched[0], method="paper", n_steps=pretraining, seed=seed).model
-    looks: list[dict[str, float]] = [{"step": 0, **observe(made, *watched)}]
+        made = repair(made, observed[0], method="paper", n_steps=pretraining, seed=seed).model
+    history: list[dict[str, float]] = [{"step": 0, **observe(made, *observed)}]
 
-    def look(step: int, n_steps: int, _: float) -> None:
-        if step * n_looks // n_steps > (step - 1) * n_looks // n_steps:
-            looks.append({"step": step, **observe(made, *watched)})
+    def evaluate(step: int, n_steps: int, _: float) -> None:
+        if step * n_evaluations // n_steps > (step - 1) * n_evaluations // n_steps:
+            history.append({"step": step, **observe(made, *observed)})
 
     schedule = on.Schedule(
         epochs=n_epochs, batch_size=batch_size, lr=rate, momentum=0.0, warmup=0.0, drops=(), seed=seed
     )
     try:
-        on.fit(made, (inputs, labels), schedule=schedule, on_step=look, accelerator="cpu")
+        on.fit(made, (inputs, labels), schedule=schedule, on_step=evaluate, accelerator="cpu")
     except TrainingError:
         n_steps = n_epochs * -(-n_train // batch_size)
-        guess = {**looks[-1], "loss": math.log(_N_CLASSES), "accuracy": 100.0 / _N_CLASSES}
-        looks += [{**guess, "step": turn * n_steps // n_looks} for turn in range(len(looks), n_looks + 1)]
-    return {name: [one[name] for one in looks] for name in looks[0]}
+        guess = {**history[-1], "loss": math.log(_N_CLASSES), "accuracy": 100.0 / _N_CLASSES}
+        missing = range(len(history), n_evaluations + 1)
+        history += [{**guess, "step": i * n_steps // n_evaluations} for i in missing]
+    return {name: [one[name] for one in history] for name in history[0]}
 
 
 def build(
@@ -88,9 +87,9 @@ def build(
     depth: int = 32,
     width: int = 128,
 ) -> nn.Module:
-    """The network of this kind for these inputs: an MLP of this depth, a VGG-19 or ResNet-50 of this first width.
+    """The network of this kind for these inputs: an MLP of this depth, or a VGG-19 or ResNet-50 of this first width.
 
-    The norm "meanless" is a batch norm that divides without taking the mean off.
+    The norm "meanless" is a batch norm without mean subtraction.
     """
     is_meanless = norm == "meanless"
     norm = "batch" if is_meanless else norm
@@ -108,7 +107,7 @@ def build(
 
 
 class MeanlessBatchNorm2d(nn.Module):
-    """Channels divided by the root of their mean square over the batch and all positions, then scaled and shifted."""
+    """Batch norm without mean subtraction: channels over their root mean square, then scaled and shifted."""
 
     def __init__(self, n_channels: int, *, eps: float = 1e-5) -> None:
         super().__init__()
@@ -116,13 +115,13 @@ class MeanlessBatchNorm2d(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "n c h w"]) -> Float[Tensor, "n c h w"]:
-        """The normalised batch; there are no running statistics."""
+        """The normalised batch; running statistics are not stored."""
         scale = self.weight * (x.square().mean((0, 2, 3)) + self.eps).rsqrt()
         return x * scale[:, None, None] + self.bias[:, None, None]
 
 
 def without_means(network: nn.Module) -> nn.Module:
-    """The network with every BatchNorm2d replaced by one that leaves the mean in, in place."""
+    """The network with every BatchNorm2d replaced in place by one without mean subtraction."""
     for name, module in list(network.named_children()):
         if isinstance(module, nn.BatchNorm2d):
             setattr(network, name, MeanlessBatchNorm2d(module.num_features, eps=module.eps))
@@ -133,7 +132,7 @@ def without_means(network: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def observe(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Loss, accuracy, rank and alignment on these images; running statistics move as in any training step."""
+    """Loss, accuracy, rank and alignment on these images; running statistics are updated as in training."""
     modules = list(network.modules())
     classifier = next(m for m in reversed(modules) if isinstance(m, nn.Linear))
     activation = next((m for m in reversed(modules) if isinstance(m, nn.ReLU)), None)
@@ -162,7 +161,7 @@ def _has_rank(signal: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=2)
 def _training_images(data: str, n_train: int, noise: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Training images drawn with the seed, and their labels."""
+    """Training images selected by the seed, and their labels."""
     split = _split(data)
     generator = seeded(seed)
     chosen = torch.randperm(len(split.train_inputs), generator=generator)[:n_train]
@@ -178,15 +177,15 @@ def _split(data: str) -> Split:
     return _DATA[data]()
 
 
-Looks = Mapping[str, Sequence[float]]
+History = Mapping[str, Sequence[float]]
 Row = list[float | str]
 PILOT = 1_000
-"""The seed that chooses learning rates; it is never judged."""
+"""The seed for the selection of learning rates; it is not used for results."""
 WORDS = {"none": "no norms", "batch": "batch norms"}
 
 
 def figure_5(run: Run) -> Outcome:
-    """Training accuracy and the rank at the start over the depth of MLPs. Theory: daneshmand2020:thm-3"""
+    """Training accuracy and rank at initialization against the depth of MLPs. Theory: daneshmand2020:thm-3"""
     depths, training = run.sizes["depths"], run.sizes["training"]
     run.announce(2 * len(depths) * (1 + len(run.seeds)))
     curves: list[Curve] = []
@@ -198,35 +197,35 @@ def figure_5(run: Run) -> Outcome:
             network = {"kind": "mlp", "norm": norm, "depth": depth, "width": run.sizes["width"]}
             rate = run.piece(f"rate {norm} depth={depth}", best_rate, rates=run.sizes["rates"], seed=PILOT,
                              network=network, **training)  # fmt: skip
-            looks = _trained(run, f"{norm} depth={depth}", network=network, rate=rate)
-            accuracies.append(Spread.of([look["accuracy"][-1] for look in looks]))
-            ranks.append(Spread.of([look["rank"][0] for look in looks]))
+            histories = _trained(run, f"{norm} depth={depth}", network=network, rate=rate)
+            accuracies.append(Spread.of([one["accuracy"][-1] for one in histories]))
+            ranks.append(Spread.of([one["rank"][0] for one in histories]))
             rows.append([word, depth, rate, *_cells(accuracies[-1]), *_cells(ranks[-1])])
         for panel, spreads in (("accuracy", accuracies), ("rank", ranks)):
             curves.append(Curve(word, depths, [one.mean for one in spreads], kind="line+points", panel=panel))
         last[norm] = accuracies[-1].mean, ranks[-1].mean, max(one.mean for one in accuracies)
     values = {
-        "no norms, deepest: training accuracy, per cent": last["none"][0],
-        "batch norms, deepest: training accuracy, per cent": last["batch"][0],
-        "batch norms: accuracy lost from the best depth to the deepest, points": last["batch"][2] - last["batch"][0],
+        "no norms, deepest: training accuracy, %": last["none"][0],
+        "batch norms, deepest: training accuracy, %": last["batch"][0],
+        "batch norms: accuracy loss from the best depth to the largest, points": last["batch"][2] - last["batch"][0],
         "no norms, deepest: r at the start": last["none"][1],
         "batch norms, deepest: r at the start": last["batch"][1],
     }
     panels = (
         Panel("accuracy", "After training", "hidden layers", "training accuracy, %", x_log=True),
-        Panel("rank", "At the start", "hidden layers", "r of the last hidden layer", x_log=True, y_log=True),
+        Panel("rank", "At initialization", "hidden layers", "r of the last hidden layer", x_log=True, y_log=True),
     )
-    columns = ["", "depth", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    columns = ["", "depth", "learning rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
 def figure_6(run: Run) -> Outcome:
-    """Deep MLPs whose rank was raised before the training, beside batch norms, whole and broken.
+    """Deep MLPs whose rank was raised before training, compared with batch norms with standard and positive weights.
 
     Theory: daneshmand2020:lemma-1
     """
     few, many = run.sizes["pretraining"]
-    raised = {steps: f"no norms, {steps} steps of ascent on the rank" for steps in (few, many)}
+    raised = {steps: f"no norms, {steps} steps of gradient ascent on the rank" for steps in (few, many)}
     methods: dict[str, dict[str, Any]] = {
         "no norms": {}, raised[few]: {"pretraining": few}, raised[many]: {"pretraining": many},
         "batch norms": {"norm": "batch"}, "batch norms, positive weights": {"norm": "batch", "init": "asymmetric"},
@@ -241,32 +240,32 @@ def figure_6(run: Run) -> Outcome:
         settings = {"network": network, **({"pretraining": method["pretraining"]} if "pretraining" in method else {})}
         rate = run.piece(f"rate, {word}", best_rate, rates=run.sizes["rates"], seed=PILOT, **settings,
                          **run.sizes["training"])  # fmt: skip
-        looks = _trained(run, word, rate=rate, **settings)
-        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        histories = _trained(run, word, rate=rate, **settings)
+        curves += _mean_curves(histories, {"accuracy": "accuracy", "rank": "rank"}, label=word)
         ends[word], starts[word] = (
-            Spread.of([look[k][at] for look in looks]) for k, at in (("accuracy", -1), ("rank", 0))
+            Spread.of([one[k][at] for one in histories]) for k, at in (("accuracy", -1), ("rank", 0))
         )
         rows.append([word, rate, *_cells(ends[word]), *_cells(starts[word])])
     better = max(raised.values(), key=lambda word: ends[word].mean)
     values = {
-        "no norms: training accuracy, per cent": ends["no norms"].mean,
-        "rank raised, the better of the two: training accuracy, per cent": ends[better].mean,
-        "batch norms: training accuracy, per cent": ends["batch norms"].mean,
-        "batch norms less batch norms with positive weights, points": ends["batch norms"].mean
+        "no norms: training accuracy, %": ends["no norms"].mean,
+        "rank raised, the better of the two: training accuracy, %": ends[better].mean,
+        "batch norms: training accuracy, %": ends["batch norms"].mean,
+        "batch norms minus batch norms with positive weights, points": ends["batch norms"].mean
         - ends["batch norms, positive weights"].mean,
-        "rank raised: r at the start over that without, smallest": min(starts[word].mean for word in raised.values())
+        "rank raised: r at the start over r without, smallest": min(starts[word].mean for word in raised.values())
         / starts["no norms"].mean,
     }
     panels = (
         Panel("accuracy", f"Depth {run.sizes['depth']}", "step", "training accuracy, %"),
         Panel("rank", f"Depth {run.sizes['depth']}", "step", "r of the last hidden layer", y_log=True),
     )
-    columns = ["", "rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    columns = ["", "learning rate", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
 def figure_7(run: Run) -> Outcome:
-    """A VGG-19 and a ResNet-50 with batch norms, started as usual and with positive weights.
+    """A VGG-19 and a ResNet-50 with batch norms, with standard and with positive initial weights.
 
     Theory: daneshmand2020:lemma-6
     """
@@ -279,17 +278,16 @@ def figure_7(run: Run) -> Outcome:
         ends = {}
         for init in inits:
             network = {"kind": kind, "norm": "batch", "init": init, "width": run.sizes["width"]}
-            looks = _trained(run, f"{kind} {init}", network=network, rate=run.sizes["rate"])
-            curves += _courses(looks, {"accuracy": f"{kind} accuracy", "rank": f"{kind} rank"}, label=init)
+            histories = _trained(run, f"{kind} {init}", network=network, rate=run.sizes["rate"])
+            curves += _mean_curves(histories, {"accuracy": f"{kind} accuracy", "rank": f"{kind} rank"}, label=init)
             ends[init] = (
-                Spread.of([look["accuracy"][-1] for look in looks]),
-                Spread.of([look["rank"][0] for look in looks]),
+                Spread.of([one["accuracy"][-1] for one in histories]),
+                Spread.of([one["rank"][0] for one in histories]),
             )
             rows.append([name, init, *_cells(ends[init][0]), *_cells(ends[init][1])])
         values |= {
-            f"{name}: accuracy gained by the standard start, points": ends["standard"][0].mean
-            - ends["asymmetric"][0].mean,
-            f"{name}: accuracy with positive weights, per cent": ends["asymmetric"][0].mean,
+            f"{name}: accuracy gain by standard weights, points": ends["standard"][0].mean - ends["asymmetric"][0].mean,
+            f"{name}: accuracy with positive weights, %": ends["asymmetric"][0].mean,
             f"{name}: r at the start with positive weights": ends["asymmetric"][1].mean,
             f"{name}: r at the start, standard over positive": ends["standard"][1].mean / ends["asymmetric"][1].mean,
         }
@@ -301,43 +299,46 @@ def figure_7(run: Run) -> Outcome:
             Panel(f"{kind} rank", name, "step", "r of the last hidden layer", y_log=True),
         )
     ]
-    columns = ["", "start", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
+    columns = ["", "initialization", "accuracy, %", "95 % +-", "r at the start", "95 % +-"]
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
 def figure_8(run: Run) -> Outcome:
-    """A VGG-19 with and without batch norms, at a hundredfold rate, and on noise. Theory: daneshmand2020:prop-8"""
+    """A VGG-19 with and without batch norms, at 100 times the learning rate, and on noise.
+
+    Theory: daneshmand2020:prop-8
+    """
     rate = run.sizes["rate"]
     methods: dict[str, dict[str, Any]] = {
-        "batch norms": {"norm": "batch"}, "no norms": {}, "no norms, 100 times the rate": {"rate": 100 * rate},
-        "no norms, noise for images": {"noise": True},
+        "batch norms": {"norm": "batch"}, "no norms": {}, "no norms, 100 times the learning rate": {"rate": 100 * rate},
+        "no norms, noise instead of images": {"noise": True},
     }  # fmt: skip
     run.announce(len(methods) * len(run.seeds))
     curves: list[Curve] = []
     rows: list[Row] = []
-    found: dict[str, list[Looks]] = {}
+    found: dict[str, list[History]] = {}
     for word, method in methods.items():
         network = {"kind": "vgg", "norm": method.get("norm", "none"), "width": run.sizes["width"]}
         more = {"noise": True} if "noise" in method else {}
-        found[word] = looks = _trained(run, word, network=network, rate=method.get("rate", rate), **more)
-        curves += _courses(looks, {"loss": "loss", "alignment": "alignment"}, label=word)
+        found[word] = histories = _trained(run, word, network=network, rate=method.get("rate", rate), **more)
+        curves += _mean_curves(histories, {"loss": "loss", "alignment": "alignment"}, label=word)
         accuracy, alignment = (
-            Spread.of([look[name][at] for look in looks]) for name, at in (("accuracy", -1), ("alignment", 0))
+            Spread.of([one[name][at] for one in histories]) for name, at in (("accuracy", -1), ("alignment", 0))
         )
         rows.append([word, *_cells(accuracy), *_cells(alignment)])
-    plain, noisy = (found[word] for word in ("no norms", "no norms, noise for images"))
+    plain, noisy = (found[word] for word in ("no norms", "no norms, noise instead of images"))
     apart = max(abs(a - b) for one, other in zip(plain, noisy, strict=True)
                 for a, b in zip(one["loss"], other["loss"], strict=True))  # fmt: skip
-    ends = {word: Spread.of([look["accuracy"][-1] for look in looks]).mean for word, looks in found.items()}
+    ends = {word: Spread.of([one["accuracy"][-1] for one in histories]).mean for word, histories in found.items()}
     values = {
-        "batch norms: training accuracy, per cent": ends["batch norms"],
-        "no norms: training accuracy, per cent": ends["no norms"],
-        "no norms, 100 times the rate: training accuracy, per cent": ends["no norms, 100 times the rate"],
-        "no norms: alignment of gradients at the start": Spread.of([look["alignment"][0] for look in plain]).mean,
+        "batch norms: training accuracy, %": ends["batch norms"],
+        "no norms: training accuracy, %": ends["no norms"],
+        "no norms, 100 times the learning rate: training accuracy, %": ends["no norms, 100 times the learning rate"],
+        "no norms: alignment of gradients at the start": Spread.of([one["alignment"][0] for one in plain]).mean,
         "batch norms: alignment of gradients at the start": Spread.of(
-            [look["alignment"][0] for look in found["batch norms"]]
+            [one["alignment"][0] for one in found["batch norms"]]
         ).mean,
-        "no norms: loss on images against loss on noise, largest gap": apart,
+        "no norms: loss on images minus loss on noise, largest": apart,
     }
     panels = (
         Panel("loss", "Images and noise", "step", "training loss"),
@@ -348,22 +349,23 @@ def figure_8(run: Run) -> Outcome:
 
 
 def figure_11(run: Run) -> Outcome:
-    """A VGG-19 whose batch norms take the mean off, and one whose do not. Theory: daneshmand2020:thm-3"""
-    words = {"batch": "mean taken off", "meanless": "mean left in"}
+    """A VGG-19 whose batch norms subtract the mean, and one whose do not. Theory: daneshmand2020:thm-3"""
+    words = {"batch": "mean subtracted", "meanless": "mean not subtracted"}
     run.announce(len(words) * len(run.seeds))
     curves: list[Curve] = []
     rows: list[Row] = []
     accuracies, ranks = {}, {}
     for norm, word in words.items():
         network = {"kind": "vgg", "norm": norm, "width": run.sizes["width"]}
-        looks = _trained(run, word, network=network, rate=run.sizes["rate"])
-        curves += _courses(looks, {"accuracy": "accuracy", "rank": "rank"}, label=word)
-        accuracies[norm], ranks[norm] = (Spread.of([look[name][-1] for look in looks]) for name in ("accuracy", "rank"))
+        histories = _trained(run, word, network=network, rate=run.sizes["rate"])
+        curves += _mean_curves(histories, {"accuracy": "accuracy", "rank": "rank"}, label=word)
+        accuracies[norm] = Spread.of([one["accuracy"][-1] for one in histories])
+        ranks[norm] = Spread.of([one["rank"][-1] for one in histories])
         rows.append([word, *_cells(accuracies[norm]), *_cells(ranks[norm])])
     values = {
-        "accuracy, mean taken off less mean left in, points": accuracies["batch"].mean - accuracies["meanless"].mean,
-        "r after training, mean taken off over mean left in": ranks["batch"].mean / ranks["meanless"].mean,
-        "mean left in: r after training": ranks["meanless"].mean,
+        "accuracy with minus without mean subtraction, points": accuracies["batch"].mean - accuracies["meanless"].mean,
+        "r after training, with over without mean subtraction": ranks["batch"].mean / ranks["meanless"].mean,
+        "r after training without mean subtraction": ranks["meanless"].mean,
     }
     panels = (
         Panel("accuracy", "VGG-19", "step", "training accuracy, %"),
@@ -373,20 +375,20 @@ def figure_11(run: Run) -> Outcome:
     return Outcome(values=values, curves=curves, panels=panels, table=Table(columns, rows))
 
 
-def _trained(run: Run, name: str, **settings: Any) -> list[Looks]:
-    """What was seen along one training per seed."""
+def _trained(run: Run, name: str, **settings: Any) -> list[History]:
+    """The measurements during one training per seed."""
     return [
         run.piece(f"{name} seed={seed}", train, seed=seed, **settings, **run.sizes["training"]) for seed in run.seeds
     ]
 
 
-def _courses(looks: Sequence[Looks], panels: Mapping[str, str], *, label: str) -> list[Curve]:
-    """The mean over seeds of each quantity along the training, in the panel it belongs to; gaps are left out."""
+def _mean_curves(histories: Sequence[History], panels: Mapping[str, str], *, label: str) -> list[Curve]:
+    """The mean over seeds of each quantity during training, one curve per panel; NaN and infinity are left out."""
     curves = []
     for name, panel in panels.items():
-        means = [Spread.of(values).mean for values in zip(*(look[name] for look in looks), strict=True)]
-        kept = [(step, mean) for step, mean in zip(looks[0]["step"], means, strict=True) if math.isfinite(mean)]
-        curves.append(Curve(label, [step for step, _ in kept], [mean for _, mean in kept], panel=panel))
+        means = [Spread.of(values).mean for values in zip(*(one[name] for one in histories), strict=True)]
+        finite = [(step, mean) for step, mean in zip(histories[0]["step"], means, strict=True) if math.isfinite(mean)]
+        curves.append(Curve(label, [step for step, _ in finite], [mean for _, mean in finite], panel=panel))
     return curves
 
 

@@ -1,4 +1,4 @@
-"""giannou2023: its statements with their checks, and its figures and tables."""
+"""Checks of the statements of giannou2023, and its figures and tables."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ from onlynorm.evidence.papers.giannou2023 import (
 from onlynorm.evidence.registry import Check
 
 CHECKS: Mapping[str, Check] = {
-    "giannou2023:remark-1": wide_networks.trainable_numbers_stay_of_the_same_order,
+    "giannou2023:remark-1": wide_networks.the_number_of_trainable_parameters_stays_of_the_same_order,
     "giannou2023:thm-1": wide_networks.a_wide_frozen_network_is_any_relu_network,
     "giannou2023:cor-1": low_rank.low_rank_needs_fewer_features,
     "giannou2023:thm-2": deep.deep_and_narrow_layers_with_skips_make_any_layer,
@@ -44,7 +44,7 @@ CHECKS: Mapping[str, Check] = {
     "giannou2023:lemma-10": sparse.a_sparse_product_covers_no_less_than_independent_entries,
     "giannou2023:remark-11": sparse.from_the_smallest_singular_value_to_invertibility,
 }
-"""The check of every statement that has one."""
+"""Checks by the key of their statement."""
 ARTIFACTS: Mapping[str, Function] = {
     "giannou2023:fig-4-left": sgd.figure_4_left,
     "giannou2023:fig-4-right": sgd.figure_4_right,
@@ -53,4 +53,4 @@ ARTIFACTS: Mapping[str, Function] = {
     "giannou2023:remark-3": sparse_threshold.sparse_threshold,
     "giannou2023:thm-2-errors": depth.deep_errors,
 }
-"""The function of every figure, table and number."""
+"""Functions by the id of their artifact."""

@@ -1,7 +1,7 @@
-"""Checks of deeper, narrower sources: slices fed through skips (giannou2023), many layers in a row (burkholz2024).
+"""Checks of theorem 2 of giannou2023: deep, narrow sources with slices of the input fed through skip connections.
 
-The algebra of theorem 2 is checked in rational numbers, where an equation holds or does not: in floating point its
-unique solution drowns in rounding long before it stops being true.
+The theorem is checked in rational numbers, where equations hold exactly: in floating point, the rounding error of its
+unique solution is too large.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Matrix = list[list[Fraction]]
 
 
 def _whole(seed: int, name: str, rows: int, cols: int) -> Matrix:
-    """Random whole numbers up to a million in size: few enough for speed, too many to be singular by chance."""
+    """Random integers up to a million in absolute value: fast, and practically never singular."""
     numbers = draw("uniform", (rows, 1), n_features=cols, seed=seed, layer=name).left()
     return [[Fraction(int(1e6 * x)) for x in row] for row in numbers.tolist()]
 
@@ -49,26 +49,26 @@ def _solve(matrix: Matrix, side: list[Fraction]) -> list[Fraction] | None:
 
 
 def is_rebuilt_exactly(target: Matrix, k: int, *, seed: int) -> bool:
-    """Whether the unique gammas of theorem 2 exist, slice by slice from the last, and make exactly the target.
+    """Whether the unique gammas of theorem 2 exist, from the last slice to the first, and give exactly the target.
 
-    `k` divides the width of the target, whose slices are k columns wide.
+    `k` is the number of columns per slice; it divides the width of the target.
     """
     d, width = len(target), len(target) * k
     n_layers = len(target[0]) // k
     last = _whole(seed, "last", d, width)
     layers = [(_whole(seed, f"W{i}", width, width), _whole(seed, f"A{i}", width, k)) for i in range(n_layers)]
     gammas: list[list[Fraction]] = []
-    behind = last
+    later = last
     for i in reversed(range(n_layers)):
         W, A = layers[i]
         seen = _product(W, A)
-        system = [[behind[row][f] * seen[f][col] for f in range(width)] for row in range(d) for col in range(k)]
+        system = [[later[row][f] * seen[f][col] for f in range(width)] for row in range(d) for col in range(k)]
         gamma = _solve(system, [target[row][i * k + col] for row in range(d) for col in range(k)])
         if gamma is None:
             return False
         gammas.insert(0, gamma)
-        behind = _product([[x * g for x, g in zip(row, gamma, strict=True)] for row in behind], W)
-    # Forward, as the network computes: every layer adds its slice and scales.
+        later = _product([[x * g for x, g in zip(row, gamma, strict=True)] for row in later], W)
+    # The forward pass of the network: every layer adds its slice and scales.
     made = [[Fraction(0)] * (n_layers * k) for _ in range(width)]
     for i, ((W, A), gamma) in enumerate(zip(layers, gammas, strict=True)):
         for row in range(width):
@@ -86,11 +86,11 @@ def deep_and_narrow_layers_with_skips_make_any_layer(seed: int) -> Evidence:
     first = [[row[j] for j in (2, 0, 1, 3)] for row in zero]
     is_broken, is_cured = (not is_rebuilt_exactly(zero, 1, seed=seed), is_rebuilt_exactly(first, 1, seed=seed))
     narrow, eased, is_as_said = _deep_networks(5, seed)
-    # In float64 the unique solution loses digits with every layer, so it counts as right well above rounding.
+    # In float64 the unique solution loses digits with every layer; the limit is therefore well above rounding.
     is_right = exact == len(cases) and is_cured and is_as_said and narrow <= 1e-6 and eased <= EXACT
     return Evidence(
         verdict(is_right, as_printed=not is_broken),
-        f"d = {d}, k = 1, 2, 4 in rational numbers: the unique gammas make exactly the target in {exact} of "
+        f"d = {d}, k = 1, 2, 4 in rational numbers: the unique gammas give exactly the target in {exact} of "
         f"{len(cases)} cases; with its third column zero (k = 1), which the text allows, the next system is "
         f"{'singular' if is_broken else 'regular'}, and with the zero column fed first it is "
         f"{'regular' if is_cured else 'singular'}. ReLU networks of width 5 in float64, k = 1 to 5, ceil(d/k) layers "
@@ -101,7 +101,7 @@ def deep_and_narrow_layers_with_skips_make_any_layer(seed: int) -> Evidence:
 
 
 def _deep_networks(d: int, seed: int) -> tuple[float, float, bool]:
-    """Worst errors over all k, with exactly d k features and with more; whether layers and widths are the theorem's."""
+    """Largest errors over all k, with d k features and with more; whether layers and widths match the theorem."""
     target = relu_network([d, d, d], seed=seed)
     narrow, eased, is_as_said = 0.0, 0.0, True
     for k in range(1, d + 1):
@@ -124,7 +124,7 @@ def no_activation_follows_the_last_layer(seed: int) -> Evidence:
     with_relu = relative(cut, wanted)
     return Evidence(
         verdict(error <= EXACT and with_relu > 1e3 * EXACT),
-        f"a deep source of a network whose outputs are negative in {negative:.2f} of all cases errs by {error:.1e}; "
-        f"with a ReLU behind its last layer by {with_relu:.1e}",
-        {"error": error, "error with a last ReLU": with_relu, "share of negative outputs": negative},
+        f"the error of a deep source of a network with a fraction of {negative:.2f} negative outputs is {error:.1e}; "
+        f"with a ReLU after its last layer it is {with_relu:.1e}",
+        {"error": error, "error with a last ReLU": with_relu, "fraction of negative outputs": negative},
     )

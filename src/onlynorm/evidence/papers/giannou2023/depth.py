@@ -1,4 +1,4 @@
-"""Depth instead of width: what narrow frozen layers reach, and what they cost. Neither paper draws it."""
+"""Depth instead of width: accuracy and cost of narrow frozen layers. Neither paper has a figure of it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from onlynorm.validate import as_real, need_free_memory, need_integer, need_item
 
 
 def deep_rows(*, d: int, k: int, excesses: Sequence[float], seed: int) -> list[dict[str, Any]]:
-    """What theorem 2 reaches for d x d targets in slices of k, at every excess, beside the unique solution.
+    """Errors of theorem 2 for d x d targets in slices of k, at every excess, and of the unique solution.
 
-    `relu_error` is that of the outputs, through frozen layers with a ReLU after each, on normal inputs.
+    `relu_error` is the error of the outputs for normal inputs, with a ReLU after each frozen layer.
     """
     rows = deep_table([d], [k], excesses=excesses, seed=seed)
     return [asdict(row) | {"relu_error": _relu_error(d, k, excess=row.excess, seed=seed)} for row in rows]
@@ -35,7 +35,7 @@ def _relu_error(d: int, k: int, *, excess: float, seed: int) -> float:
     target = mlp([d, d], seed=seed).double().eval()
     inputs = torch.randn(256, d, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccuracyWarning)  # how far it falls short is what is measured
+        warnings.simplefilter("ignore", AccuracyWarning)  # the error is measured here
         result = on.reconstruct(
             target, inputs,
             on.Deep(inputs_per_slice=k, excess=excess, features="orthogonal", activation=nn.ReLU()), seed=seed,
@@ -44,7 +44,7 @@ def _relu_error(d: int, k: int, *, excess: float, seed: int) -> float:
 
 
 def deep_errors(run: Run) -> Outcome:
-    """The error of the deep construction over the excess, beside the paper's unique solution.
+    """The error of the deep construction against the excess, compared with the paper's unique solution.
 
     Theory: giannou2023:thm-2
     """
@@ -89,7 +89,7 @@ def deep_errors(run: Run) -> Outcome:
 
 @dataclass(frozen=True)
 class DeepRow:
-    """What is reached at one width of target, one k and one excess, beside the paper's unique solution."""
+    """The error at one target width, one k and one excess, compared with the paper's unique solution."""
 
     width: int
     narrow: int
@@ -105,8 +105,8 @@ class DeepRow:
     def __str__(self) -> str:
         return (
             f"d={self.width}, k={self.narrow}, excess {self.excess:g}: {self.n_layers} layers of {self.n_features} "
-            f"features reach {self.error:.1e} (condition {self.condition:.1e}, predicted {self.predicted_error:.1e}); "
-            f"the unique solution {self.unique_error:.1e} (condition {self.unique_condition:.1e})"
+            f"features, error {self.error:.1e} (condition {self.condition:.1e}, predicted {self.predicted_error:.1e}); "
+            f"unique solution: error {self.unique_error:.1e} (condition {self.unique_condition:.1e})"
         )
 
 
@@ -118,9 +118,9 @@ def deep_table(
     seed: int = 0,
     features: str = "orthogonal",
 ) -> list[DeepRow]:
-    """For every width d, k <= d and excess: the error that is reached for a normal target of variance 1 / d.
+    """The error for a normal target of variance 1 / d, for every width d, k <= d and excess.
 
-    The unique solution beside it is the paper's: as many he_normal features as equations.
+    The unique solution is the paper's, with as many he_normal features as equations.
     """
     cure = "Try widths=(16,), ks=(1, 4), excesses=(1.25, 2.0)."
     widths, ks = need_sizes("widths", widths, cure=cure), need_sizes("ks", ks, cure=cure)
@@ -155,9 +155,9 @@ def deep_table(
 def unique_solution(
     target: Float[Tensor, "out inp *kernel"], *, inputs_per_slice: int, features: str = "he_normal", seed: int = 0
 ) -> Slices:
-    """The paper's own solution: as many features as equations in every layer, so that each has one solution only.
+    """The paper's solution: as many features as equations in every layer, so that the solution is unique.
 
-    It exists with probability one, and float64 loses it to rounding where layers are many and narrow.
+    It exists with probability one, but rounding in float64 makes it useless for many narrow layers.
     Theory: giannou2023:thm-2
     """
     target = as_real("target", target, is_finite=True, cure="Pass the weight of a layer.").detach()

@@ -1,8 +1,8 @@
 """`pad_equal`: a rebuilt fully connected network whose frozen layers all have one size.
 
-Every frozen matrix is written into the corner of a square one, with zeros around it; norms get channels that scale
-nothing. What a zero column multiplies does not matter, so the function is the same. Between entry and exit all layers
-are ordinary and alike: Linear(width, width), a norm over `width` channels, an activation.
+Every frozen matrix is padded with zeros to a square matrix, and norms get additional channels. The function does not
+change, because the additional channels are multiplied by zero columns. Between the first and the last module, all
+layers have the same form: Linear(width, width), a norm with `width` channels, an activation.
 
 Theory: giannou2023:remark-8
 """
@@ -20,7 +20,7 @@ from onlynorm.validate import is_whole_number, need_free_memory
 
 
 class Resize(nn.Module):
-    """x with its last axis cut or filled up with zeros to `width`."""
+    """Truncates the last axis, or pads it with zeros, to `width`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -30,15 +30,15 @@ class Resize(nn.Module):
         return str(self.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The batch (samples, width)."""
+        """The resized batch (samples, width)."""
         return functional.pad(x, [0, self.width - x.shape[-1]])
 
 
 def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequential:
-    """The same function as a chain of frozen Linear(width, width) layers and norms of that width.
+    """The same function as a sequence of frozen Linear(width, width) layers and norms of that width.
 
-    `network` is a chain of rebuilt linear layers of the wide construction and elementwise activations; `width` is its
-    largest number of features unless given. Theory: giannou2023:remark-8
+    `network` is a sequence of linear layers rebuilt by the wide construction and elementwise activations. By default,
+    `width` is its largest number of features. Theory: giannou2023:remark-8
     """
     given = need_model("pad_equal", network)
     parts = list(given) if isinstance(given, nn.Sequential) else [given]
@@ -46,8 +46,8 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     for part in parts:
         if part not in blocks and (activations.known(part) is None or list(part.parameters())):
             raise ConversionError(
-                "pad_equal needs a chain of rebuilt linear layers of the wide construction and activations without "
-                f"parameters; got {type(part).__name__}. Convolutions and other constructions keep their own sizes."
+                "pad_equal needs a sequence of linear layers rebuilt by the wide construction and activations without "
+                f"parameters; got {type(part).__name__}. Convolutions and other constructions cannot be padded."
             )
     if not blocks:
         raise ConversionError("pad_equal needs at least one rebuilt layer; got none. Call reconstruct first.")

@@ -1,6 +1,6 @@
-"""Checks of the steps beneath the reconstructions: linear systems, polynomials, norms as affine maps, one layer.
+"""Checks of lemmas for the reconstructions: linear systems, polynomials, norms as affine maps, one layer.
 
-The steps of giannou2023 that concern products of matrices are checked in `solvers.checks`.
+Statements about products of matrices are checked in `products`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ranks_decide_how_many_solutions_a_system_has(seed: int) -> Evidence:
         b = A @ A.mT @ b if is_inside else b
         of_matrix, of_both = (int(torch.linalg.matrix_rank(one, rtol=1e-10)) for one in (A, torch.cat([A, b], 1)))
         said = "none" if of_matrix != of_both else "one" if of_matrix == n else "many"
-        # Seen without ranks: two far points, each moved to the nearest solution, meet if there is only one.
+        # A test without ranks: the solutions nearest to two distant points are equal if there is only one.
         inverse = torch.linalg.pinv(A, rtol=1e-10)
         starts = normal(seed + i, f"start {name}", n, 2)
         ends = starts + inverse @ (b - A @ starts)
@@ -54,7 +54,7 @@ def zeros_of_polynomials_fill_no_volume(seed: int) -> Evidence:
         degree, coefficients = _polynomial(seed + i, is_square=i % 3 == 0)
         volumes = [_cover(coefficients, cells) for cells in (64, 1024)]
         slowest = max(slowest, volumes[1] / (volumes[0] * 16.0 ** (-1.0 / degree)))
-        whole = np.rint(8 * coefficients)  # whole coefficients, so that zeros on a grid are exact
+        whole = np.rint(8 * coefficients)  # integer coefficients, so that zeros on a grid are exact
         for side in (16, 64):
             grid = np.arange(float(side))
             n_zeros = int((polygrid2d(grid, grid, whole) == 0).sum())
@@ -62,17 +62,17 @@ def zeros_of_polynomials_fill_no_volume(seed: int) -> Evidence:
     n_hit, n_zero = (int((_determinants(seed, is_zero=one).abs() <= 64 * EPS).sum()) for one in (False, True))
     return Evidence(
         verdict(slowest <= 1.5 and fullest <= 1.0 and (n_hit, n_zero) == (0, 2000)),
-        "12 random polynomials of degree 2 to 4 in two variables: squares that certainly hold all zeros in [-1, 1]^2 "
-        f"shrink with their side h at least like h^(1/degree) (worst {slowest:.2f} of it), and whole-number grids have "
+        "12 random polynomials of degree 2 to 4 in two variables: squares that contain all zeros in [-1, 1]^2 shrink "
+        f"with their side h at least like h^(1/degree) (at most {slowest:.2f} of it), and integer grids have "
         f"at most degree * side zeros ({fullest:.2f} of that). The determinant of a 3 x 3 layer's feature matrix, of "
-        f"degree 18, vanishes in {n_hit} of 2000 draws; with a feature that stands twice, the zero polynomial, it does "
+        f"degree 18, vanishes in {n_hit} of 2000 draws; with a repeated feature, where it is the zero polynomial, "
         f"in {n_zero}",
         {"slowest shrinking": slowest, "fullest grid": fullest, "random zeros": n_hit, "certain zeros": n_zero},
     )
 
 
 def _polynomial(seed: int, *, is_square: bool) -> tuple[int, np.ndarray]:
-    """(degree, coefficients of x^i y^j) of a random polynomial that vanishes at (0.3, -0.2); a square only doubly."""
+    """(degree, coefficients of x^i y^j) of a random polynomial with a zero at (0.3, -0.2), double if `is_square`."""
     x, y = 0.3, -0.2
     if is_square:  # (a (x - 0.3) + b (y + 0.2))^2
         a, b = normal(seed, "line", 2, 1)[:, 0].tolist()
@@ -86,7 +86,7 @@ def _polynomial(seed: int, *, is_square: bool) -> tuple[int, np.ndarray]:
 
 
 def _cover(coefficients: np.ndarray, cells: int) -> float:
-    """The fraction of the cells of [-1, 1]^2 that may hold a zero, by the value at the centre and the largest slope."""
+    """The fraction of cells of [-1, 1]^2 that may contain a zero, from central values and the largest slope."""
     centres = (np.arange(cells) + 0.5) * 2.0 / cells - 1.0
     i, j = np.indices(coefficients.shape)
     reach = float((np.abs(coefficients) * (i + j)).sum()) / cells
@@ -94,7 +94,7 @@ def _cover(coefficients: np.ndarray, cells: int) -> float:
 
 
 def _determinants(seed: int, *, is_zero: bool) -> Tensor:
-    """Determinants of 2000 feature matrices of a 3 x 3 layer with unit columns; for zero, a feature stands twice."""
+    """Determinants of 2000 feature matrices of a 3 x 3 layer with unit columns; `is_zero` repeats a feature."""
     left = normal(seed, "left", 2000 * 3, 9).reshape(2000, 3, 9).clone()
     right = normal(seed, "right", 2000 * 3, 9).reshape(2000, 3, 9).clone()
     if is_zero:
@@ -119,7 +119,7 @@ def statistics_fold_into_gamma_and_beta(seed: int) -> Evidence:
         folded = to_affine(norm)
         back = from_affine(folded, mean=3.0 * beta, variance=gamma**2 + 0.1, axes=1)
         by_hand = x * (gamma / s) + (beta - gamma / s * mean)
-        # What rounding may add: the terms of the sum are larger than the sum where mean and x nearly cancel.
+        # The rounding error: the terms are larger than their sum where mean and x nearly cancel.
         size = ((gamma / s).abs() * (x.abs() + mean.abs()) + beta.abs()).max()
         with torch.no_grad():
             made = norm(x)
@@ -135,7 +135,7 @@ def statistics_fold_into_gamma_and_beta(seed: int) -> Evidence:
 
 
 def activating_shift(gamma: Tensor, mean: Tensor, scale: float, rows: Tensor) -> Tensor:
-    """The shift that keeps every feature active for |x| <= 1: (max |mean| + largest row norm) / scale * |gamma|."""
+    """The shift that makes every feature active for |x| <= 1: (max |mean| + largest row norm) / scale * |gamma|."""
     return (mean.abs().max() + rows.norm(dim=1).max()) / scale * gamma.abs()
 
 
@@ -151,7 +151,7 @@ def two_layers_with_batch_norms_make_one(seed: int) -> Evidence:
         beta = activating_shift(gamma, mu, s, W)
         gamma2 = s * s2 * gamma_t[:, 0]
         beta2 = gamma2 / s2 * (V @ (gamma * mu / s - beta) + mu2) + beta_t[:, 0]
-        # The inputs that switch a feature off first lie along its own row.
+        # A feature becomes inactive first for inputs along its row.
         x = torch.cat([unit_ball(256, d, seed=seed + i), W / W.norm(dim=1, keepdim=True), -W / W.norm(dim=1)[:, None]])
         first = gamma * (x @ W.mT - mu) / s + beta
         made = (gamma2 * (first.relu() @ V.mT - mu2) / s2 + beta2).relu()
@@ -161,8 +161,8 @@ def two_layers_with_batch_norms_make_one(seed: int) -> Evidence:
         below = min(below, float(((first - beta / 2) / beta).min()))
     return Evidence(
         verdict(worst <= 1e-9 and lowest >= -64 * EPS and below < 0.0),
-        f"d = {d}, ten draws of bounded frozen layers and statistics: {d * d} features behind two batch norms differ "
-        f"from the layer by {worst:.1e} on the unit ball and on the 128 worst points of the features; the least active "
-        f"feature is at {lowest:.2f} of its shift, and at half the shift at {below:.2f}",
+        f"d = {d}, ten draws of bounded frozen layers and statistics: {d * d} features with two batch norms differ "
+        f"from the layer by {worst:.1e} on the unit ball and on the 128 worst points of the features; the smallest "
+        f"pre-activation is {lowest:.2f} of the shift, and {below:.2f} with half the shift",
         {"error": worst, "least active": lowest, "least active at half the shift": below},
     )

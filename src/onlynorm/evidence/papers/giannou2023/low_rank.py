@@ -14,7 +14,7 @@ from onlynorm.reconstruction import Deep, LowRank, Wide
 
 
 def _widths(network: nn.Module) -> list[int]:
-    """The features of each pair of frozen layers of a network."""
+    """The number of features of each pair of frozen layers of a network."""
     return [one.n_features for block in find_blocks(network).values() for one in block.sources()]
 
 
@@ -56,7 +56,7 @@ def the_rank_of_the_scaled_target_counts(seed: int) -> Evidence:
     return Evidence(
         verdict(error <= EXACT and full == d and scaled == n_on and widths == [d * n_on, d * n_on]),
         f"a target of width {d} and rank {full} with {d - n_on} outputs of gamma = 0: as one matrix it has rank "
-        f"{scaled}, and {' and '.join(map(str, widths))} features instead of {d * d} rebuild it up to {error:.1e}",
+        f"{scaled}, and {' and '.join(map(str, widths))} features instead of {d * d} rebuild it to {error:.1e}",
         {"error": error, "rank of the weight": full, "rank of the scaled weight": scaled, "features": sum(widths)},
     )
 

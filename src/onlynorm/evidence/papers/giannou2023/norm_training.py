@@ -1,12 +1,12 @@
-"""Three methods to set the norms of a frozen network (giannou2023, appendix E), all repeats as one batched computation.
+"""Three methods to set the norms of a frozen network (giannou2023, appendix E), with all repeats in one batch.
 
-A teacher g(x) = sum_i relu((W x)_i) labels Gaussian inputs. A frozen network with norms has to imitate it:
+A teacher g(x) = sum_i relu((W x)_i) labels Gaussian inputs. A frozen network with norms is fitted to it:
 
     f(x) = sum_i relu(norm2(left relu(norm1(right x)))_i)
 
-Its norms are trained by SGD (`train_norms`), or chosen by the construction of Theorem 1, from the teacher or from a
-dense student of the teacher's shape that was trained on the same data (`construct_norms`). Every tensor has the
-repeats as its first axis, so that one step of all repeats is a handful of batched products.
+Its norms are trained by SGD (`train_norms`), or set by the construction of Theorem 1, from the teacher or from a dense
+student of the teacher's shape that was trained on the same data (`construct_norms`). The first axis of every tensor is
+the repeats, so that one step of all repeats is a few batched products.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import onlynorm as on
 Moments: TypeAlias = tuple[Tensor, Tensor]
 Predict: TypeAlias = Callable[[Float[Tensor, "repeats samples width"]], Float[Tensor, "repeats samples"]]
 _EPS = 1e-5  # of torch's batch norms
-_CHUNK = 5_000  # samples per evaluation: bounds the memory, not the result
-_PILOT = 1_000_003  # the seed of the repeat that only chooses rates
+_CHUNK = 5_000  # samples per evaluation; limits memory and does not affect the result
+_PILOT = 1_000_003  # the seed of the repeat for the selection of learning rates
 
 
 # ------------------------------------------------------------------------------- pieces
 
 
 def train_norms(*, n_features: int, density: float, rates: Sequence[float], task: Mapping[str, Any]) -> dict[str, Any]:
-    """The best rate on a repeat of its own, and with it the relative test losses of all repeats after SGD."""
+    """The learning rate selected on a separate repeat, and the relative test losses of all repeats after SGD."""
     taught = TeacherTask(**task)
     pilot = replace(taught, seeds=[_PILOT] * len(rates))
     rate = _best(rates, pilot.loss(_trained_net(pilot, n_features, density, rates)))
@@ -48,7 +48,7 @@ def construct_norms(
 ) -> dict[str, Any]:
     """Relative test losses of a dense student, and of both constructions for every number of features.
 
-    The student is trained as the norms are: on the same samples, at the rate that was best on a repeat of its own.
+    The student is trained like the norms: on the same samples, with the learning rate selected on a separate repeat.
     """
     taught = TeacherTask(**task)
     pilot = replace(taught, seeds=[_PILOT] * len(rates))
@@ -59,7 +59,7 @@ def construct_norms(
     for count in n_features:
         left, right = draw_frozen(taught, n_features=count, density=density)
         targets = torch.stack([taught.teacher, student], 1)
-        # The pseudo-inverse, as in the paper: it also serves where features are too few or too sparse.
+        # The pseudo-inverse, as in the paper: it also works if features are too few or too sparse.
         solved = [on.solve(*system, method="svd") for system in zip(left, right, targets, strict=True)]
         gamma = torch.stack([solution.gamma for solution in solved])
         for place, name in enumerate(("from teacher", "from student")):
@@ -67,12 +67,12 @@ def construct_norms(
     return found
 
 
-# ------------------------------------------------------------------------------- what is learned
+# ------------------------------------------------------------------------------- the task
 
 
 @dataclass(frozen=True)
 class TeacherTask:
-    """A random teacher of this width and its data, for every repeat; each training sample is seen once."""
+    """A random teacher of this width and its data, for every repeat; each training sample is used once."""
 
     width: int
     seeds: Sequence[int]
@@ -87,7 +87,7 @@ class TeacherTask:
         return self.weights("teacher")
 
     def weights(self, purpose: str) -> Float[Tensor, "repeats width width"]:
-        """Normal entries of variance 1/width: a neuron sees unit variance."""
+        """Normal entries of variance 1/width, so that inputs of neurons have unit variance."""
         shape = self.width, self.width
         drawn = [
             torch.randn(shape, generator=generator, dtype=torch.float64) for generator in self._generators(purpose)
@@ -102,10 +102,11 @@ class TeacherTask:
             yield torch.stack([torch.randn(shape, generator=generator) for generator in generators])
 
     def teach(self, predict: Predict, parameters: Sequence[Tensor], *, rates: Sequence[float]) -> None:
-        """Trains the parameters in place by gradient descent with momentum, each repeat at its own constant rate.
+        """Trains the parameters in place by SGD with momentum, each repeat with its own constant learning rate.
 
-        Repeats share nothing, so the gradient of the summed loss is each one's own. The squared error is divided by
-        the width, as the teacher's variance grows with it: one range of rates then serves all widths.
+        Repeats share no parameters, so the gradient of the summed loss is that of each repeat. The squared error is
+        divided by the width, because the variance of the teacher grows with it: the same learning rates then suit all
+        widths.
         """
         teacher, pace = self.teacher.float(), torch.tensor(rates)
         velocities = [torch.zeros_like(parameter) for parameter in parameters]
@@ -119,7 +120,7 @@ class TeacherTask:
 
     @torch.no_grad()
     def loss(self, predict: Predict) -> Float[Tensor, " repeats"]:
-        """Mean squared error on the test set over the variance of the teacher's output: one for the best constant."""
+        """Test mean squared error over the variance of the teacher's output; the best constant has loss 1."""
         teacher, error, outputs = self.teacher, torch.zeros(len(self.seeds), dtype=torch.float64), []
         for x in self.inputs("test", n_samples=self.n_test, size=_CHUNK):
             outputs.append(relu_sums(teacher, x.double()))
@@ -133,7 +134,7 @@ class TeacherTask:
 def relu_sums(
     weights: Float[Tensor, "repeats width width"], x: Float[Tensor, "repeats samples width"]
 ) -> Float[Tensor, "repeats samples"]:
-    """The sum of the ReLU neurons with these weights: the teacher's and the dense student's output."""
+    """The sum of ReLU neurons with these weights: the output of the teacher and of the dense student."""
     return torch.relu(x.to(weights.dtype) @ weights.mT).sum(-1)
 
 
@@ -144,7 +145,7 @@ def _trained_student(task: TeacherTask, rates: Sequence[float]) -> Float[Tensor,
 
 
 def _best(rates: Sequence[float], losses: Float[Tensor, " rates"]) -> float:
-    """The rate of least loss; training that diverged counts as infinite."""
+    """The learning rate with the smallest loss; a loss that diverged counts as infinite."""
     return rates[int(losses.nan_to_num(nan=math.inf).argmin())]
 
 
@@ -154,7 +155,7 @@ def _best(rates: Sequence[float], losses: Float[Tensor, " rates"]) -> float:
 def draw_frozen(
     task: TeacherTask, *, n_features: int, density: float
 ) -> tuple[Float[Tensor, "repeats width feat"], Float[Tensor, "repeats feat width"]]:
-    """Left and right frozen weights of every repeat; below density 1 each weight is kept with that probability."""
+    """Left and right frozen weights of every repeat; each weight is nonzero with probability `density`."""
     shape = task.width, task.width
     name, thinned = ("he_normal", None) if density == 1.0 else ("sparse_he_normal", density)
     drawn = [on.draw(name, shape, n_features=n_features, seed=seed, density=thinned) for seed in task.seeds]
@@ -173,25 +174,25 @@ class NormNet:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What is trained: the norms and nothing else."""
+        """The trained parameters: gamma and beta of the norms."""
         return [self.gamma1, self.beta1, self.gamma2, self.beta2]
 
     def __call__(self, x: Float[Tensor, "repeats samples width"]) -> Float[Tensor, "repeats samples"]:
-        """The outputs, with the statistics of the batch itself, or with stored ones."""
+        """The outputs, with the statistics of the batch or the stored ones."""
         first = _projected_moments(self.right, x) if self.stored is None else self.stored[0]
         second = self._second_inputs(x, first)
         mean, deviation = _moments(second) if self.stored is None else self.stored[1]
         return torch.relu(self.gamma2 * (second - mean) / deviation + self.beta2).sum(-1)
 
     @torch.no_grad()
-    def keep_statistics(self, x: Float[Tensor, "repeats samples width"]) -> None:
-        """Use the statistics of this batch from now on, as batch norms do in evaluation mode."""
+    def store_statistics(self, x: Float[Tensor, "repeats samples width"]) -> None:
+        """Stores the statistics of this batch for all later calls, as in evaluation mode."""
         first = _projected_moments(self.right, x)
         self.stored = first, _moments(self._second_inputs(x, first))
 
     def _second_inputs(self, x: Tensor, first: Moments) -> Tensor:
         mean, deviation = first
-        # Folded into the frozen weights, the first norm costs no pass over the features (giannou2023:prop-1).
+        # The first norm is folded into the frozen weights, which saves a pass over the features (giannou2023:prop-1).
         scale = self.gamma1 / deviation
         hidden = torch.baddbmm(self.beta1 - scale * mean, x, (scale.mT * self.right).mT).relu()
         return hidden @ self.left.mT
@@ -200,7 +201,7 @@ class NormNet:
 def _trained_net(task: TeacherTask, n_features: int, density: float, rates: Sequence[float]) -> NormNet:
     net = NormNet(*draw_frozen(task, n_features=n_features, density=density))
     task.teach(net, net.parameters, rates=rates)
-    net.keep_statistics(next(task.inputs("train", n_samples=_CHUNK, size=_CHUNK)))
+    net.store_statistics(next(task.inputs("train", n_samples=_CHUNK, size=_CHUNK)))
     return net
 
 
@@ -209,9 +210,9 @@ def constructed(
     right: Float[Tensor, "repeats feat width"],
     gamma: Float[Tensor, "repeats feat"],
 ) -> Predict:
-    """The frozen network with gamma as solved and shifts that keep every feature active on a ball.
+    """The frozen network with the solved gamma and shifts that make every feature active on a ball.
 
-    beta1 = radius |gamma| |right row|, and beta2 = -left beta1 takes it away again. A Gaussian input leaves the ball
+    beta1 = radius |gamma| |right row|, and beta2 = -left beta1 cancels it. A Gaussian input leaves the ball
     of radius sqrt(width) + 7 with probability below exp(-49/2).
 
     Theory: giannou2023:thm-1
@@ -235,7 +236,7 @@ def _moments(x: Float[Tensor, "repeats samples channels"]) -> Moments:
 def _projected_moments(
     right: Float[Tensor, "repeats feat width"], x: Float[Tensor, "repeats samples width"]
 ) -> Moments:
-    """The moments of right x, from those of x: cheaper, as features outnumber inputs."""
+    """The moments of right x from those of x: cheaper, since there are more features than inputs."""
     mean = x.mean(1, keepdim=True)
     centred = x - mean
     covariance = centred.mT @ centred / x.shape[1]

@@ -1,8 +1,4 @@
-"""Checks of what the papers say about products of random matrices: identities, invertibility, sparse patterns.
-
-Each draws features, measures, and lets the numbers decide. The statements about widths and conditioning follow in
-`checks_width` and `checks_spectrum`.
-"""
+"""Checks of products of random matrices: identities, invertibility, sparse patterns."""
 
 from __future__ import annotations
 
@@ -47,7 +43,7 @@ def a_product_keeps_full_rank_unless_null_and_column_space_meet(seed: int) -> Ev
     n, m = 6, 10
 
     def measure(A: Tensor, B: Tensor) -> tuple[bool, bool]:
-        """Does A B have full rank; do the null space of A and the column space of B meet only in zero."""
+        """Whether A B has full rank, and whether the null space of A and the column space of B meet only in zero."""
         null = torch.linalg.svd(A)[2][n:].mT
         apart = int(torch.linalg.matrix_rank(torch.cat([null, B], 1))) == null.shape[1] + B.shape[1]
         return int(torch.linalg.matrix_rank(A @ B)) == min(n, B.shape[1]), apart
@@ -66,7 +62,7 @@ def a_product_keeps_full_rank_unless_null_and_column_space_meet(seed: int) -> Ev
     return Evidence(
         verdict(agree == tried, as_printed=printed == 20),
         f"for l = 5 <= n = {n} < m = {m} the condition and full rank agree in {agree} of {tried} products, half of "
-        f"them built to meet; for l = 8 > n, where the text has it too, in {printed} of 20",
+        f"them built to intersect; for l = 8 > n, where the text has it too, in {printed} of 20",
         {"agree": agree, "tried": tried, "agree beyond n": printed},
     )
 
@@ -106,14 +102,14 @@ def no_coordinate_of_gamma_vanishes(seed: int) -> Evidence:
         features = draw("he_normal", (n, m), excess=1.0, seed=seed + i)
         matrix = KhatriRao(features.left(), D[:, None] * features.right()).materialise()
         gamma = torch.linalg.solve(matrix, w)
-        share = gamma.abs() / gamma.abs().max()
-        smallest = min(smallest, float(share.min()))
+        relative_size = gamma.abs() / gamma.abs().max()
+        smallest = min(smallest, float(relative_size.min()))
         noise = max(noise, n * m * EPS * float(torch.linalg.cond(matrix)))
     return Evidence(
         verdict(smallest > noise),
         f"the smallest of {20 * n * m} gammas is {smallest:.1e} of the largest of its system; rounding could hide "
         f"{noise:.1e}",
-        {"smallest share": smallest, "rounding": noise},
+        {"smallest relative size": smallest, "rounding": noise},
     )
 
 

@@ -18,32 +18,32 @@ ALGORITHMS = (SGD, FROM_STUDENT, FROM_TEACHER)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What the repeats amount to: the smallest and the largest loss are discarded, as the paper does."""
+class Trimmed:
+    """Mean and range of the losses without the smallest and the largest, which the paper discards."""
 
     mean: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, losses: Sequence[float]) -> Kept:
-        """The kept part of these losses."""
-        kept = sorted(losses)[1:-1]
-        return cls(sum(kept) / len(kept), kept[0], kept[-1])
+    def of(cls, losses: Sequence[float]) -> Trimmed:
+        """Mean and range of these losses."""
+        trimmed = sorted(losses)[1:-1]
+        return cls(sum(trimmed) / len(trimmed), trimmed[0], trimmed[-1])
 
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a panel: a teacher's width, a number of features, and what every method reached there."""
+    """One point of a panel: a teacher width, a number of features, and the losses of every method."""
 
     width: int
     n_features: int
     rates: Mapping[str, float]
-    kept: Mapping[str, Kept]
+    losses: Mapping[str, Trimmed]
 
     def loss(self, method: str) -> float:
-        """The mean loss of the kept repeats."""
-        return self.kept[method].mean
+        """The mean loss without the smallest and the largest."""
+        return self.losses[method].mean
 
     def over_sgd(self, method: str) -> float:
         """The loss of a method over that of SGD."""
@@ -56,7 +56,7 @@ class Point:
 
     @property
     def student_gap(self) -> float:
-        """What constructing the student adds to its loss."""
+        """The loss of the constructed student minus that of the dense student."""
         return self.loss(FROM_STUDENT) - self.loss(STUDENT)
 
     @property
@@ -66,7 +66,7 @@ class Point:
 
 
 def figure_4_left(run: Run) -> Outcome:
-    """Losses over the teacher's width d, with d^2 features. Theory: giannou2023:thm-1"""
+    """Losses against the teacher's width d, with d^2 features. Theory: giannou2023:thm-1"""
     run.announce(2 * len(run.sizes["widths"]))
     points = over_widths(run)
     values = {
@@ -80,7 +80,7 @@ def figure_4_left(run: Run) -> Outcome:
 
 
 def figure_4_right(run: Run) -> Outcome:
-    """Losses over the number of features, for one width of the teacher. Theory: giannou2023:thm-1"""
+    """Losses against the number of features, for one teacher width. Theory: giannou2023:thm-1"""
     run.announce(1 + len(run.sizes["features"]))
     points = over_features(run)
     fewest, most = points[0], points[-1]
@@ -99,7 +99,7 @@ def figure_4_right(run: Run) -> Outcome:
 
 
 def figure_5a(run: Run) -> Outcome:
-    """Both panels with sparse frozen weights, at a density that wide layers bear. Theory: giannou2023:thm-3"""
+    """Both panels with sparse frozen weights, at a density that suffices for wide layers. Theory: giannou2023:thm-3"""
     left, right = _both_panels(run)
     narrowest, widest, most = left[0], left[-1], right[-1]
     values = {
@@ -115,7 +115,7 @@ def figure_5a(run: Run) -> Outcome:
 
 
 def figure_5b(run: Run) -> Outcome:
-    """Both panels with weights so sparse that no features reach the target. Theory: giannou2023:thm-3"""
+    """Both panels with frozen weights so sparse that the target cannot be represented. Theory: giannou2023:thm-3"""
     left, right = _both_panels(run)
     common = next(p for p in left if p.width == run.sizes["width"])
     worst = max(p.sgd_over_construction for p in left)
@@ -136,7 +136,7 @@ def over_widths(run: Run) -> list[Point]:
 
 
 def over_features(run: Run) -> list[Point]:
-    """Points of a right panel: one teacher, more and more features."""
+    """Points of a right panel: one teacher, growing number of features."""
     return _points(run, run.sizes["width"], run.sizes["features"])
 
 
@@ -162,16 +162,16 @@ def _points(run: Run, width: int, n_features: Sequence[int]) -> list[Point]:
             FROM_TEACHER: made["from teacher"][place],
             STUDENT: made["student"],
         }
-        kept = {method: Kept.of(of_repeats) for method, of_repeats in losses.items()}
-        points.append(Point(width, count, {SGD: trained["rate"], STUDENT: made["rate"]}, kept))
+        trimmed = {method: Trimmed.of(of_repeats) for method, of_repeats in losses.items()}
+        points.append(Point(width, count, {SGD: trained["rate"], STUDENT: made["rate"]}, trimmed))
     return points
 
 
 @dataclass(frozen=True)
 class View:
-    """One panel of a figure: points over the teacher's width or over the features.
+    """One panel of a figure: losses against the teacher's width or the number of features.
 
-    A logarithmic scale ends at 1e-6: down to rounding errors it would squeeze everything else into one line.
+    A logarithmic axis ends at 1e-6: down to rounding errors, all other losses would lie on one line.
     """
 
     points: Sequence[Point]
@@ -183,7 +183,7 @@ class View:
     def panel(self) -> Panel:
         """The axes."""
         fixed = "d^2 features" if self.over == "width" else f"teacher of width {self.points[0].width}"
-        ending = "" if self.floor is None else f" (drawn from {self.floor:g} on)"
+        ending = "" if self.floor is None else f" (at least {self.floor:g})"
         return Panel(
             name=f"{self.over}, {self.note}",
             title=f"{fixed}, {self.note}",
@@ -194,16 +194,16 @@ class View:
 
     @property
     def curves(self) -> list[Curve]:
-        """The three algorithms, and the dense student that the constructed one equals where features suffice.
+        """The three algorithms, and the dense student, which the constructed one equals if there are enough features.
 
-        A curve runs through the means; it walks down and up the range of the kept repeats at each of them.
+        A curve connects the means; at each point it also shows the range of the repeats as a vertical line.
         """
         x = [point.width if self.over == "width" else point.n_features for point in self.points]
         fourfold = [place for place in x for _ in range(4)]
         curves = []
         for method in ALGORITHMS:
-            ranges = [point.kept[method] for point in self.points]
-            y = self._drawn([height for kept in ranges for height in (kept.mean, kept.low, kept.high, kept.mean)])
+            ranges = [point.losses[method] for point in self.points]
+            y = self._drawn([height for one in ranges for height in (one.mean, one.low, one.high, one.mean)])
             curves.append(Curve(method, fourfold, y, kind="line+points", panel=self.panel.name))
         means = self._drawn([point.loss(STUDENT) for point in self.points])
         return [*curves, Curve(STUDENT, x, means, panel=self.panel.name, style="law")]
@@ -221,9 +221,9 @@ def _outcome(values: Mapping[str, float], views: Sequence[View]) -> Outcome:
     for over, points in {view.over: view.points for view in views}.items():
         for method in (*ALGORITHMS, STUDENT):
             for point in points:
-                kept, rate = point.kept[method], point.rates.get(method, "-")
-                rows.append([over, point.width, point.n_features, method, kept.mean, kept.low, kept.high, rate])
-    columns = ["over", "teacher's width", "features", "method", "mean of the kept", "lowest", "highest", "rate"]
+                loss, rate = point.losses[method], point.rates.get(method, "-")
+                rows.append([over, point.width, point.n_features, method, loss.mean, loss.low, loss.high, rate])
+    columns = ["against", "teacher's width", "features", "method", "mean loss", "lowest", "highest", "learning rate"]
     return Outcome(
         values=values,
         curves=[curve for view in views for curve in view.curves],

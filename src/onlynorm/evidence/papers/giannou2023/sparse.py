@@ -1,24 +1,19 @@
-"""Checks of what giannou2023 says about sparse frozen weights: which densities suffice, and the lemma of the proof.
+"""Checks of giannou2023 on sparse frozen weights: the density they need, and lemmas about sparse random matrices.
 
-By lemma 9 the pattern of nonzeros decides alone, so densities are measured by matchings (features.densities). What the
-proof takes from elsewhere about random matrices follows in `checks_singular`.
+By lemma 9, only the pattern of nonzero weights matters. A pattern is full if a matching assigns a different feature to
+every equation. Random patterns are not full almost only for two reasons:
 
-How sparse may frozen weights be? At which density random patterns become full, measured and predicted.
+    dead features       features without a nonzero input or output; the probability that a feature is alive is
+                        a = (1 - (1-p)^out) (1 - (1-p)^inp)
+    empty equations     (i, j) for which no feature has output i and input j: with probability (1 - p^2)^features each
 
-A pattern is full if a matching gives every equation a feature of its own. Two things stand in the way, and at random
-patterns hardly anything else does:
+    probability of a full pattern = P(Binomial(features, a) >= equations) * exp(-equations (1 - p^2)^features)
 
-    dead features       without a nonzero input or output; alive is each with a = (1 - (1-p)^out) (1 - (1-p)^inp)
-    empty equations     (i, j) for which no feature has both an output i and an input j: each with (1 - p^2)^features
-
-    chance of a full pattern = P(Binomial(features, a) >= equations) * exp(-equations (1 - p^2)^features)
-
-With as many features as equations none may be dead: p = (2 log d + log(2 / log 2)) / d for one half, in the order that
-giannou2023 conjectures. With excess l > 1 some may, and p = sqrt(2 log d / l) / d is enough for large d.
+With as many features as equations, no feature may be dead: half of the patterns are full at the density
+p = (2 log d + log(2 / log 2)) / d, which has the order that giannou2023 conjectures. With excess l > 1 some features
+may be dead, and p = sqrt(2 log d / l) / d is enough for large d.
 
 Theory: giannou2023:thm-3, giannou2023:remark-3, giannou2023:lemma-9
-
-Checks of what giannou2023 takes from elsewhere about sparse matrices of zeros and ones, and concludes from it.
 """
 
 from __future__ import annotations
@@ -40,18 +35,18 @@ from onlynorm.features import Features, draw, is_generically_invertible
 from onlynorm.reconstruction import Wide
 
 STEP = 2.0**-14
-"""Densities are found up to this."""
+"""The accuracy of densities."""
 
 
 def random_pattern(
     shape: Sequence[int], density: float, *, seed: int, excess: float = 1.0, layer: str = ""
 ) -> Features:
-    """Features of which only the nonzeros matter; those of one seed are nested as the density grows."""
+    """Features whose pattern of nonzeros is used; with equal seeds, the patterns are nested as the density grows."""
     return draw("er_normal", shape, excess=excess, density=min(1.0, density), seed=seed, layer=layer)
 
 
 def is_full(features: Features) -> bool:
-    """Whether almost all weights with the nonzeros of these features reach every target."""
+    """Whether almost all weights with these nonzeros can represent every target."""
     return is_generically_invertible(features.mask_left(), features.mask_right())
 
 
@@ -61,7 +56,7 @@ def is_alive(features: Features) -> bool:
 
 
 def chance_full(shape: Sequence[int], density: float, *, n_features: int) -> float:
-    """The predicted probability that a random pattern is full: enough features alive, and no equation empty."""
+    """The predicted probability that a random pattern is full: enough features are alive, and no equation is empty."""
     out, inp = shape[0], math.prod(shape[1:])
     alive = (1.0 - (1.0 - density) ** out) * (1.0 - (1.0 - density) ** inp)
     enough = float(bdtrc(out * inp - 1, n_features, alive)) if n_features >= out * inp else 0.0
@@ -69,12 +64,12 @@ def chance_full(shape: Sequence[int], density: float, *, n_features: int) -> flo
 
 
 def predicted_density(shape: Sequence[int], *, n_features: int, chance: float = 0.5) -> float:
-    """The density at which the predicted probability of a full pattern reaches `chance`; 1 where it never does."""
+    """The density at which the predicted probability of a full pattern is `chance`, or 1 if there is none."""
     return smallest_enough(lambda density: chance_full(shape, density, n_features=n_features) >= chance)
 
 
 def smallest_enough(is_enough: Callable[[float], bool], *, low: float = 0.0, high: float = 1.0) -> float:
-    """The smallest number between `low` and `high` that is enough, up to `STEP`, for a condition that stays true."""
+    """The smallest number between `low` and `high` that meets a monotone condition, with accuracy `STEP`."""
     while high - low > STEP:
         middle = (low + high) / 2
         low, high = (low, middle) if is_enough(middle) else (middle, high)
@@ -82,27 +77,27 @@ def smallest_enough(is_enough: Callable[[float], bool], *, low: float = 0.0, hig
 
 
 def density_alive(shape: Sequence[int], *, seed: int, excess: float = 1.0, layer: str = "") -> float:
-    """The density at which the last dead feature of this seed's pattern goes."""
+    """The smallest density at which the pattern of this seed has no dead feature."""
     return smallest_enough(lambda p: is_alive(random_pattern(shape, p, seed=seed, excess=excess, layer=layer)))
 
 
 def density_full(shape: Sequence[int], *, seed: int, excess: float = 1.0, layer: str = "") -> float:
-    """The density at which this seed's pattern becomes full."""
+    """The smallest density at which the pattern of this seed is full."""
 
     def is_enough(density: float) -> bool:
         return is_full(random_pattern(shape, density, seed=seed, excess=excess, layer=layer))
 
-    if excess == 1.0:  # nothing below the density that leaves no dead feature, and mostly that one itself
+    if excess == 1.0:  # not below the density without dead features, and mostly equal to it
         low = density_alive(shape, seed=seed, layer=layer)
         return low if is_enough(low) else smallest_enough(is_enough, low=low)
     return smallest_enough(is_enough)
 
 
 ENOUGH = 1.5
-"""Multiple of sqrt(log d / d) at which theorem 3 is tried: d layers of width d then fail with less than 1/d."""
+"""Multiple of sqrt(log d / d) at which theorem 3 is tested: the probability that d layers fail is below 1/d."""
 
 
-def share_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str) -> float:
+def fraction_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str) -> float:
     """The fraction of d x d patterns of this density that are full."""
     found = (is_full(random_pattern((d, d), density, seed=seed, layer=f"{layer} {i}")) for i in range(n_patterns))
     return sum(found) / n_patterns
@@ -110,30 +105,30 @@ def share_full(d: int, density: float, n_patterns: int, *, seed: int, layer: str
 
 def frozen_weights_may_be_sparse(seed: int) -> Evidence:
     failing: dict[int, float] = {}
-    for d in (8, 16):  # networks of d layers: one layer that is not full spoils its network
+    for d in (8, 16):  # networks of d layers: a network fails if one of its layers is not full
         density = ENOUGH * math.sqrt(math.log(d) / d)
         names = ([f"network {i} layer {k}" for k in range(d)] for i in range(3 * d))
         whole = sum(all(is_full(random_pattern((d, d), density, seed=seed, layer=n)) for n in net) for net in names)
         failing[d] = 1.0 - whole / (3 * d)
-    holds = all(share <= 1 / d for d, share in failing.items())
-    measured = {f"share of networks that fail, d = {d}": share for d, share in failing.items()}
-    for factor in (0.75, 1.0):  # single layers: if the order suffices, a fixed factor serves the better the larger d
-        shares = []
+    holds = all(fraction <= 1 / d for d, fraction in failing.items())
+    measured = {f"fraction of networks that fail, d = {d}": fraction for d, fraction in failing.items()}
+    for factor in (0.75, 1.0):  # single layers: if the order suffices, a fixed factor works better for larger d
+        fractions = []
         for d in (8, 16, 32):
-            shares.append(share_full(d, factor * math.sqrt(math.log(d) / d), 40, seed=seed, layer="single"))
-            measured[f"full at {factor} sqrt(log d / d), d = {d}"] = shares[-1]
-        holds &= shares[0] < shares[-1]
+            fractions.append(fraction_full(d, factor * math.sqrt(math.log(d) / d), 40, seed=seed, layer="single"))
+            measured[f"full at {factor} sqrt(log d / d), d = {d}"] = fractions[-1]
+        holds &= fractions[0] < fractions[-1]
     density = ENOUGH * math.sqrt(math.log(12) / 12)
     wide = Wide(features="sparse_he_normal", density=density, excess=1.0, activation=nn.ReLU())
     error = rebuild_error(relu_network([12, 12, 12, 12], seed=seed), wide, seed=seed)
     return Evidence(
         verdict(holds and error <= 1e-8),
-        f"p = {ENOUGH} sqrt(log d / d): of 3 d networks of d layers the share "
-        + ", ".join(f"{share:.3f} fails at d = {d}" for d, share in failing.items())
+        f"p = {ENOUGH} sqrt(log d / d): of 3 d networks of d layers the fraction "
+        + ", ".join(f"{fraction:.3f} fails at d = {d}" for d, fraction in failing.items())
         + ", where 1/d is allowed. At the factor 1 single layers are full with "
         + ", ".join(f"{measured[f'full at 1.0 sqrt(log d / d), d = {d}']:.2f} at d = {d}" for d in (8, 16, 32))
-        + f". A ReLU network of three layers of width 12, rebuilt at p = {density:.2f} from 144 features each, errs by "
-        f"{error:.1e}",
+        + f". A ReLU network of three layers of width 12, rebuilt at p = {density:.2f} from 144 features each, has "
+        f"error {error:.1e}",
         measured | {"error of a network": error},
     )
 
@@ -158,8 +153,8 @@ def density_of_order_log_d_over_d_suffices(seed: int) -> Evidence:
         measured |= {
             f"half full at this multiple of log d / d, d = {d}": ratios[-1],
             f"the same predicted, d = {d}": law / unit,
-            f"share full at log d / d, d = {d}": float((full <= unit).mean()),
-            f"share full at 3 log d / d, d = {d}": float((full <= 3.0 * unit).mean()),
+            f"fraction full at log d / d, d = {d}": float((full <= unit).mean()),
+            f"fraction full at 3 log d / d, d = {d}": float((full <= 3.0 * unit).mean()),
             f"nonzeros at 3 log d / d over d^2 log d, d = {d}": nonzeros / (d * d * math.log(d)),
         }
         n_late = int((full > 3.0 * unit).sum())
@@ -168,30 +163,30 @@ def density_of_order_log_d_over_d_suffices(seed: int) -> Evidence:
         holds &= bool((full > unit).all()) and float(bdtrc(n_late - 1, n_seeds, 1 / d)) >= 1e-3
         holds &= abs(ratios[-1] * unit / law - 1.0) <= 0.1 and abs(nonzeros / (d * d * math.log(d)) - 6.0) <= 0.6
     growth = ratios[-1] / ratios[0]
-    limit = math.sqrt((64 / math.log(64)) / (8 / math.log(8)))  # of the ratio, were the order that of theorem 3
+    limit = math.sqrt((64 / math.log(64)) / (8 / math.log(8)))  # of the ratio if the order were that of theorem 3
     return Evidence(
         verdict(holds and growth < 1.0 + (limit - 1.0) / 2),
         f"d = {', '.join(map(str, sizes))} with d^2 features: half of the patterns are full at "
         + ", ".join(f"{ratio:.2f}" for ratio in ratios)
         + f" times log d / d (growth {growth:.2f}; {limit:.1f} in the order of theorem 3), none at log d / d, "
         f"{tried - late} of {tried} at 3 log d / d, where 6 d^2 log d weights are left. {at_once} of {tried} are full "
-        "at the very density at which their last dead feature goes, whose law (1 - (1 - p)^d)^(2 d^2) has the constant "
-        "2: evidence for the conjecture, no proof",
+        "at the smallest density without dead features, whose law (1 - (1 - p)^d)^(2 d^2) has the constant 2: "
+        "evidence for the conjecture, not a proof",
         measured | {"growth": growth, "full as soon as no feature is dead": at_once / tried},
     )
 
 
 def a_sparse_product_covers_no_less_than_independent_entries(seed: int) -> Evidence:
-    shares = [0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]  # values of 2 q d
+    products = [0.001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0]  # values of 2 q d
     close = 32 * EPS
     holds, squeezed, printed_unfit, ours_unfit, n_sets = True, 0.0, 0, 0, 0
     for d in (3, 4):
         sets = _all_sets(d)
-        rows = -np.sort(-_bits(sets, d).sum(2), axis=1)  # entries per row, most first
-        packed = (1 << rows) - 1  # the same rows pushed to the left, where they overlap most
-        holds &= all(_covers(sets, d, share=share, factor=1.0) for share in shares)
-        for share in shares:
-            gap = _chance_of_zeros(sets, d, math.sqrt(share)) - _chance_of_zeros(packed, d, math.sqrt(share))
+        rows = -np.sort(-_bits(sets, d).sum(2), axis=1)  # entries per row, in descending order
+        packed = (1 << rows) - 1  # the same rows moved to the left, where they overlap most
+        holds &= all(_covers(sets, d, two_q_d=one, factor=1.0) for one in products)
+        for one in products:
+            gap = _chance_of_zeros(sets, d, math.sqrt(one)) - _chance_of_zeros(packed, d, math.sqrt(one))
             squeezed = max(squeezed, float(gap.max()))
         heights = np.arange(d + 2)[:, None]
         at_least = np.stack([(rows >= height).sum(1) for height in range(d + 2)])  # rows of that many entries
@@ -202,11 +197,11 @@ def a_sparse_product_covers_no_less_than_independent_entries(seed: int) -> Evide
         ours_unfit += int(((at_least[ours, every] < ours) | (rows.sum(1) > 2 * d * ours))[filled].sum())
         n_sets += len(sets)
     sets = _all_sets(3)
-    needed = smallest_enough(lambda factor: all(_covers(sets, 3, share=share, factor=factor) for share in shares))
+    needed = smallest_enough(lambda factor: all(_covers(sets, 3, two_q_d=one, factor=factor) for one in products))
     return Evidence(
         verdict(holds and squeezed <= close and not ours_unfit),
         f"exact probabilities for all {n_sets} sets at d = 3 and 4 and eight values of q: the inequality "
-        f"{'holds' if holds else 'fails'}, and pushing the rows of a set together lowers the probability by at most "
+        f"{'holds' if holds else 'fails'}, and moving the rows of a set to the left lowers the probability by at most "
         f"{squeezed:.1e}; at d = 3 even p = {needed:.2f} sqrt(2 q d) suffices. In the proof, {printed_unfit} sets do "
         f"not contain the square of the printed h, and {ours_unfit} break |S| <= 2 d h for the largest h with h rows "
         "of h entries",
@@ -229,25 +224,25 @@ def _chance_of_zeros(sets: npt.NDArray[np.int64], d: int, p: float) -> npt.NDArr
     """For each set the probability that all its u_i v_j vanish, summed over the 2^d values of u."""
     total = np.zeros(len(sets))
     for u in range(2**d):
-        kept = [i for i in range(d) if u >> i & 1]
-        needed = np.bitwise_or.reduce(sets[:, kept], axis=1) if kept else np.zeros(len(sets), dtype=np.int64)
-        total += p ** len(kept) * (1.0 - p) ** (d - len(kept)) * (1.0 - p) ** _bits(needed, d).sum(1)
+        ones = [i for i in range(d) if u >> i & 1]
+        needed = np.bitwise_or.reduce(sets[:, ones], axis=1) if ones else np.zeros(len(sets), dtype=np.int64)
+        total += p ** len(ones) * (1.0 - p) ** (d - len(ones)) * (1.0 - p) ** _bits(needed, d).sum(1)
     return total
 
 
-def _covers(sets: npt.NDArray[np.int64], d: int, *, share: float, factor: float) -> bool:
-    """Whether the lemma's inequality holds for all sets at 2 q d = share and p = factor sqrt(2 q d)."""
-    independent = (1.0 - share / (2 * d)) ** _bits(sets, d).sum((1, 2))
-    return bool((_chance_of_zeros(sets, d, factor * math.sqrt(share)) <= independent + 32 * EPS).all())
+def _covers(sets: npt.NDArray[np.int64], d: int, *, two_q_d: float, factor: float) -> bool:
+    """Whether the lemma's inequality holds for all sets at p = factor sqrt(2 q d)."""
+    independent = (1.0 - two_q_d / (2 * d)) ** _bits(sets, d).sum((1, 2))
+    return bool((_chance_of_zeros(sets, d, factor * math.sqrt(two_q_d)) <= independent + 32 * EPS).all())
 
 
 SIZES = (25, 50, 100, 200)
 CONSTANTS = (0.5, 0.1, 0.5)
-"""(c1, C, c) of theorem 4, which says that such constants exist; these serve all sizes here."""
+"""(c1, C, c) of theorem 4, which states that such constants exist; these are valid for all sizes here."""
 
 
 class Squares(NamedTuple):
-    """Random matrices of zeros and ones: smallest singular values, and what is wrong with them."""
+    """Smallest singular values of random matrices of zeros and ones, and their zero rows and columns."""
 
     smallest: npt.NDArray[np.float64]
     is_singular: npt.NDArray[np.bool_]
@@ -276,19 +271,19 @@ def smallest_singular_values_of_sparse_matrices(seed: int) -> Evidence:
             found = squares(n, density, seed=seed)
             scale = math.exp(-C * math.log(1 / density) / math.log(n * density)) * math.sqrt(density / n)
             for eps in (1e-9, 0.05, 0.1, 0.2, 0.5):
-                share = float(((found.smallest <= c1 * eps * scale) & ~found.has_zero_line).mean())
-                fullest = max(fullest, share / (eps + n**-c))
+                fraction = float(((found.smallest <= c1 * eps * scale) & ~found.has_zero_line).mean())
+                fullest = max(fullest, fraction / (eps + n**-c))
             measured[f"singular at {factor} log n / n, n = {n}"] = float(found.is_singular.mean())
             measured[f"with a zero line at {factor} log n / n, n = {n}"] = float(found.has_zero_line.mean())
     singular = [measured[f"singular at 1 log n / n, n = {n}"] for n in SIZES]
     return Evidence(
         verdict(fullest <= 1.0, as_printed=all(s <= n**-c for s, n in zip(singular, SIZES, strict=True))),
         f"n = 25 to 200, density log n / n and twice that: with c1 = {c1}, C = {C}, c = {c} the probability reaches "
-        f"{fullest:.2f} of its bound. The conclusion drawn at log n / n leaves out zero rows and columns: "
-        + ", ".join(f"{share:.2f}" for share in singular)
+        f"{fullest:.2f} of its bound. The conclusion at log n / n leaves out zero rows and columns: "
+        + ", ".join(f"{fraction:.2f}" for fraction in singular)
         + f" of the matrices are singular; at 2 log n / n it is {measured['singular at 2 log n / n, n = 200']:.2f} for "
         "n = 200",
-        measured | {"largest share of the bound": fullest},
+        measured | {"largest fraction of the bound": fullest},
     )
 
 
@@ -302,17 +297,17 @@ def from_the_smallest_singular_value_to_invertibility(seed: int) -> Evidence:
             tried += 1
     c = CONSTANTS[2]
     found = {n: squares(n, math.log(n) / n, seed=seed) for n in SIZES}
-    shares = {n: float((one.is_singular & ~one.has_zero_line).mean()) for n, one in found.items()}
+    fractions = {n: float((one.is_singular & ~one.has_zero_line).mean()) for n, one in found.items()}
     regular = 1.0 - float(found[200].is_singular.mean())
-    is_small = all(share <= n**-c for n, share in shares.items())
+    is_small = all(fraction <= n**-c for n, fraction in fractions.items())
     return Evidence(
         # W(n), the root of n rho = log(1/rho) times n, lies at most e / (e - 1) log log n / log n above.
         verdict(rest <= math.e / (math.e - 1.0) and is_small, as_printed=right == tried),
         f"n rho = log(1/rho) at rho = (log n - log log n + r) / n with r up to {rest:.2f} log log n / log n, for n "
-        f"from 1e2 to 1e8; the printed threshold is right about {right} of {tried} densities. At log n / n, singular "
-        "without a zero row or column are "
-        + ", ".join(f"{share:.3f}" for share in shares.values())
-        + f" of the matrices for n = {', '.join(map(str, SIZES))}, below n^-{c}; regular are {regular:.2f} at n = 200",
+        f"from 1e2 to 1e8; the printed threshold is correct for {right} of {tried} densities. At log n / n, the "
+        "fraction of singular matrices without a zero row or column is "
+        + ", ".join(f"{fraction:.3f}" for fraction in fractions.values())
+        + f" for n = {', '.join(map(str, SIZES))}, below n^-{c}; at n = 200 the fraction {regular:.2f} is regular",
         {"rest": rest, "printed threshold right": right, "tried": tried, "regular at n = 200": regular}
-        | {f"singular without a zero line, n = {n}": share for n, share in shares.items()},
+        | {f"singular without a zero line, n = {n}": fraction for n, fraction in fractions.items()},
     )

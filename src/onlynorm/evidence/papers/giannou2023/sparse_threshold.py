@@ -1,4 +1,4 @@
-"""A figure for remark 3 of giannou2023: the density at which sparse frozen weights still reach every target."""
+"""A figure for remark 3 of giannou2023: the density at which sparse frozen weights can represent every target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _N_PLACES = 120
 
 
 def thresholds(*, d: int, excess: float, n_patterns: int, seed: int) -> dict[str, list[float]]:
-    """The densities at which random d x d patterns become full, and at which their last dead features go."""
+    """The smallest densities at which random d x d patterns are full, and at which they have no dead features."""
     shape, seeds = (d, d), range(seed * 100_000, seed * 100_000 + n_patterns)
     return {
         "full": [sparse.density_full(shape, seed=i, excess=excess, layer="remark 3") for i in seeds],
@@ -25,12 +25,12 @@ def thresholds(*, d: int, excess: float, n_patterns: int, seed: int) -> dict[str
 
 
 def n_features(d: int, excess: float) -> int:
-    """The features of a d x d target at this excess."""
+    """The number of features of a d x d target at this excess."""
     return sparse.random_pattern((d, d), 1.0, seed=0, excess=excess).n_features
 
 
 def sparse_threshold(run: Run) -> Outcome:
-    """Shares of full patterns over the density, and the density of one half over d, beside their law.
+    """Fractions of full patterns against the density, the density of one half against d, and their laws.
 
     Theory: giannou2023:remark-3, giannou2023:thm-3
     """
@@ -54,10 +54,10 @@ def sparse_threshold(run: Run) -> Outcome:
         "half full, smallest multiple of log d / d": min(multiples),
         "half full, largest multiple of log d / d": max(multiples),
         "growth of the multiple from the smallest to the largest d": multiples[-1] / multiples[0],
-        "full at log d / d, largest share": max(float((full[d, 1.0] <= unit[d]).mean()) for d in sizes),
-        "full at 3 log d / d, smallest share": min(float((full[d, 1.0] <= 3 * unit[d]).mean()) for d in sizes),
-        "full as soon as no feature is dead, share": float(at_once),
-        "largest distance of the shares from the law": max(_distance(full[d, 1.0], d) for d in sizes),
+        "full at log d / d, largest fraction": max(float((full[d, 1.0] <= unit[d]).mean()) for d in sizes),
+        "full at 3 log d / d, smallest fraction": min(float((full[d, 1.0] <= 3 * unit[d]).mean()) for d in sizes),
+        "full as soon as no feature is dead, fraction": float(at_once),
+        "largest distance of the fractions from the law": max(_distance(full[d, 1.0], d) for d in sizes),
     }  # fmt: skip
     for excess in excesses:
         ratios = [half[d, excess] / law[d, excess] for d in sizes]
@@ -77,13 +77,13 @@ def sparse_threshold(run: Run) -> Outcome:
 
 
 _PANELS = (
-    Panel("shares", "d^2 features: share of full patterns", "density p / (log d / d)", "share of full patterns"),
+    Panel("fractions", "d^2 features: full patterns", "density p / (log d / d)", "fraction of full patterns"),
     Panel("halves", "Density at which half of the patterns are full", "d", "density p / (log d / d)"),
 )
 
 
 def _distance(full: Float[np.ndarray, " patterns"], d: int) -> float:
-    """The Kolmogorov distance between the densities found, ascending, and the law for d^2 features."""
+    """The Kolmogorov distance between the ascending densities and the law for d^2 features."""
     chances = np.array([sparse.chance_full((d, d), float(p), n_features=d * d) for p in full])
     steps = np.arange(len(full) + 1) / len(full)
     return float(max(np.max(chances - steps[:-1]), np.max(steps[1:] - chances)))
@@ -97,13 +97,13 @@ def _curves(
     excesses: Sequence[float],
 ) -> list[Curve]:
     curves = []
-    for d in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):  # more would lie on each other
+    for d in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):  # more curves would overlap
         unit, sample = math.log(d) / d, full[d, 1.0]
-        shares = (np.arange(len(sample)) + 1) / len(sample)
-        curves.append(Curve(f"d = {d}", (sample / unit).tolist(), shares.tolist(), kind="points", panel="shares"))
+        fractions = (np.arange(len(sample)) + 1) / len(sample)
+        curves.append(Curve(f"d = {d}", (sample / unit).tolist(), fractions.tolist(), kind="points", panel="fractions"))
         places = np.linspace(0.5 * unit, min(1.0, 3.5 * unit), _N_PLACES)
         chances = [sparse.chance_full((d, d), float(p), n_features=d * d) for p in places]
-        curves.append(Curve(f"law, d = {d}", (places / unit).tolist(), chances, panel="shares", style="law"))
+        curves.append(Curve(f"law, d = {d}", (places / unit).tolist(), chances, panel="fractions", style="law"))
     units = {d: math.log(d) / d for d in sizes}
     for excess in excesses[:2]:  # the others are in the table
         measured = [half[d, excess] / units[d] for d in sizes]

@@ -1,7 +1,6 @@
-"""Checks of giannou2023's reconstructions of whole ReLU networks: wide frozen layers, and what the remarks say of them.
+"""Checks of giannou2023 on ReLU networks rebuilt with wide frozen layers.
 
-Each builds networks from frozen random layers, counts what was built and compares functions. Low-rank, deep, residual
-and multilayer sources follow in `checks_sources`, activations in `checks_activations`.
+Each check builds networks from frozen random layers, counts parameters and compares functions.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from onlynorm.modules import affine
 from onlynorm.reconstruction import Construction, Ranges, Reconstruction, Wide, reconstruct, verify
 
 EXACT = 1e-9
-"""The relative error that counts as exact for whole networks; one feature too few leaves 1e-3 and more."""
+"""The largest relative error of an exact network; one feature less gives 1e-3 and more."""
 
 
 def relu_network(widths: Sequence[int], *, seed: int) -> nn.Sequential:
-    """A ReLU network without activation at its end, of scaled weights diag(g) W with |W| = 1 and biases."""
+    """A ReLU network without a last activation, with weights diag(g) W, |W| = 1, and biases."""
     parts: list[nn.Module] = []
     for i, (inp, out) in enumerate(itertools.pairwise(widths)):
         layer = nn.Linear(inp, out).double()
@@ -38,7 +37,7 @@ def relu_network(widths: Sequence[int], *, seed: int) -> nn.Sequential:
 
 
 def unit_ball(n_points: int, d: int, *, seed: int) -> Tensor:
-    """Points of the unit ball, every second one on its surface."""
+    """Points of the unit ball; every second one is on its surface."""
     points = torch.nn.functional.normalize(normal(seed, "ball", n_points, d))
     radius = draw("uniform", (n_points, 1), n_features=1, seed=seed, layer="radius").left().abs() ** (1.0 / d)
     return torch.where(torch.arange(n_points)[:, None] % 2 == 0, points, radius * points)
@@ -47,7 +46,7 @@ def unit_ball(n_points: int, d: int, *, seed: int) -> Tensor:
 def rebuild(
     target: nn.Sequential, construction: Construction, *, seed: int, ranges: Ranges | None = None
 ) -> tuple[Reconstruction, float]:
-    """The target rebuilt, calibrated on the unit ball, and its relative error on other points of the ball."""
+    """The rebuilt target, calibrated on the unit ball, and its relative error on other points of the ball."""
     first = target[0]
     assert isinstance(first, nn.Linear)
     inputs = unit_ball(512, first.in_features, seed=seed)
@@ -65,7 +64,7 @@ def _blocks(network: nn.Module) -> list[NormOnlyBlock]:
 
 
 def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
-    """Whether every ReLU is active for every input of the unit ball, by the norms of the layers alone."""
+    """Whether every ReLU is active for all inputs in the unit ball, proved from the norms of the layers."""
     radius, covers = 1.0, True
     layers = [layer for layer in target if isinstance(layer, nn.Linear)]
     for layer, block in zip(layers, _blocks(network), strict=True):
@@ -81,7 +80,7 @@ def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
     shapes = set()
     for i, features in itertools.product(range(4), ("he_uniform", "uniform")):
         target = relu_network([d] * (depth + 1), seed=seed + i)
-        # The margin makes the shifts known in advance: active on the whole ball, not only where it was sampled.
+        # The margin makes features active on the whole ball, not only on the calibration samples.
         wide = Wide(features=features, excess=1.0, activation=nn.ReLU())
         made, error = rebuild(target, wide, seed=seed + i, ranges=Ranges(margin=300.0))
         worst, tried = max(worst, error), tried + 1
@@ -97,13 +96,13 @@ def a_wide_frozen_network_is_any_relu_network(seed: int) -> Evidence:
         verdict(worst <= EXACT and covered == tried and is_as_said and fewer > 1e3 * EXACT),
         f"d = {d}, depth {depth}: {tried} networks from bounded random layers of shapes "
         + " and ".join(f"{right} then {left}" for right, left in sorted(shapes))
-        + f" err by at most {worst:.1e}; in {covered} of them the norms of the layers prove every ReLU active on the "
+        + f", error at most {worst:.1e}; in {covered} of them the norms of the layers prove every ReLU active on the "
         f"whole ball. With {d * d - 1} features the error is {fewer:.1e}",
         {"error": worst, "covered": covered, "tried": tried, "error with one feature fewer": fewer},
     )
 
 
-def trainable_numbers_stay_of_the_same_order(seed: int) -> Evidence:
+def the_number_of_trainable_parameters_stays_of_the_same_order(seed: int) -> Evidence:
     depth, counts = 2, []
     for d in (4, 8, 16):
         target = relu_network([d] * (depth + 1), seed=seed)
@@ -142,20 +141,20 @@ def layers_may_be_padded_to_equal_size(seed: int) -> Evidence:
     errors = [verify(target, padded, inputs).relative_error]
     layers = [part for part in padded if isinstance(part, nn.Linear)]
     norms = [part for part in padded if isinstance(part, nn.BatchNorm1d)]
-    for layer, norm in zip(layers, norms, strict=True):  # whatever the norms of the padding hold
+    for layer, norm in zip(layers, norms, strict=True):  # any values in the norms of the padding
         is_padding = ~(layer.weight != 0).any(1)
         free = normal(seed, "norms of the padding", len(is_padding), 2)
         norm.weight.data[is_padding], norm.bias.data[is_padding] = free[is_padding].unbind(1)
     errors.append(verify(target, padded, inputs).relative_error)
-    for layer in layers:  # something else than zeros
+    for layer in layers:  # values other than zero
         layer.weight.data[layer.weight == 0] = 1.0
     errors.append(verify(target, padded, inputs).relative_error)
     sizes = {tuple(layer.weight.shape) for layer in layers}
     is_equal = sizes == {(max(map(max, own)),) * 2} and len(layers) == len(own)
     return Evidence(
         verdict(is_equal and max(errors[:2]) <= EXACT and errors[2] > 1e3 * EXACT),
-        f"frozen layers {', '.join(map(str, own))} padded to {' and '.join(map(str, sizes))}: with zeros the network "
-        f"errs by {errors[0]:.1e}, with random norms beside them by {errors[1]:.1e}; padded with ones it would by "
+        f"frozen layers {', '.join(map(str, own))} padded to {' and '.join(map(str, sizes))}: with zeros the error "
+        f"is {errors[0]:.1e}, with random norms of the padding {errors[1]:.1e}; padded with ones it would be "
         f"{errors[2]:.1e}",
         {"error": errors[0], "error with other norms": errors[1], "error with ones": errors[2]},
     )

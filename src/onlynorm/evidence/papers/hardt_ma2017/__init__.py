@@ -1,4 +1,4 @@
-"""hardt_ma2017: its statements with their checks, and its figures and tables."""
+"""Checks of the statements of hardt_ma2017, and its figures and tables."""
 
 from collections.abc import Mapping
 
@@ -23,11 +23,11 @@ CHECKS: Mapping[str, Check] = {
     "hardt_ma2017:thm-3.2": memorization.residual_networks_memorize_any_sample,
     "hardt_ma2017:claim-A.1": factorization.orthogonal_2_by_2_matrices_go_in_small_steps,
     "hardt_ma2017:lemma-B.1": memorization.one_block_moves_its_points_and_leaves_the_rest,
-    "hardt_ma2017:lemma-B.2": memorization.blocks_carry_all_points_to_their_class_vectors,
+    "hardt_ma2017:lemma-B.2": memorization.blocks_move_all_points_to_their_class_vectors,
     "hardt_ma2017:claim-C.1": factorization.real_normal_matrices_are_block_diagonal,
-    "hardt_ma2017:claim-C.2": factorization.a_factor_keeps_its_smallest_share_of_the_frobenius_norm,
+    "hardt_ma2017:claim-C.2": factorization.products_have_the_stated_frobenius_norm,
 }
-"""The check of every statement that has one."""
+"""Checks by the key of their statement."""
 ARTIFACTS: Mapping[str, Function] = {
     "hardt_ma2017:factor-norms": factor_norms.factor_norms,
     "hardt_ma2017:landscape": landscape.landscape,
@@ -35,4 +35,4 @@ ARTIFACTS: Mapping[str, Function] = {
     "hardt_ma2017:table-2": allconv.table_2,
     "hardt_ma2017:fig-1": allconv.fig_1,
 }
-"""The function of every figure, table and number."""
+"""Functions by the id of their artifact."""

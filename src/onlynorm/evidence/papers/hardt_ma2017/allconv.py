@@ -1,6 +1,4 @@
-"""Section 4 of hardt_ma2017: the all-convolutional residual network, its shape, its errors, and how it converges.
-
-All-convolutional residual networks trained on CIFAR-10, as the paper has them and changed.
+"""Section 4 of hardt_ma2017: the all-convolutional residual network and variants of it, trained on CIFAR-10.
 
 Theory: hardt_ma2017:thm-2.2
 """
@@ -27,13 +25,13 @@ from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.identity import AllConvolutional, all_convolutional, branch_bounds
 from onlynorm.tuning import accuracy
 
-NEAR_IDENTITY, STANDARD, SLOW = "near identity", "standard init", "standard init, rate / 100"
+NEAR_IDENTITY, STANDARD, SLOW = "near identity", "standard init", "standard init, learning rate / 100"
 BATCH, HEAD = "batch norm", "trained head"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the paper's network, and the fraction of its learning rate."""
+    """Changes of the paper's network, and the factor of the learning rate."""
 
     init: str = "near_identity"
     norm: str | None = None
@@ -48,16 +46,16 @@ VARIANTS = {
     BATCH: Variant(init="standard", norm="batch"),
     HEAD: Variant(head="trained"),
 }
-"""By name; before batch norms the scale of a start is lost, so they start as usual."""
+"""Variants by name; batch norms remove the scale of the weights, so they use the standard initialization."""
 DROPS = (0.5, 5 / 6)
-"""The paper lowers the rate tenfold at 30,000 and 50,000 steps; we take 60,000 as the whole."""
+"""Fractions of training after which the learning rate drops tenfold: the paper's 30,000 and 50,000 of 60,000 steps."""
 MOMENTUM, WEIGHT_DECAY = 0.9, 1e-4
-_GUESSING = 90.0  # per cent of errors
+_GUESSING = 90.0  # error of chance in percent
 
 
 @dataclass(frozen=True)
 class Training:
-    """What fixes a training but for the variant and the seed."""
+    """The settings of a training except the variant and the seed."""
 
     depth: int
     width: int
@@ -67,15 +65,15 @@ class Training:
     n_epochs: int
     batch_size: int
     rate: float
-    n_looks: int
-    n_look: int
+    n_evaluations: int
+    n_evaluation_images: int
 
 
 def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any]:
-    """Errors in percent along a training and at its end, on `n_test` test images and as many of the training.
+    """Errors in percent during and after training, on `n_test` test images and as many training images.
 
-    `n_looks` times, evenly over all steps, errors are taken on `n_look` images each. A training whose loss is no longer
-    a number stops there; its error is that of guessing.
+    During training, errors are measured `n_evaluations` times at evenly spaced steps, on `n_evaluation_images` images.
+    Training stops if the loss is NaN or infinite; the error is then that of chance.
     """
     chosen, changed = Training(**training), VARIANTS[variant]
     split = images(chosen.image_size)
@@ -85,44 +83,44 @@ def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any
     seen = split.train_inputs[: chosen.n_train], split.train_labels[: chosen.n_train]
     held = split.test_inputs[: chosen.n_test], split.test_labels[: chosen.n_test]
     parts = {"train": seen, "test": held}
-    looks: list[dict[str, float]] = []
+    history: list[dict[str, float]] = []
 
-    def look(step: int, n_steps: int, loss: float) -> None:
-        if step * chosen.n_looks // n_steps > (step - 1) * chosen.n_looks // n_steps:
-            errors = {name: _error(network, part, chosen.n_look) for name, part in parts.items()}
-            looks.append({"step": step, "loss": loss, **errors})
+    def evaluate(step: int, n_steps: int, loss: float) -> None:
+        if step * chosen.n_evaluations // n_steps > (step - 1) * chosen.n_evaluations // n_steps:
+            errors = {name: _error(network, part, chosen.n_evaluation_images) for name, part in parts.items()}
+            history.append({"step": step, "loss": loss, **errors})
 
     schedule = on.Schedule(
         epochs=chosen.n_epochs, batch_size=chosen.batch_size, lr=changed.rate * chosen.rate, momentum=MOMENTUM,
         warmup=0.0, weight_decay=WEIGHT_DECAY, drops=DROPS, augmentation="crop-flip", seed=seed,
     )  # fmt: skip
     try:
-        result = on.fit(network, seen, schedule=schedule, on_step=look, accelerator="cpu")
+        result = on.fit(network, seen, schedule=schedule, on_step=evaluate, accelerator="cpu")
     except TrainingError:
-        return {**dict.fromkeys(parts, _GUESSING), "looks": looks, "is_finite": False}
+        return {**dict.fromkeys(parts, _GUESSING), "history": history, "is_finite": False}
     errors = {name: _error(network, part, chosen.n_test) for name, part in parts.items()}
-    return {**errors, "looks": looks, "is_finite": True, "n_steps": result.n_steps}
+    return {**errors, "history": history, "is_finite": True, "n_steps": result.n_steps}
 
 
 @functools.lru_cache(maxsize=1)
 def images(size: int) -> Split:
-    """CIFAR-10, its images averaged over squares of pixels down to this size."""
+    """CIFAR-10 with images averaged over squares of pixels to this size."""
     return cifar10().smaller(size)
 
 
 def _error(network: AllConvolutional, data: tuple[Tensor, Tensor], n_images: int) -> float:
-    """Per cent of the first images that the network puts into a wrong class."""
+    """The classification error on the first images, in percent."""
     inputs, labels = data
     return 100.0 * (1.0 - accuracy(network, (inputs[:n_images], labels[:n_images])))
 
 
 _SIDE = 32  # of CIFAR's images
 PRINTED = {NEAR_IDENTITY: "6.38 (Ours)", BATCH: "6.43 (ResNet)"}
-"""Errors on CIFAR-10 in the paper's table 2 that belong beside ours."""
+"""Errors on CIFAR-10 in the paper's table 2, for comparison."""
 
 
 def table_1(run: Run) -> Outcome:
-    """The network of the paper layer by layer, as we build it. Theory: hardt_ma2017:thm-2.2"""
+    """The layers of the paper's network as built here. Theory: hardt_ma2017:thm-2.2"""
     counts: Sequence[int] = run.sizes["n_classes"]
     run.announce(len(counts))
     found = [run.piece(f"classes={n}", architecture, n_classes=n, seed=run.seeds[0]) for n in counts]
@@ -130,27 +128,34 @@ def table_1(run: Run) -> Outcome:
     millions = first["n_trained"] / 1e6
     values = {
         "convolutions": first["n_convolutions"],
-        "trained numbers, millions": millions,
-        "trained numbers, millions, against section 4.1": millions,
-        "side of the images that are averaged": first["side"],
-        "trained numbers that depend on the number of classes": max(one["n_trained"] for one in found)
+        "trained parameters, millions": millions,
+        "trained parameters, millions, against section 4.1": millions,
+        "side of the averaged images": first["side"],
+        "trained parameters that depend on the number of classes": max(one["n_trained"] for one in found)
         - min(one["n_trained"] for one in found),
-        "start near the identity, largest Lipschitz bound of a branch": max(first["bounds"]),
+        "initial network, largest Lipschitz bound of a branch": max(first["bounds"]),
     }
-    columns = ["variable dimensions", "initial stride", "description", "convolutions", "trained numbers", "side after"]
+    columns = [
+        "variable dimensions",
+        "initial stride",
+        "description",
+        "convolutions",
+        "trained parameters",
+        "output side",
+    ]
     return Outcome(values=values, table=Table(columns, first["rows"]))
 
 
 def architecture(*, n_classes: int, seed: int) -> dict[str, Any]:
-    """The paper's network: a row per line of its table 1, its counts, and the bounds of its branches at the start."""
+    """The paper's network: the rows of its table 1, its counts, and the bounds of its branches at initialization."""
     network = all_convolutional(n_classes=n_classes, seed=seed)
     x = network.stem(torch.zeros(1, network.stem.in_channels, _SIDE, _SIDE))
     rows = [[_dimensions(network.stem), network.stem.stride[0], "1 standard conv", *_counts(network.stem), x.shape[-1]]]
     for _, stage in itertools.groupby(network.residual_blocks, key=lambda block: block.conv2.out_channels):
         blocks = list(stage)
-        chain, first, told = nn.Sequential(*blocks), blocks[0].conv1, f"{len(blocks)} residual blocks"
+        chain, first, description = nn.Sequential(*blocks), blocks[0].conv1, f"{len(blocks)} residual blocks"
         x = chain(x)
-        rows.append([_dimensions(first), first.stride[0], told, *_counts(chain), x.shape[-1]])
+        rows.append([_dimensions(first), first.stride[0], description, *_counts(chain), x.shape[-1]])
     side = x.shape[-1]
     n_out, n_in = network.head.weight.shape
     rows.append(["-", "-", f"{side} x {side} global average pool", 0, 0, 1])
@@ -160,10 +165,10 @@ def architecture(*, n_classes: int, seed: int) -> dict[str, Any]:
 
 
 def table_2(run: Run) -> Outcome:
-    """Errors of the network and of its variants, each with every seed. Theory: hardt_ma2017:thm-2.2"""
+    """Errors of the network and its variants for every seed. Theory: hardt_ma2017:thm-2.2"""
     run.announce(len(VARIANTS) * len(run.seeds))
     found: dict[str, list[Mapping[str, Any]]] = {variant: [] for variant in VARIANTS}
-    for seed in run.seeds:  # a run that is stopped has whole comparisons
+    for seed in run.seeds:  # so that an interrupted run has complete comparisons
         for variant, made in found.items():
             made.append(
                 run.piece(f"{variant} seed={seed}", train, variant=variant, seed=seed, training=run.sizes["training"])
@@ -171,14 +176,14 @@ def table_2(run: Run) -> Outcome:
     errors = {variant: [float(one["test"]) for one in made] for variant, made in found.items()}
     finite = {variant: statistics.fmean(one["is_finite"] for one in made) for variant, made in found.items()}
     values = {f"{variant}, test error %": statistics.fmean(numbers) for variant, numbers in errors.items()}
-    values |= {f"{variant}, trainings that stayed finite, share": share for variant, share in finite.items()}
+    values |= {f"{variant}, fraction of finite trainings": fraction for variant, fraction in finite.items()}
     pairs = ((NEAR_IDENTITY, BATCH), (STANDARD, NEAR_IDENTITY), (SLOW, NEAR_IDENTITY), (HEAD, NEAR_IDENTITY))
     for more, less in pairs:
         gaps = [a - b for a, b in zip(errors[more], errors[less], strict=True)]
         values[f"{more} minus {less}, points"] = statistics.fmean(gaps)
         values[f"{more} minus {less}, half its 95 % interval"] = Spread.of(gaps).half
-    columns = ["network", "test error, %", "half its 95 % interval", "training error, %", "each seed", "stayed finite",
-               "the paper's, %"]  # fmt: skip
+    columns = ["network", "test error, %", "half its 95 % interval", "training error, %", "each seed",
+               "finite trainings", "the paper's, %"]  # fmt: skip
     rows: list[list[float | str]] = [
         [
             variant, statistics.fmean(errors[variant]), Spread.of(errors[variant]).half,
@@ -188,43 +193,43 @@ def table_2(run: Run) -> Outcome:
         for variant, made in found.items()
     ]  # fmt: skip
     curves = [_mean_curve(variant, made) for variant, made in found.items()]
-    panel = Panel("", "Test error along the training, mean of the seeds", "step", "error, %")
+    panel = Panel("", "Test error during training, mean over seeds", "step", "error, %")
     return Outcome(values=values, curves=curves, panels=(panel,), table=Table(columns, rows))
 
 
 def fig_1(run: Run) -> Outcome:
-    """Errors of the network over the steps of one longer training. Theory: hardt_ma2017:thm-2.2"""
+    """Errors of the network against the steps of one longer training. Theory: hardt_ma2017:thm-2.2"""
     run.announce(1)
     seed = run.seeds[0]
     made = run.piece(f"seed={seed}", train, variant=NEAR_IDENTITY, seed=seed, training=run.sizes["training"])
-    looks = made["looks"]
-    steps = [look["step"] for look in looks]
-    drops = [share * steps[-1] for share in DROPS]
-    before = [look["test"] for look in looks if look["step"] <= drops[0]][-1]
-    last = looks[-1]["test"]
+    history = made["history"]
+    steps = [one["step"] for one in history]
+    drops = [fraction * steps[-1] for fraction in DROPS]
+    before = [one["test"] for one in history if one["step"] <= drops[0]][-1]
+    last = history[-1]["test"]
     values = {
         "test error at the end, %": made["test"],
         "training error at the end, %": made["train"],
-        "test error at the first drop of the rate minus at the end, points": before - last,
-        "test error at the end minus the lowest on the way, points": last - min(look["test"] for look in looks),
+        "test error at the first drop of the learning rate minus at the end, points": before - last,
+        "test error at the end minus the lowest during training, points": last - min(one["test"] for one in history),
         "test error minus training error at the end, points": made["test"] - made["train"],
     }
     curves = [
-        Curve(f"{part} images", steps, [look[name] for look in looks], kind="line+points")
+        Curve(f"{part} images", steps, [one[name] for one in history], kind="line+points")
         for part, name in (("training", "train"), ("test", "test"))
     ]
-    lowest, highest = (bound(look[name] for look in looks for name in ("train", "test")) for bound in (min, max))
-    curves += [Curve("the rate drops tenfold", [d for d in drops for _ in range(3)],
+    lowest, highest = (bound(one[name] for one in history for name in ("train", "test")) for bound in (min, max))
+    curves += [Curve("learning rate drops tenfold", [d for d in drops for _ in range(3)],
                      [lowest, highest, math.nan] * len(drops), style="law")]  # fmt: skip
     panel = Panel("", "Errors of the all-convolutional network on CIFAR-10", "step", "error, %")
     return Outcome(values=values, curves=curves, panels=(panel,))
 
 
 def _mean_curve(variant: str, made: Sequence[Mapping[str, Any]]) -> Curve:
-    """The mean test error over the steps that all seeds reached."""
-    looks = list(zip(*(one["looks"] for one in made), strict=False))
-    steps = [at_once[0]["step"] for at_once in looks]
-    return Curve(variant, steps, [statistics.fmean(one["test"] for one in at_once) for at_once in looks],
+    """The mean test error at the steps that all seeds reached."""
+    histories = list(zip(*(one["history"] for one in made), strict=False))
+    steps = [of_seeds[0]["step"] for of_seeds in histories]
+    return Curve(variant, steps, [statistics.fmean(one["test"] for one in of_seeds) for of_seeds in histories],
                  kind="line+points")  # fmt: skip
 
 
@@ -233,6 +238,6 @@ def _dimensions(layer: nn.Conv2d) -> str:
 
 
 def _counts(part: nn.Module) -> tuple[int, int]:
-    """Convolutions and trained numbers."""
+    """The numbers of convolutions and of trained parameters."""
     n_convolutions = sum(isinstance(layer, nn.Conv2d) for layer in part.modules())
     return n_convolutions, sum(p.numel() for p in part.parameters())

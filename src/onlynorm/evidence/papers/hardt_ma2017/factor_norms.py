@@ -1,4 +1,4 @@
-"""Figures for hardt_ma2017: how small near-identity factors get over the depth, by the paper's method and by ours."""
+"""A figure for hardt_ma2017: norms of near-identity factors against the depth, for the paper's method and ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METHODS = ("svd", "polar", "spiral")
 
 
 def norms_at(*, dim: int, depth: int, seed: int) -> dict[str, Any]:
-    """The largest norms of every method for one random matrix, with the bounds above and below."""
+    """The largest norm of each method for one random matrix, with upper and lower bounds."""
     matrix = positive(random_matrix(dim, seed=seed))
     made = {method: factorize(matrix, depth, method=method) for method in METHODS}
     one = made["spiral"]
@@ -31,7 +31,7 @@ def norms_at(*, dim: int, depth: int, seed: int) -> dict[str, Any]:
 
 
 def factor_norms(run: Run) -> Outcome:
-    """Largest norm of the factors over the depth, for the paper's construction and two of ours.
+    """Largest norm of the factors against the depth, for the paper's construction and ours.
 
     Theory: hardt_ma2017:thm-2.1
     """
@@ -47,13 +47,13 @@ def factor_norms(run: Run) -> Outcome:
         "svd over the paper's bound, largest ratio": float((norms["svd"] / bound).max()),
         "spiral over the paper's bound, largest ratio": float((norms["spiral"] / bound).max()),
         "spiral over svd, largest ratio": float((norms["spiral"] / norms["svd"]).max()),
-        "spiral over what none can be below, largest ratio": float((norms["spiral"] / least).max()),
+        "spiral over the lower bound, largest ratio": float((norms["spiral"] / least).max()),
         "svd, exponent of the depth": float(slope),
         "largest product error": max(float(row["error"]) for row in rows),
         "smallest depth over three times the largest |log singular value|": depths[0] / (3.0 * rows[0]["stretch"]),
     }
     curves = [Curve(method, list(depths), norms[method].tolist(), kind="line+points") for method in METHODS]
-    laws = {"the paper's bound": "bound", "bound of the spiral": "smaller", "none can be below": "least"}
+    laws = {"the paper's bound": "bound", "bound of the spiral": "smaller", "lower bound": "least"}
     curves += [Curve(label, list(depths), [row[name] for row in rows], style="law") for label, name in laws.items()]
     columns = ["depth", *METHODS, *laws, "product error"]
     table = Table(columns, [

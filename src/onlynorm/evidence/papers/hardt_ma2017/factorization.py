@@ -1,4 +1,4 @@
-"""Checks of what hardt_ma2017 says about products of layers near the identity and the linear algebra beneath."""
+"""Checks of hardt_ma2017 on products of layers near the identity, and their linear algebra."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from onlynorm.identity import (
 )
 
 EXACT = 1e-12
-"""Relative errors of products that count as exact; depths and sizes here leave 1e-13."""
+"""The largest relative error of an exact product; rounding gives 1e-13 at these depths and sizes."""
 
 
 def positive_targets(seed: int) -> list[Tensor]:
-    """Matrices of positive determinant, from easy to hard: random, half turns, stretched, skewed."""
+    """Matrices of positive determinant: random, rotations by half a turn, stretched, skewed."""
     made = []
     for dim in (2, 3, 5, 8):
         matrix = normal(seed, f"target {dim}", dim, dim)
@@ -55,16 +55,17 @@ def products_of_layers_near_the_identity_reach_every_target(seed: int) -> Eviden
         verdict(holds),
         f"{tried} factorizations from depth 3 g on: the largest norm is at most {worst:.3f} of (4 pi + 3 g) / l, and "
         f"that of the spiral at most {worst_spiral:.3f} of 2 sin(pi / 2l) + exp(g / l) - 1; product error {error:.1e}, "
-        f"relative risk {risk:.1e}. For -I no factorization is below {least:.4f} pi / l. The paper's own stages, "
-        f"rounded to whole layers, miss its bound: at depth 8 with half turns on both sides {staged:.3f} against "
+        f"relative risk {risk:.1e}. For -I no factorization is below {least:.4f} pi / l. The paper's stages, "
+        f"rounded to whole layers, exceed its bound: at depth 8 with half turns on both sides {staged:.3f} against "
         f"{promised:.3f}",
-        {"share of the bound": worst, "share of the smaller bound": worst_spiral, "product error": error, "risk": risk,
+        {"fraction of the bound": worst, "fraction of the smaller bound": worst_spiral, "product error": error,
+         "risk": risk,
          "least constant over pi": least, "stages at depth 8": staged, "bound at depth 8": promised},
     )  # fmt: skip
 
 
 def _stages_at_depth_8() -> tuple[float, float]:
-    """(largest norm, bound) of the paper's five stages in eight layers, each rotation with a half turn and more."""
+    """(largest norm, bound) of the paper's five stages in eight layers, with rotations by half a turn on both sides."""
     angles = torch.tensor([math.pi - 1e-9, math.pi], dtype=torch.float64)
     left = rotations.Rotation(torch.eye(4, dtype=torch.float64), angles).power(1)
     values = torch.linspace(0.1, -0.1, 4, dtype=torch.float64).exp()
@@ -90,15 +91,15 @@ def one_extra_dimension_flips_the_determinant(seed: int) -> Evidence:
             other = factorize(-target, 20)
             flipped = max(flipped, relative(-other.apply(x), x @ target.mT) if not other.n_extra else 1.0)
     near, n_positive = 0.999, 0
-    for i in range(200):  # without the dimension there is no way: I + A with |A| < 1 never flips
+    for i in range(200):  # the extra dimension is needed: I + A with |A| < 1 has positive determinant
         A = normal(seed + i, "layer", 4, 4)
         n_positive += bool(torch.linalg.det(torch.eye(4) + near * A / torch.linalg.matrix_norm(A, 2)) > 0)
     return Evidence(
         verdict(error <= EXACT and flipped <= EXACT and worst <= 1.0 and stretched <= EXACT and n_positive == 200),
-        f"five targets of negative determinant: with one dimension more R x is met up to {error:.1e}, with the same g "
-        f"(up to {stretched:.1e}) and norms at most {worst:.3f} of the bound; in odd dimension -R does it up to "
-        f"{flipped:.1e}. {n_positive} of 200 random I + A with |A| = {near} have positive determinant",
-        {"error": error, "share of the bound": worst, "change of g": stretched, "error by -R": flipped,
+        f"five targets of negative determinant: with one more dimension the error of R x is {error:.1e}, with the "
+        f"same g (to {stretched:.1e}) and norms at most {worst:.3f} of the bound; in odd dimension the error with -R "
+        f"is {flipped:.1e}. {n_positive} of 200 random I + A with |A| = {near} have positive determinant",
+        {"error": error, "fraction of the bound": worst, "change of g": stretched, "error by -R": flipped,
          "positive determinants": n_positive},
     )  # fmt: skip
 
@@ -116,8 +117,8 @@ def roots_of_positive_definite_targets_are_near_the_identity(seed: int) -> Evide
     by_zero = [float((torch.tensor([1.0, 0.0]) ** (1.0 / depth) - 1.0).abs().max()) for depth in (10, 1000)]
     return Evidence(
         verdict(1.71 < largest <= 3.0 and error <= EXACT, as_printed=max(by_zero) < 1.0),
-        f"24 roots from depth g on: norm times l over g is at most {largest:.4f}, so that e - 1 = 1.7183 would do in "
-        f"place of 3; product error {error:.1e}. A zero eigenvalue, which semidefinite allows, leaves |A| = "
+        f"24 roots from depth g on: norm times l over g is at most {largest:.4f}, so e - 1 = 1.7183 would suffice "
+        f"instead of 3; product error {error:.1e}. With a zero eigenvalue, which semidefinite allows, |A| is "
         f"{by_zero[0]:g} at depth 10 and {by_zero[1]:g} at depth 1000",
         {"constant": largest, "product error": error, "norm with a zero eigenvalue": by_zero[1]},
     )
@@ -143,7 +144,7 @@ def orthogonal_2_by_2_matrices_go_in_small_steps(seed: int) -> Evidence:
         f"{tried} rotations and reflections in up to 12 steps: product error {error:.1e}, the largest step is "
         f"{worst:.4f} of pi / q; {missed} of them exceed the sin(theta / q) of the proof, since a step is 2 sin(theta "
         "/ 2q)",
-        {"product error": error, "share of the bound": worst, "above the bound of the proof": missed},
+        {"product error": error, "fraction of the bound": worst, "above the bound of the proof": missed},
     )
 
 
@@ -166,8 +167,8 @@ def real_normal_matrices_are_block_diagonal(seed: int) -> Evidence:
     return Evidence(
         verdict(outside <= 1e3 * EPS and error <= 1e3 * EPS and control > 0.1),
         f"symmetric, skew, orthogonal and two more normal matrices of size {n}, one with every eigenvalue three times: "
-        f"outside blocks of size 2 there is {outside:.1e} of the matrix, and S D S^T is off by {error:.1e}; for a "
-        f"matrix that is not normal {control:.2f} stays outside",
+        f"the fraction {outside:.1e} of the matrix is outside blocks of size 2, and S D S^T has error {error:.1e}; "
+        f"for a matrix that is not normal the fraction is {control:.2f}",
         {"outside the blocks": outside, "error": error, "outside without normality": control},
     )
 
@@ -182,7 +183,7 @@ def _outside_blocks(matrix: Tensor) -> tuple[float, float]:
     return relative(blocks, D) if float(D.norm()) else 0.0, relative(S @ blocks @ S.mT, matrix)
 
 
-def a_factor_keeps_its_smallest_share_of_the_frobenius_norm(seed: int) -> Evidence:
+def products_have_the_stated_frobenius_norm(seed: int) -> Evidence:
     least, equal = math.inf, 0.0
     for i in range(40):
         scales = torch.logspace(0, -(i % 5), 6, dtype=torch.float64)
@@ -198,8 +199,8 @@ def a_factor_keeps_its_smallest_share_of_the_frobenius_norm(seed: int) -> Eviden
             equal = max(equal, abs(float(product.norm()) / (smallest * float(other.norm())) - 1.0))
     return Evidence(
         verdict(least >= 1.0 and equal <= 1e-8),
-        f"40 pairs of 6 x 6 matrices with condition up to 1e4 and more, on either side: the product keeps at least "
-        f"{least:.2f} times its share; with the last singular vector exactly once, up to {equal:.1e}, so that no "
+        "40 pairs of 6 x 6 matrices with condition up to 1e4 and more, on either side: the norm of the product is at "
+        f"least {least:.2f} times the bound; for the last singular vector it equals the bound to {equal:.1e}: no "
         "larger constant holds",
         {"least ratio": least, "distance from equality": equal},
     )

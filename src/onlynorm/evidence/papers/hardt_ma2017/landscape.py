@@ -1,6 +1,6 @@
-"""Checks of what hardt_ma2017 says about the risk of linear residual networks: formula, gradient, critical points.
+"""Checks of hardt_ma2017 on the risk of linear residual networks: formula, gradient, critical points.
 
-The landscape of hardt_ma2017, drawn: level lines and descents with layers I + A beside layers A.
+A figure shows level lines of the risk and gradient descent, for layers I + A and for layers A.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def layers_within(tau: float, *, depth: int, dim: int, seed: int) -> Tensor:
 
 
 def covariance(dim: int, seed: int, *, rank: int | None = None) -> Tensor:
-    """A random covariance of this rank, full if left out."""
+    """A random covariance of this rank, by default of full rank."""
     half = normal(seed, "covariance", dim, rank or 2 * dim)
     return half @ half.mT / half.shape[1]
 
 
 def the_risk_is_a_distance_of_matrices(seed: int) -> Evidence:
     dim, depth, worst, without = 4, 3, 0.0, math.inf
-    x = normal(seed, "inputs", 7, dim)  # a distribution on seven points, so that expectations are finite sums
+    x = normal(seed, "inputs", 7, dim)  # a distribution on seven points: expectations are finite sums
     noise = math.sqrt(dim) * torch.cat([torch.eye(dim), -torch.eye(dim)]).to(x)  # mean zero, covariance I
     for i in range(6):
         target, layers = normal(seed + i, "target", dim, dim), layers_within(0.8, depth=depth, dim=dim, seed=seed + i)
@@ -52,7 +52,7 @@ def the_risk_is_a_distance_of_matrices(seed: int) -> Evidence:
         verdict(worst <= 64 * EPS and without > 1e-3),
         f"six networks of {depth} layers on a distribution with {len(x)} inputs and {len(noise)} values of noise, "
         f"summed over all pairs: relative difference {worst:.1e} from the formula with C = d = {dim}, the mean square "
-        f"of the noise; with I in place of Sigma it is {without:.2g} or more",
+        f"of the noise; with I instead of Sigma it is {without:.2g} or more",
         {"relative difference": worst, "with another covariance": without},
     )
 
@@ -75,7 +75,7 @@ def the_gradient_has_a_closed_form(seed: int) -> Evidence:
 
 
 def _printed_gradient(landscape: Landscape, layers: Tensor) -> Tensor:
-    """2 (I + A_l^T) ... (I + A_(i+1)^T) E Sigma (I + A_(i-1)^T) ... (I + A_1^T), as the paper has it."""
+    """2 (I + A_l^T) ... (I + A_(i+1)^T) E Sigma (I + A_(i-1)^T) ... (I + A_1^T), as printed."""
     eye = torch.eye(layers.shape[-1]).to(layers)
     weights = [eye + layer for layer in layers]
     whole = _chain(weights[::-1], eye) - landscape.target
@@ -123,7 +123,7 @@ def critical_points_near_the_identity_are_minima(seed: int) -> Evidence:
         target = torch.eye(dim).double() + 0.6 * normal(seed + i, "target", dim, dim)
         landscape = Landscape(target, covariance=sigma)
         start = layers_within(0.5, depth=depth, dim=dim, seed=seed + i)
-        if i % 2:  # from where a descent leads; from elsewhere the search mostly finds bad points, if far away
+        if i % 2:  # start at the end of a descent; from other points the search mostly finds distant, bad points
             start = landscape.descend(0.2 * start, n_steps=30).end
         found = critical_point(landscape, start)
         if found is None:
@@ -142,8 +142,8 @@ def critical_points_near_the_identity_are_minima(seed: int) -> Evidence:
     return Evidence(
         verdict(inside >= 3 and bad >= 3 and worst <= 1e-6 and inside_negative == 0 and slope == 0.0 and height > 0.1),
         f"18 searches for zeros of the gradient from tau = 0.5 and less, a third with a singular covariance: {inside} "
-        f"end inside tau < 1, with a risk of at most {worst:.1e} above the least; {outside} end outside, {bad} of them "
-        f"at bad critical points. tau = 1 is the limit: at A_1 = A_2 = -I the gradient is {slope:g} and the risk "
+        f"end inside tau < 1, with a risk of at most {worst:.1e} above the minimum; {outside} end outside, {bad} of "
+        f"them at bad critical points. tau = 1 is the limit: at A_1 = A_2 = -I the gradient is {slope:g} and the risk "
         f"{height:.2f}",
         {"inside": inside, "largest risk inside": worst, "outside": outside, "bad outside": bad,
          "gradient at -I": slope, "risk at -I": height},
@@ -151,7 +151,7 @@ def critical_points_near_the_identity_are_minima(seed: int) -> Evidence:
 
 
 def critical_point(landscape: Landscape, start: Tensor) -> Tensor | None:
-    """A zero of the gradient near `start`, whatever its risk, by least squares on the gradient; None if none is met."""
+    """A zero of the gradient near `start`, from least squares on the gradient, or None if the search fails."""
 
     def slope(flat: np.ndarray) -> np.ndarray:
         return landscape.gradient(torch.from_numpy(flat).reshape(start.shape)).flatten().numpy()
@@ -165,16 +165,16 @@ def critical_point(landscape: Landscape, start: Tensor) -> Tensor | None:
 RESIDUAL, STANDARD = "layers I + A", "layers A"
 LEVELS = (0.02, 0.2, 0.7, 1.6, 3.0, 5.5, 9.0)
 DEEP_LEVELS = (0.05, 0.2, 0.5, 0.8, 0.95, 1.05, 1.5, 4.0, 20.0)
-"""In units of the risk at zero."""
+"""Levels in units of the risk at zero."""
 
 
 def positive(matrix: Tensor) -> Tensor:
-    """The matrix, with two rows exchanged where its determinant is negative."""
+    """The matrix, with two rows exchanged if its determinant is negative."""
     return matrix if torch.linalg.slogdet(matrix)[0] > 0 else matrix[[1, 0, *range(2, len(matrix))]]
 
 
 def two_layers(*, target: float, is_residual: bool, reach: float, n_places: int, n_starts: int, n_steps: int) -> Any:
-    """The risk of two layers of one number each on a square, and descents from a ring around zero."""
+    """The risk of two layers of one parameter each on a square, and descents from a circle around zero."""
     landscape = Landscape(torch.tensor([[target]], dtype=torch.float64), is_residual=is_residual)
     across, up = torch.eye(2, dtype=torch.float64)[:, :, None, None]
     places, risks = landscape.on_plane(across, up, reach=reach, n_places=n_places)
@@ -185,7 +185,7 @@ def two_layers(*, target: float, is_residual: bool, reach: float, n_places: int,
 
 
 def descent(*, dim: int, depth: int, scale: float, is_residual: bool, n_steps: int, seed: int) -> dict[str, Any]:
-    """A descent from layers of this scale towards a random target: its risks, and how it obeys inequality 2.3."""
+    """A descent from layers of this scale to a random target: its risks, and the ratios of inequality 2.3."""
     landscape = Landscape(_target(dim, seed), is_residual=is_residual)
     layers = torch.stack([random_matrix(dim, seed=seed, name=f"layer {place}") for place in range(depth)])
     at_zero = landscape.dominance(torch.zeros_like(layers))
@@ -193,7 +193,7 @@ def descent(*, dim: int, depth: int, scale: float, is_residual: bool, n_steps: i
     return {
         "risks": down.risks,
         "ratios": down.ratios,
-        # A step gains at least half the rate times |gradient|^2, and inequality 2.3 says how large that is.
+        # A step lowers the risk by at least half the learning rate times |gradient|^2, which inequality 2.3 bounds.
         "promised": math.prod(
             1.0 - 0.5 * down.rate * bound / risk for bound, risk in zip(down.bounds[:-1], down.risks[:-1], strict=True)
         ),
@@ -205,15 +205,16 @@ def descent(*, dim: int, depth: int, scale: float, is_residual: bool, n_steps: i
 
 
 def deep_plane(*, dim: int, depth: int, is_residual: bool, n_places: int, seed: int) -> dict[str, Any]:
-    """The risk of a deep network, over that at zero, on the plane of zero, a global minimum and a random direction."""
+    """The risk of a deep network over that at zero, on the plane through zero, a minimum and a random direction."""
     target = _target(dim, seed)
     landscape = Landscape(target, is_residual=is_residual)
     goal = factorize(target, depth).factors() + (0.0 if is_residual else torch.eye(dim, dtype=torch.float64))
     aside = torch.stack([random_matrix(dim, seed=seed, name=f"aside {place}") for place in range(depth)])
     aside = aside - (aside * goal).sum() / goal.square().sum() * goal
     places, risks = landscape.on_plane(goal, aside * (goal.norm() / aside.norm()), reach=1.5, n_places=n_places)
-    shares = risks / landscape.risk(torch.zeros_like(goal))
-    return {"places": places, "risks": shares, "flat": float(((shares - 1.0).abs() <= 0.1).double().mean())}
+    relative_risks = risks / landscape.risk(torch.zeros_like(goal))
+    flat = float(((relative_risks - 1.0).abs() <= 0.1).double().mean())
+    return {"places": places, "risks": relative_risks, "flat": flat}
 
 
 def _target(dim: int, seed: int) -> Tensor:
@@ -247,21 +248,21 @@ def landscape(run: Run) -> Outcome:
     }
     near, plain = ([found[name, depth] for depth in depths] for name in (RESIDUAL, STANDARD))
     values = {
-        "layers I + A, end over start of the risk, largest": max(one["risks"][-1] / one["risks"][0] for one in near),
-        "layers I + A, that over what inequality 2.3 promises, largest": max(
+        "layers I + A, final over initial risk, largest": max(one["risks"][-1] / one["risks"][0] for one in near),
+        "layers I + A, final risk over the bound from inequality 2.3, largest": max(
             one["risks"][-1] / one["risks"][0] / one["promised"] for one in near
         ),
-        "layers A, risk over its start when layers I + A have lost 99 %, smallest": min(
+        "layers A, risk over initial risk when layers I + A have lost 99 %, smallest": min(
             map(_left_when_near, near, plain)
         ),
-        "layers A, end over start of the risk, smallest": min(one["risks"][-1] / one["risks"][0] for one in plain),
+        "layers A, final over initial risk, smallest": min(one["risks"][-1] / one["risks"][0] for one in plain),
         "inequality 2.3 along the descents, smallest ratio": min(min(one["ratios"]) for one in near),
         "layers I + A, |gradient|^2 at zero over 4 l times the risk, largest distance from one": max(
             abs(one["at zero over 4 l times the risk"] - 1.0) for one in near
         ),
         "layers A, largest |gradient|^2 at zero": max(one["gradient at zero"] for one in plain),
-        "layers I + A, share of the deep plane within 10 % of the risk at zero": deep[RESIDUAL]["flat"],
-        "layers A, share of the deep plane within 10 % of the risk at zero": deep[STANDARD]["flat"],
+        "layers I + A, fraction of the deep plane within 10 % of the risk at zero": deep[RESIDUAL]["flat"],
+        "layers A, fraction of the deep plane within 10 % of the risk at zero": deep[STANDARD]["flat"],
         "layers I + A, largest |A| along the descents": max(one["norm"] for one in near),
     }
     rows = [
@@ -271,8 +272,8 @@ def landscape(run: Run) -> Outcome:
     columns = [
         "parameterization",
         "depth",
-        "risk at the start",
-        "risk at the end",
+        "initial risk",
+        "final risk",
         "smallest ratio of 2.3",
         "largest |A|",
     ]
@@ -286,7 +287,7 @@ def landscape(run: Run) -> Outcome:
 
 
 def _left_when_near(near: Mapping[str, Any], plain: Mapping[str, Any]) -> float:
-    """The fraction of its risk that one descent has left at the step at which the other has left one hundredth."""
+    """The remaining fraction of the risk of one descent at the step where the other has one hundredth."""
     steps = (step for step, risk in enumerate(near["risks"]) if risk <= 0.01 * near["risks"][0])
     return float(plain["risks"][next(steps, -1)] / plain["risks"][0])
 
@@ -308,7 +309,7 @@ def _panels(sizes: Mapping[str, Any]) -> tuple[Panel, ...]:
 
 
 def _plane(name: str, plane: Mapping[str, Any]) -> list[Curve]:
-    """What one of the two square panels shows; laws in the order in which they get darker colours."""
+    """The curves of one of the two square panels; later laws are drawn in darker colours."""
     reach = plane["places"][-1]
     bad = -1.0 if name == RESIDUAL else 0.0
     square = [-1.0, 1.0, 1.0, -1.0, -1.0], [-1.0, -1.0, 1.0, 1.0, -1.0]
@@ -343,7 +344,7 @@ def _deep(name: str, plane: Mapping[str, Any]) -> list[Curve]:
 def level_lines(
     places: Sequence[float], risks: Sequence[Sequence[float]], levels: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """(x, y) of the level lines of a risk on a grid, one after the other with a gap of NaN between."""
+    """(x, y) of the level lines of a risk on a grid, separated by NaN."""
     drawn = Figure().subplots().contour(places, places, risks, levels=levels)
     x: list[float] = []
     y: list[float] = []

@@ -1,4 +1,4 @@
-"""random_features: its statements with their checks, and its figures and tables."""
+"""Checks of the statements of random_features, and its figures and tables."""
 
 from collections.abc import Mapping
 
@@ -27,7 +27,7 @@ CHECKS: Mapping[str, Check] = {
     "random_features:thm-4.3": alignment.the_outputs_that_a_random_target_needs,
     "random_features:conclusion": training.random_masks_and_random_id_cond_features_are_one_network,
 }
-"""The check of every statement that has one."""
+"""Checks by the key of their statement."""
 ARTIFACTS: Mapping[str, Function] = {
     "random_features:fig-3": spectra.figure_3,
     "random_features:fig-2-a": conditioning.figure_2_a,
@@ -38,4 +38,4 @@ ARTIFACTS: Mapping[str, Function] = {
     "random_features:section-5": scratch.section_5,
     "random_features:table-1": scaled.table_1,
 }
-"""The function of every figure, table and number."""
+"""Functions by the id of their artifact."""

@@ -1,10 +1,8 @@
-"""Checks of what random_features says about permuted targets: the error of an order, and sparse targets that fit.
+"""Checks of random_features on permuted targets, and figure 4: the error with too few features after alignment.
 
-Figure 4 of random_features: what permuting a target's rows gains where there are too few features.
-
-Two panels with targets W2 W1 of every distribution against features of every distribution, and one with sparse targets.
-Errors are |left diag(gamma) right - permuted target| over the target's norm, at the best gamma: as the target came,
-after the paper's greedy, and after our best method.
+Two panels show targets W2 W1 of every distribution for features of every distribution, and one shows sparse targets.
+Errors are |left diag(gamma) right - permuted target| over the target's norm, at the best gamma: for the target as
+given, after the paper's greedy alignment, and after our best method.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from onlynorm.solvers import KhatriRao
 def a_permutation_misses_its_energy_outside_the_column_space(seed: int) -> Evidence:
     rows, cols, n_features = 5, 6, 17
     features = draw("he_normal", (rows, cols), n_features=n_features, seed=seed)
-    # Two features again: the rank is smaller than their number, and neither count equals N - r.
+    # Two features are repeated: the rank is smaller than their number, and neither number equals N - r.
     left = torch.cat([features.left(), 2.0 * features.left(0, 2)], 1)
     right = torch.cat([features.right(), features.right(0, 2)])
     matrix = KhatriRao(left, right).materialise()
@@ -54,15 +52,15 @@ def a_permutation_misses_its_energy_outside_the_column_space(seed: int) -> Evide
     return Evidence(
         verdict(max(ours, gap) <= 1e-12 and rank == n_features, as_printed=printed <= 1e-12),
         f"N = {n}, {left.shape[1]} features of rank r = {rank}, all {len(errors)} permutations: least squares and the "
-        f"energy in the last N - r = {n - rank} coordinates differ by {ours:.1e} of the target's; with the printed "
-        f"last r by {printed:.2f}. The best permutation misses {min(errors) / energy:.3f}, the identity "
-        f"{errors[0] / energy:.3f}; align finds the best up to {gap:.1e}",
+        f"energy in the last N - r = {n - rank} coordinates differ by {ours:.1e} of the target's energy; with the "
+        f"printed last r by {printed:.2f}. The error of the best permutation is {min(errors) / energy:.3f}, of the "
+        f"identity {errors[0] / energy:.3f}; align finds the best to {gap:.1e}",
         {"difference": ours, "printed difference": printed, "rank": rank, "gap of align": gap},
     )
 
 
 def exact_chance(target: Mask, density: float) -> float:
-    """The probability that a random mask of the target's shape contains it in some order, from all masks."""
+    """The exact probability that a random mask of the target's shape contains a permutation of its rows."""
     chance = 0.0
     for bits in itertools.product([False, True], repeat=target.size):
         mask = np.array(bits).reshape(target.shape)
@@ -75,7 +73,7 @@ def exact_chance(target: Mask, density: float) -> float:
 def no_target_fits_more_often_than_the_bound(seed: int) -> Evidence:
     p = 0.5 + 0.05 * (seed % 5)
     lone = np.zeros((4, 2), dtype=np.bool_)
-    lone[0] = True  # a single row is the only one to choose: here the bound is the truth, to the last digit
+    lone[0] = True  # with weights in a single row, the bound is exact
     sharp = abs(exact_chance(lone, p) - match_bounds.match_bound([2, 0, 0, 0], density=p))
     apart = exact_chance(np.eye(2, dtype=np.bool_), 0.5)
     bound = match_bounds.match_bound([1, 1], density=0.5)
@@ -91,9 +89,9 @@ def no_target_fits_more_often_than_the_bound(seed: int) -> Evidence:
     holds = worst <= 1e-12 and sharp <= 1e-12 and trials.interval()[0] <= most
     return Evidence(
         verdict(holds),
-        f"all {len(targets)} targets of 3 x 2 at p = {p:g}, exactly: the chance is never above the bound (largest "
-        f"excess {worst:.1e}), and equals it up to {sharp:.1e} where only one row has weights. Rows with disjoint "
-        f"inputs stay below: {apart:.4f} against {bound:.4f} at 2 x 2, {trials.chance:.3f} against {most:.3f} for ten "
+        f"all {len(targets)} targets of 3 x 2 at p = {p:g}, exact: the probability never exceeds the bound (largest "
+        f"excess {worst:.1e}), and equals it to {sharp:.1e} if only one row has weights. Rows with disjoint "
+        f"inputs are below: {apart:.4f} against {bound:.4f} at 2 x 2, {trials.chance:.3f} against {most:.3f} for ten "
         "rows of two weights",
         {"largest excess": worst, "gap of one row": sharp, "disjoint": apart, "disjoint bound": bound,
          "ten rows": trials.chance, "ten rows bound": most},
@@ -116,26 +114,26 @@ def the_outputs_that_a_random_target_needs(seed: int) -> Evidence:
     shared = match_bounds.simulate_random_match(
         4, 10, target_density=0.5, density=0.5, outputs_per_row=four, n_tries=1000, seed=seed, is_partitioned=False
     )
-    # The needed k keeps the promise up to what so many tries can tell; one that is too small does not.
+    # The needed k has the stated probability within the error of this many trials; a smaller one does not.
     holds = agree and chances[needed].interval()[1] >= 0.9
     keeps = chances[printed].interval()[1] >= 0.9
     return Evidence(
         verdict(holds, as_printed=keeps),
-        f"c0 = 10, q = p = 1/2, chance 0.9, one row: the printed k = {printed} succeeds with "
+        f"c0 = 10, q = p = 1/2, probability 0.9, one row: the printed k = {printed} succeeds with "
         f"{chances[printed].chance:.3f} of 6000 random targets, the corrected k = {needed} with "
-        f"{chances[needed].chance:.3f}; both as (1 - E (1 - p^D)^k) says. With four rows the printed "
+        f"{chances[needed].chance:.3f}; as (1 - E (1 - p^D)^k) predicts. With four rows the printed "
         f"k = {four} succeeds with {shared.chance:.3f} even if every row may use every output",
         {"printed k": printed, "needed k": needed, "printed chance": chances[printed].chance,
          "needed chance": chances[needed].chance, "four rows, shared": shared.chance},
     )  # fmt: skip
 
 
-PLAIN, GREEDY, BEST = "as it came", "greedy", "best"
+PLAIN, GREEDY, BEST = "as given", "greedy", "best"
 STRUCTURED = ("id_cond", "ortho_cond")
 
 
 def some_features(distribution: str, side: int, n_features: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Left and right of so many features; of a structured distribution a random part of all it has."""
+    """Left and right weights of `n_features` features; a random subset for a structured distribution."""
     layer = f"fig-4 {distribution}"
     if distribution not in STRUCTURED:
         drawn = on.draw(distribution, (side, side), n_features=n_features, seed=seed, layer=layer)
@@ -157,7 +155,7 @@ def low_rank_target(distribution: str, side: int, rank: int, seed: int) -> Tenso
 
 
 def sparse_target(density: float, side: int, seed: int) -> Tensor:
-    """Normal weights that are nonzero with probability `density`, at least one of them."""
+    """Normal weights that are nonzero with probability `density`; at least one is nonzero."""
     drawn = on.draw("er_normal", (side, side), n_features=side, density=density, seed=seed, layer="fig-4 sparse")
     target = drawn.right().clone()
     if not bool(target.any()):
@@ -166,7 +164,7 @@ def sparse_target(density: float, side: int, seed: int) -> Tensor:
 
 
 def errors_of(target: Tensor, directions: Directions | PerOutput, *, with_best: bool, seed: int) -> dict[str, float]:
-    """The relative errors as the target came, after greedy, and after the best method if wanted."""
+    """The relative errors without alignment, after greedy alignment, and with `with_best` after the best method."""
     greedy = align_within(target, directions, method="greedy", seed=seed)
     errors = {PLAIN: greedy.unaligned_error, GREEDY: greedy.error}
     if with_best:
@@ -244,7 +242,7 @@ Grid = Mapping[str, Mapping[Any, Cell]]
 
 
 def _mean(draws: Sequence[Mapping[Any, Cell]]) -> dict[Any, Cell]:
-    """Means over seeds; `BEST` and, beside it, greedy on the same seeds as "greedy, same seeds"."""
+    """Means over seeds; "greedy, same seeds" is the mean of greedy over the seeds of `BEST`."""
     means: dict[Any, Cell] = {}
     for target in draws[0]:
         cells = [draw[target] for draw in draws]
@@ -317,8 +315,8 @@ def _curves(grids: Mapping[str, Grid], right: Grid, densities: Sequence[float]) 
             heights = [cell[GREEDY] for cell in row.values()]
             curves.append(Curve(name, list(range(1, len(heights) + 1)), heights, kind="points", panel=panel))
     for name, row in right.items():
-        before, after = ([cell[way] for cell in row.values()] for way in (PLAIN, BEST))
-        if name in ("he_normal", "id_cond"):  # the others lie on them
+        before, after = ([cell[method] for cell in row.values()] for method in (PLAIN, BEST))
+        if name in ("he_normal", "id_cond"):  # the other curves would overlap
             curves.append(Curve(f"{name}, {PLAIN}", densities, before, panel="right", style="law"))
         curves.append(Curve(name, densities, after, kind="line+points", panel="right"))
     return curves

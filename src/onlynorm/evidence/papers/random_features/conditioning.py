@@ -1,8 +1,8 @@
-"""Figure 2 of random_features: how far LBFGS comes with random features, with and without preconditioning, beside ours.
+"""Figure 2 of random_features: errors of LBFGS with and without preconditioning, compared with our solver.
 
-Targets follow the distribution of the features. The paper's three methods run on the dense matrix in float32, the
-default of its library; ours solves in float64 without the matrix. Errors are those of left diag(gamma) right in
-float64, as a fraction of the target's root mean square.
+Targets have the distribution of the features. The paper's three methods use the dense matrix in float32, the default
+of its library; ours solves in float64 without the matrix. Errors are those of left diag(gamma) right in float64, over
+the target's root mean square.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ SCALED = "preconditioned LBFGS"
 SOLVED = "preconditioned solve + LBFGS"
 OURS = "onlynorm"
 STRUCTURED = ("id_cond", "ortho_cond")
-_FLOOR = 1e-18  # a logarithmic scale has no zero, which structured features reach
+_FLOOR = 1e-18  # the error of structured features may be zero, which a logarithmic axis cannot show
 
 
 def make_system(distribution: str, side: int, n_extra: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Left, right and target of a (side, side) layer with so many features beyond the exact number."""
+    """Left, right and target of a (side, side) layer with `n_extra` more features than equations."""
     layer = f"fig-2 {distribution}"
     count = None if distribution in STRUCTURED else side**2 + n_extra
     features = on.draw(distribution, (side, side), n_features=count, seed=seed, layer=layer)
-    # The rows of `side` features are a matrix of the distribution; structured ones have none of full variety.
+    # The right weights of `side` features are the target; structured features do not have random ones.
     kind = "he_normal" if distribution in STRUCTURED else distribution
     target = on.draw(kind, (side, side), n_features=side, seed=seed, layer=f"{layer} target").right()
     return features.left(), features.right(), target
 
 
 def relative_error(left: Tensor, right: Tensor, gamma: Tensor, target: Tensor) -> float:
-    """The root mean squared error of left diag(gamma) right, as a fraction of the target's root mean square."""
+    """The root mean square error of left diag(gamma) right over the target's root mean square."""
     made = (left * gamma.double()) @ right
     return float(torch.linalg.vector_norm(made - target) / torch.linalg.vector_norm(target))
 
@@ -47,7 +47,7 @@ def relative_error(left: Tensor, right: Tensor, gamma: Tensor, target: Tensor) -
 def reconstruction_errors(
     *, distribution: str, side: int, n_extra: int, seed: int, methods: Sequence[str], n_iterations: int
 ) -> dict[str, float]:
-    """The relative error of each method on one system; NaN where a method broke down."""
+    """The relative error of each method on one system, or NaN if the method failed."""
     left, right, target = make_system(distribution, side, n_extra, seed)
     errors = {OURS: relative_error(left, right, on.solve(left, right, target).gamma, target)} if OURS in methods else {}
     matrix = on.solvers.KhatriRao(left.float(), right.float()).materialise()
@@ -59,7 +59,7 @@ def reconstruction_errors(
     if chosen:
         try:
             _, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
-        except RuntimeError:  # what torch calls a decomposition that does not converge
+        except RuntimeError:  # raised by torch if a decomposition does not converge
             return errors | dict.fromkeys(chosen, math.nan)
         back = Vh.mT / S  # gamma = back z: the matrix of z would be orthogonal in exact arithmetic
         for method in chosen:
@@ -85,18 +85,18 @@ def _lbfgs(matrix: Tensor, wanted: Tensor, start: Tensor, n_iterations: int) -> 
 
 
 def measured_condition(*, distribution: str, side: int, n_extra: int, seed: int) -> float:
-    """The condition number of one feature matrix; NaN where rounding hides its smallest singular value."""
+    """The condition number of one feature matrix, or NaN if its smallest singular value is below rounding."""
     left, right, _ = make_system(distribution, side, n_extra, seed)
     values = on.spectrum.empirical_spectrum(left, right)
     return float(values[0] / values[-1]) if float(values[-1]) > 1e-7 * float(values[0]) else math.nan
 
 
 Key = tuple[str, int, int]
-"""Distribution, side, and features beyond the exact number."""
+"""Distribution, side, and number of extra features."""
 
 
 def systems(run: Run) -> dict[Key, tuple[int, ...]]:
-    """Every system of the figure with its seeds; the largest have one."""
+    """Every system of the figure with its seeds; the largest systems have one seed."""
     return {
         (distribution, side, n_extra): run.seeds[:1] if side > run.sizes["all_seeds_up_to"] else run.seeds
         for distribution in (*run.sizes["distributions"], *STRUCTURED)
@@ -106,7 +106,7 @@ def systems(run: Run) -> dict[Key, tuple[int, ...]]:
 
 
 def over_systems(run: Run, methods: Sequence[str]) -> dict[str, dict[Key, float]]:
-    """The errors of each method, geometric means over seeds, on every system."""
+    """The errors of each method on every system, as geometric means over seeds."""
     chosen = systems(run)
     run.announce(sum(map(len, chosen.values())))
     found: dict[Key, list[Mapping[str, float]]] = {}
@@ -131,7 +131,7 @@ def over_systems(run: Run, methods: Sequence[str]) -> dict[str, dict[Key, float]
 
 
 def figure_2_a(run: Run) -> Outcome:
-    """Errors of LBFGS over the size of the target. Theory: random_features:thm-2.2"""
+    """Errors of LBFGS against the size of the target. Theory: random_features:thm-2.2"""
     errors = over_systems(run, (PLAIN, OURS))
     plain = errors[PLAIN]
     structured = [error for (name, _, _), error in plain.items() if name in STRUCTURED]
@@ -145,7 +145,7 @@ def figure_2_a(run: Run) -> Outcome:
 
 
 def figure_2_b(run: Run) -> Outcome:
-    """Condition numbers over the size of the target. Theory: random_features:thm-2.2"""
+    """Condition numbers against the size of the target. Theory: random_features:thm-2.2"""
     chosen = systems(run)
     run.announce(sum(map(len, chosen.values())))
     measured = {
@@ -181,7 +181,7 @@ def figure_2_c(run: Run) -> Outcome:
 
 
 def figure_2_d(run: Run) -> Outcome:
-    """Errors of a direct solve of the preconditioned system, improved by LBFGS. Theory: random_features:thm-2.2"""
+    """Errors of a direct solve of the preconditioned system, refined by LBFGS. Theory: random_features:thm-2.2"""
     return _preconditioned_outcome(run, SOLVED)
 
 
@@ -202,33 +202,33 @@ def _preconditioned_outcome(run: Run, method: str) -> Outcome:
 
 
 def _growth(run: Run, numbers: Mapping[Key, float], n_extra: int) -> float:
-    """The number at the largest target over that at the smallest, geometric mean over random distributions."""
+    """The value at the largest target over that at the smallest, as a geometric mean over random distributions."""
     small, large = run.sizes["sides"][0], run.sizes["sides"][-1]
     names = run.sizes["distributions"]
     return _geometric_mean([numbers[name, large, n_extra] / numbers[name, small, n_extra] for name in names])
 
 
 def _gain(run: Run, numbers: Mapping[Key, float]) -> float:
-    """The number with most features over that with the exact number, at the largest target."""
+    """The value with most features over that with the exact number, at the largest target."""
     side, extra = run.sizes["sides"][-1], run.sizes["extra"][-1]
     return _geometric_mean([numbers[name, side, extra] / numbers[name, side, 0] for name in run.sizes["distributions"]])
 
 
 def _largest_ratio(ours: Mapping[Key, float], theirs: Mapping[Key, float]) -> float:
-    """Our error over theirs, at its worst; a method that broke down has none."""
+    """The largest ratio of our error to theirs; systems where their method failed are left out."""
     return max(ours[key] / error for key, error in theirs.items() if not math.isnan(error))
 
 
 def _geometric_mean(numbers: Sequence[float]) -> float:
-    """The geometric mean of those that are numbers at all."""
-    kept = [max(number, _FLOOR) for number in numbers if not math.isnan(number)]
-    return math.exp(float(np.mean(np.log(kept)))) if kept else math.nan
+    """The geometric mean without NaN."""
+    values = [max(number, _FLOOR) for number in numbers if not math.isnan(number)]
+    return math.exp(float(np.mean(np.log(values)))) if values else math.nan
 
 
 def _outcome(
     run: Run, values: Mapping[str, float], numbers: Mapping[str, Mapping[Key, float]], y_label: str
 ) -> Outcome:
-    """One panel per number of extra features; the first method drawn for each distribution, others in the table."""
+    """One panel per number of extra features with the first method of each distribution, and a table of all."""
     first, *others = numbers
     panels, curves = [], []
     sides = run.sizes["sides"]

@@ -1,4 +1,4 @@
-"""How likely sparse features contain a sparse target: the bounds of the paper, their corrections, and simulations.
+"""The probability that sparse features contain a sparse target: bounds of the paper, corrections, and simulations.
 
 Sparse id_cond features are a random mask: output o has a feature for input j with probability p. Row t of a target fits
 output o if all its nonzero weights have a feature there, and the target fits if its rows find different outputs: a
@@ -7,8 +7,8 @@ bipartite matching.
     bound (thm 4.2)      P(fits) <= product over rows of 1 - (1 - p^d_t)^outputs,  d_t the nonzero weights of row t
     partition (thm 4.3)  k outputs for each row of a random target: P(fits) = (1 - E (1 - p^D)^k)^rows, D ~ Bin(inp, q)
 
-The paper's k for the second takes the expectation inside the power, as if each of the k outputs met another row; it is
-too small. `outputs_per_row` is the k that keeps its promise, `printed_outputs_per_row` the printed one.
+The paper's k for the second takes the expectation inside the power, as if each of the k outputs had a different row; it
+is too small. `outputs_per_row` is the correct k, `printed_outputs_per_row` the printed one.
 
 Theory: random_features:thm-4.2, random_features:thm-4.3
 """
@@ -30,12 +30,12 @@ from onlynorm.features import streams
 
 Mask = npt.NDArray[np.bool_]
 MOST_OUTPUTS = 2**60
-"""Beyond, a row is said not to fit at all."""
+"""The largest number of outputs; if a row needs more, an error is raised."""
 
 
 @dataclass(frozen=True)
 class MatchTrials:
-    """How many of so many random masks contained their target."""
+    """The number of random masks that contain their target."""
 
     n_tries: int
     n_fits: int
@@ -46,7 +46,7 @@ class MatchTrials:
         return self.n_fits / self.n_tries
 
     def interval(self, confidence: float = 0.999) -> tuple[float, float]:
-        """Clopper and Pearson's interval for the probability: it never covers less often than `confidence`."""
+        """The Clopper-Pearson interval of the probability; its coverage is at least `confidence`."""
         tail, n, k = (1.0 - confidence) / 2, self.n_tries, self.n_fits
         low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
         high = float(betaincinv(k + 1, n - k, 1.0 - tail)) if k < n else 1.0
@@ -58,24 +58,24 @@ class MatchTrials:
 
 
 def match_bound(degrees: Sequence[int], *, density: float, n_outputs: int | None = None) -> float:
-    """The largest probability that rows with so many nonzero weights fit into a random mask, at any overlap.
+    """Upper bound of the probability that rows with these numbers of nonzero weights fit into a random mask.
 
-    `n_outputs` is the number of rows if left out. Theory: random_features:thm-4.2
+    `n_outputs` is by default the number of rows. Theory: random_features:thm-4.2
     """
     streams.check_density(density)
     _need_counts(0, *degrees)
     outputs = len(degrees) if n_outputs is None else n_outputs
     if outputs < len(degrees):
         return 0.0
-    # -expm1(log1p) keeps the digits of chances near zero and near one
+    # -expm1(log1p) is accurate for probabilities near zero and near one
     return math.prod(-math.expm1(outputs * math.log1p(-(density**degree))) if density < 1.0 and degree else 1.0
                      for degree in degrees)  # fmt: skip
 
 
 def density_for_match(degree: int, *, n_outputs: int, chance: float) -> float:
-    """The density below which rows of this degree, one per output, fit with less than `chance`, by the bound.
+    """The density below which rows of this degree, one per output, fit with probability less than `chance`.
 
-    The text that follows the theorem lacks the power 1 / degree. Theory: random_features:thm-4.2
+    This follows from the bound; the text after the theorem lacks the power 1 / degree. Theory: random_features:thm-4.2
     """
     _need_chance(chance)
     _need_counts(0, degree)
@@ -87,12 +87,12 @@ def density_for_match(degree: int, *, n_outputs: int, chance: float) -> float:
 def partition_chance(
     n_rows: int, n_inputs: int, *, target_density: float, density: float, outputs_per_row: int
 ) -> float:
-    """The probability that a random target fits if every row has so many outputs of its own.
+    """The probability that a random target fits if every row has its own outputs, this many.
 
     Theory: random_features:thm-4.3
     """
     _need_counts(1, n_rows, n_inputs, outputs_per_row)
-    _need_share(target_density)
+    _need_density(target_density)
     streams.check_density(density)
     counts = np.arange(n_inputs + 1)
     weights = _binomial(n_inputs, target_density)
@@ -102,7 +102,7 @@ def partition_chance(
 
 
 def outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, density: float, chance: float) -> int:
-    """The fewest outputs of its own that each row of a random target needs to fit with this probability.
+    """The smallest number of own outputs per row with which a random target fits with this probability.
 
     Theory: random_features:thm-4.3
     """
@@ -127,7 +127,7 @@ def outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, densit
 def printed_outputs_per_row(n_rows: int, n_inputs: int, *, target_density: float, density: float, chance: float) -> int:
     """The number of outputs per row that the paper states, which is too small. Theory: random_features:thm-4.3"""
     _need_counts(1, n_rows, n_inputs)
-    _need_share(target_density)
+    _need_density(target_density)
     streams.check_density(density)
     _need_chance(chance)
     fits = (1.0 - target_density * (1.0 - density)) ** n_inputs
@@ -154,7 +154,7 @@ def fits_inside(target: Mask, features: Mask) -> bool:
 def simulate_match(
     target: Mask, *, density: float, n_tries: int, seed: int, n_outputs: int | None = None
 ) -> MatchTrials:
-    """How often random masks contain this target, each with its rows in any order."""
+    """Counts the random masks that contain this target with its rows in any order."""
     outputs = len(target) if n_outputs is None else n_outputs
     masks = _masks(seed, "masks", n_tries, (outputs, target.shape[1]), density)
     return MatchTrials(n_tries, sum(fits_inside(target, mask) for mask in masks))
@@ -171,7 +171,7 @@ def simulate_random_match(
     seed: int,
     is_partitioned: bool = True,
 ) -> MatchTrials:
-    """How often random masks contain a random target; each row has its own outputs, or may use all of them."""
+    """Counts the random masks that contain a random target; each row has its own outputs, or may use all."""
     targets = _masks(seed, "targets", n_tries, (n_rows, n_inputs), target_density)
     masks = _masks(seed, "masks", n_tries, (n_rows * outputs_per_row, n_inputs), density)
     n_fits = 0
@@ -185,7 +185,7 @@ def simulate_random_match(
 
 
 def _masks(seed: int, name: str, n: int, shape: tuple[int, int], density: float) -> Iterator[Mask]:
-    """So many random masks, drawn in blocks of about a million entries."""
+    """n random masks, drawn in blocks of about a million entries."""
     stream, size = streams.Stream(seed, name, "mask"), math.prod(shape)
     step = max(1, 2**20 // size)
     for start in range(0, n, step):
@@ -196,20 +196,20 @@ def _masks(seed: int, name: str, n: int, shape: tuple[int, int], density: float)
 def _binomial(n: int, q: float) -> npt.NDArray[np.float64]:
     """The probabilities of 0 to n successes."""
     k = np.arange(n + 1)
-    ways = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
+    log_counts = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        logs = ways + np.where(k > 0, k * np.log(q), 0.0) + np.where(k < n, (n - k) * np.log1p(-q), 0.0)
+        logs = log_counts + np.where(k > 0, k * np.log(q), 0.0) + np.where(k < n, (n - k) * np.log1p(-q), 0.0)
     return np.exp(logs)
 
 
 def _need_chance(chance: float) -> None:
     if not 0.0 < chance < 1.0:
-        raise ValueRangeError(f"a chance needs to lie strictly between 0 and 1; got {chance!r}. Try 0.9.")
+        raise ValueRangeError(f"chance needs to be strictly between 0 and 1; got {chance!r}. Try 0.9.")
 
 
-def _need_share(share: float) -> None:
-    if not 0.0 <= share <= 1.0:
-        raise ValueRangeError(f"a target's density needs to lie between 0 and 1; got {share!r}. Try 0.5.")
+def _need_density(density: float) -> None:
+    if not 0.0 <= density <= 1.0:
+        raise ValueRangeError(f"target_density needs to be between 0 and 1; got {density!r}. Try 0.5.")
 
 
 def _need_counts(least: int, *counts: int) -> None:
@@ -217,8 +217,8 @@ def _need_counts(least: int, *counts: int) -> None:
         value = streams.as_integer(count)
         if value is None or value < least:
             raise ValueRangeError(
-                f"rows, inputs, outputs and nonzero weights need whole numbers of at least {least}; got {count!r}. "
-                "Count them, as in mask.sum(1)."
+                f"numbers of rows, inputs, outputs and nonzero weights need to be integers of at least {least}; got "
+                f"{count!r}. Count them, as in mask.sum(1)."
             )
 
 

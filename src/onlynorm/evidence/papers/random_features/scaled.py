@@ -1,17 +1,17 @@
-"""Accuracy against the condition number of the features: networks with a spectrum, trained from scratch, and table 1.
+"""Accuracy of networks trained from scratch against the condition number of their features, and table 1.
 
-A layer's weight is s * gamma with frozen singular values s and trained gamma, so a step of SGD on gamma moves each
-weight by s^2 times the ordinary step. The s have a chosen condition number and mean square one: a weight moves as far
-as in the ordinary network on average. They follow a semi-circle law, which hardly changes between large condition
-numbers, or are geometric, evenly spaced in their logarithms, so that every one of them changes. Every network starts
-with the weights of the ordinary one, so that nothing but conditioning differs. There is no weight decay: on gamma it
-would shrink every weight at the same pace, while a small s slows its learning down, and so prune it.
+A layer's weight is s * gamma with frozen singular values s and trained gamma, so an SGD step on gamma changes each
+weight by s^2 times the ordinary step. The s have a given condition number and mean square one, so that on average steps
+are as large as in the ordinary network. They follow a semi-circle law, which hardly changes between large condition
+numbers, or a geometric sequence, in which every value changes. All networks start with the weights of the ordinary
+network, so that only the conditioning differs. There is no weight decay: it would shrink all weights equally fast,
+while weights with a small s learn slowly, and so prune them.
 
-Images are averaged over 2 x 2 pixels. SGD has momentum 0.9, and a learning rate that rises for a twentieth of the steps
-and falls to zero on a cosine. Learning rates are chosen on validation images, with a seed that is not judged.
+Images are averaged over 2 x 2 pixels. SGD uses momentum 0.9, linear warmup for a twentieth of the steps, and a cosine
+schedule. Learning rates are selected on validation images, with a separate seed.
 
 Table 1 of random_features trains a ResNet-50 on ImageNet; we train a ResNet-8 at the same condition numbers. The paper
-mentions no tuning, so one learning rate serves all conditions: the one that suits the ordinary network best. `onlynorm
+mentions no tuning, so all condition numbers use the learning rate that is best for the ordinary network. `onlynorm
 bench scaled` runs the same experiment on its own grid.
 """
 
@@ -45,11 +45,11 @@ SEMICIRCLE, GEOMETRIC = "semi-circle", "geometric"
 LAWS = (SEMICIRCLE, GEOMETRIC)
 """Laws of the singular values."""
 N_VALIDATION = 2000
-"""Training images that only choose learning rates."""
+"""Number of validation images for the selection of learning rates."""
 _N_CLASSES = 10
 ORDINARY = "ordinary network"
 Accuracies: TypeAlias = Mapping[float | None, Sequence[float]]
-"""In percent, seed by seed, by condition number; None is the ordinary network."""
+"""Accuracies in percent of every seed, by condition number; None is the ordinary network."""
 PAPER = {1.0: (81.89, 76.89), 5413.0: (79.06, 75.84), 10123.0: (79.1, 75.6), 1541601.0: (76.28, 73.14)}
 """Condition numbers of table 1, with training and test accuracies in percent."""
 _PANEL = Panel(title="ID cond with a spectrum", x_label="condition number", y_label="accuracy, %", x_log=True)
@@ -57,7 +57,7 @@ _PANEL = Panel(title="ID cond with a spectrum", x_label="condition number", y_la
 
 @dataclass(frozen=True)
 class Task:
-    """A data set and the network that learns it, drawn from a seed."""
+    """A data set and its network, which is drawn from a seed."""
 
     load: Callable[[], Split]
     network: Callable[[int], nn.Module]
@@ -93,7 +93,7 @@ def build(
 def spectrum(n: int, *, condition: float, law: str, seed: int = 0, layer: str = "") -> Float[Tensor, " n"]:
     """n singular values of this law with this condition number and mean square one, in an order from (seed, layer).
 
-    Both laws put them in the same order: the weight that is the slowest under one is so under the other.
+    Both laws have the same order: the same weight is the slowest under both.
     """
     if law not in LAWS:
         raise UnknownNameError("law of a spectrum", law, LAWS)
@@ -106,7 +106,7 @@ def spectrum(n: int, *, condition: float, law: str, seed: int = 0, layer: str = 
 
 @dataclass(frozen=True)
 class Trained:
-    """Accuracy on training images and on others, and the mean loss of the last epoch."""
+    """Accuracy on training and other images, and the mean loss of the last epoch."""
 
     train_accuracy: float
     accuracy: float
@@ -117,7 +117,7 @@ def train(
     *, data: str, condition: float | None, law: str = SEMICIRCLE, lr: float, seed: int, n_train: int, n_epochs: int,
     batch_size: int, is_trial: bool = False,
 ) -> Trained:  # fmt: skip
-    """One network after training, on test images or in a trial on validation images; one that diverges guesses."""
+    """Accuracies of a trained network on test images, or in a trial on validation images; if it diverged, of chance."""
     network = build(data, condition=condition, law=law, seed=seed)
     chosen = training_images(data, n_train=n_train, seed=seed)
     schedule = on.Schedule(epochs=n_epochs, batch_size=batch_size, lr=lr, seed=seed)
@@ -132,12 +132,12 @@ def train(
 
 
 def training_images(data: str, *, n_train: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Training images chosen by the seed outside the validation images, and their labels."""
+    """Training images selected by the seed, without validation images, and their labels."""
     return training_subset(images_of(data), n_train, n_validation=N_VALIDATION, seed=seed)
 
 
 def validation_images(data: str) -> tuple[Tensor, Tensor]:
-    """The images that choose learning rates, and their labels."""
+    """The validation images for the selection of learning rates, and their labels."""
     return validation_subset(images_of(data), N_VALIDATION)
 
 
@@ -154,11 +154,11 @@ def _task(data: str) -> Task:
     return TASKS[data]
 
 
-# ------------------------------------------------------------------------------- what a spectrum does
+# ------------------------------------------------------------------------------- the effect of a spectrum
 
 
 def step_gap(data: str, *, condition: float, law: str = SEMICIRCLE, seed: int, n_images: int = 64) -> float:
-    """How far weights move in one step of SGD beside s^2 times the ordinary step, as a fraction of the longest move."""
+    """The difference of an SGD step from s^2 times the ordinary step, as a fraction of the largest change."""
     images, labels = training_images(data, n_train=n_images, seed=seed)
     ordinary, scaled = (
         _moves(build(data, condition=c, law=law, seed=seed, dtype=torch.float64), images.double(), labels)
@@ -173,13 +173,13 @@ def step_gap(data: str, *, condition: float, law: str = SEMICIRCLE, seed: int, n
 
 
 def squared_spectrum(data: str, *, condition: float, law: str = SEMICIRCLE) -> Float[Tensor, " weights"]:
-    """s^2 of every weight of the network, ascending in each layer: how far a step moves it beside the ordinary one."""
+    """s^2 of every weight of the network, ascending in each layer: the factor of its steps."""
     sizes = [layer.weight.numel() for layer in _layers(_task(data).network(0)).values()]
     return torch.cat([spectrum(n, condition=condition, law=law).square().sort().values for n in sizes])
 
 
 def spectrum_change(data: str, first: float, *, second: float, law: str = SEMICIRCLE) -> float:
-    """The mean over all weights by which s^2 differs between two condition numbers."""
+    """The mean difference of s^2 over all weights between two condition numbers."""
     spectra = [squared_spectrum(data, condition=condition, law=law) for condition in (first, second)]
     return float((spectra[0] - spectra[1]).abs().mean())
 
@@ -190,7 +190,7 @@ def _layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d | NormOnlyLay
 
 
 def _moves(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """What one step of plain SGD adds to every weight."""
+    """The change of every weight in one step of plain SGD."""
     layers = _layers(network)
     before = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
@@ -204,7 +204,7 @@ def _moves(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class ScaledSizes(Sizes):
-    """Data, laws, and how long a network is trained; goals about accuracy need more than a quick run."""
+    """Data sets, laws, and length of training; goals about accuracy need more than a quick run."""
 
     data: tuple[str, ...] = setting(
         tuple(TASKS), choices=TASKS, is_key=False, help="cifar10 or fashion_mnist."
@@ -255,7 +255,7 @@ def train_case(case: Case, run: TrainingRun, sizes: ScaledSizes) -> Trained:
 
 
 def table_1(run: Run) -> Outcome:
-    """Accuracies at the paper's condition numbers, all at the learning rate that suits the ordinary network best."""
+    """Accuracies at the paper's condition numbers, with the learning rate that is best for the ordinary network."""
     training, lrs = run.sizes["training"], run.sizes["lrs"]
     data = training["data"]
     cases: dict[float | None, Case] = {None: Case(data, ORDINARY, 1.0)}
@@ -279,24 +279,24 @@ def table_1(run: Run) -> Outcome:
 
 
 def compare(test: Accuracies, seen: Accuracies, data: str) -> dict[str, float]:
-    """What the verdict is made of: falls and rises in percentage points, by the lower ends of their intervals."""
+    """The values of the verdict: losses and gains of accuracy in percentage points, with lower ends of intervals."""
     first, *_, middle, last = sorted(PAPER)
     ordinary = [abs(a - b) for part in (test, seen) for a, b in zip(part[1.0], part[None], strict=True)]
     rises = [fall(test, after, before).low for before, after in itertools.pairwise(sorted(PAPER))]
     return {
-        "condition 1 beside the ordinary network, largest difference": max(ordinary),
-        "fall of test accuracy, first to last": fall(test, first, last).mean,
-        "fall of test accuracy, first to last, lower end": fall(test, first, last).low,
-        "fall of training accuracy, first to last, lower end": fall(seen, first, last).low,
-        "largest rise of test accuracy between neighbours, lower end": max(rises),
-        "fall of test accuracy, third to last, lower end": fall(test, middle, last).low,
+        "condition 1 against the ordinary network, largest difference": max(ordinary),
+        "loss of test accuracy, first to last": fall(test, first, last).mean,
+        "loss of test accuracy, first to last, lower end": fall(test, first, last).low,
+        "loss of training accuracy, first to last, lower end": fall(seen, first, last).low,
+        "largest gain of test accuracy between neighbours, lower end": max(rises),
+        "loss of test accuracy, third to last, lower end": fall(test, middle, last).low,
         "mean change of s^2, first to last": spectrum_change(data, first, second=last),
         "mean change of s^2, third to last": spectrum_change(data, middle, second=last),
     }
 
 
 def fall(accuracies: Accuracies, first: float, second: float) -> Spread:
-    """By how much the accuracy at the second condition number is below that at the first, seed by seed."""
+    """The accuracy at the first condition number minus that at the second, for each seed."""
     return Spread.of([a - b for a, b in zip(accuracies[first], accuracies[second], strict=True)])
 
 

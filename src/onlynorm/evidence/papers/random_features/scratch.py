@@ -1,16 +1,16 @@
-"""Networks trained from scratch by many methods, ordinary, by norms alone, and by norms that follow the weights.
+"""Networks trained from scratch: ordinary networks, norms only, and norms only with gammas that follow the weights.
 
-A small VGG with batch norms on Fashion-MNIST or CIFAR-10, averaged down to fewer pixels. In every method but the
-ordinary one each convolution and the classifier is a norm-only layer, and the batch norms stay, as in random_features,
-section 5. All methods of a seed start with the same weights, or with the nearest that their features reach, and see the
-same images in the same order, so that they can be compared seed by seed. The learning rate of a method is the one with
-the best accuracy on validation images: all begin with the same four and go on to their neighbours while the best lies
-at an end.
+A small VGG with batch norms is trained on Fashion-MNIST or CIFAR-10 with averaged pixels. In all methods except the
+ordinary one, convolutions and the classifier are norm-only layers, and the batch norms stay, as in section 5 of
+random_features. With equal seeds, all methods start with the same weights, or the nearest that their features can
+represent, and use the same images in the same order, so that they can be compared for each seed. The learning rate of a
+method has the best accuracy on validation images: all methods start with the same four learning rates, and the grid is
+extended while the best one is at its end.
 
-The paper trains a VGG of width 100 with a hundred features more than weights per layer. Its relative excess, 1/900, is
-what fixes the condition number of the features, so `section_5` keeps that where the network shrinks. Its fourth method
+The paper trains a VGG of width 100 with a hundred features more than weights per layer. Its relative excess, 1/900,
+determines the condition number of the features, so `section_5` uses the same for its smaller network. The fourth method
 is ours: the same features, with gammas that follow the weights. `onlynorm bench scratch` runs the same experiment with
-methods and sizes of its own.
+other methods and sizes.
 
 Theory: random_features:thm-3.1
 """
@@ -42,16 +42,16 @@ from onlynorm.tuning import accuracy
 DATA: dict[str, Callable[[], Split]] = {"fashion_mnist": fashion_mnist, "cifar10": cifar10}
 """Data sets by name."""
 LRS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Learning rates that can be tried; plain steps on he_normal features move weights by 4 / inputs of it."""
+"""The grid of learning rates; steps on he_normal features change weights by a factor of about 4 / inputs."""
 FIRST_LRS = (0.03, 0.1, 0.3, 1.0)
-"""Where every method begins; neighbours follow as long as the best learning rate lies at an end."""
+"""The first learning rates of every method; the grid is extended while the best one is at its end."""
 N_CLASSES = 10
 _S = TypeVar("_S", bound=Sizes)
 
 
 @dataclass(frozen=True)
 class Method:
-    """Which features the layers are made of, and whether gammas follow the weights; no features: ordinary layers."""
+    """The features of the layers, None for ordinary layers, and whether gammas follow the weights."""
 
     features: str | None = None
     excess: float | None = None
@@ -61,7 +61,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Training:
-    """All that fixes a training but for the method, the learning rate and the seed: network, images, schedule."""
+    """The settings of a training except method, learning rate and seed: network, images, schedule."""
 
     data: str
     stages: Sequence[Sequence[int]]
@@ -84,7 +84,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """One network after training; `losses` are those of the epochs."""
+    """A trained network; `losses` are the mean losses of the epochs."""
 
     accuracy: float
     losses: tuple[float, ...]
@@ -97,7 +97,7 @@ def train(
     method: Method, training: Training, *, lr: float, seed: int, is_trial: bool = False,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> Trained:  # fmt: skip
-    """One network after training, on test images or in a trial on validation images; one that diverges guesses."""
+    """A trained network with its accuracy on test images, or in a trial on validation images; chance if it diverged."""
     network = build(method, training, seed=seed)
     n_trained = sum(p.numel() for p in network.parameters())
     schedule = on.Schedule(
@@ -119,7 +119,7 @@ def make_sweep(
     name: str, about: str, sizes: type[_S], *, methods: Mapping[str, Method],
     training: Callable[[Case, _S], Training], **options: Any,
 ) -> Sweep[_S, Case]:  # fmt: skip
-    """The experiment: each of these methods with the training of a case, at the learning rate that suits it best."""
+    """The experiment: every method with the training of a case, at its best learning rate."""
 
     def made_of(case: Case, sizes: _S) -> dict[str, Any]:
         one = training(case, sizes)
@@ -144,7 +144,7 @@ def make_sweep(
 
 
 def build(method: Method, training: Training, *, seed: int) -> nn.Module:
-    """The network as this method starts it."""
+    """The initial network of this method."""
     split = images(training.data, training.image_size)
     network = vgg(
         training.stages, in_channels=split.train_inputs.shape[1], image_size=training.image_size, n_classes=N_CLASSES,
@@ -162,7 +162,7 @@ def training_images(training: Training, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def validation_images(training: Training) -> tuple[Tensor, Tensor]:
-    """The images on which learning rates are chosen, and their labels."""
+    """The validation images for the selection of learning rates, and their labels."""
     return validation_subset(images(training.data, training.image_size), training.n_validation)
 
 
@@ -174,7 +174,7 @@ def test_images(training: Training) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=2)
 def images(data: str, size: int) -> Split:
-    """The data set of this name, its images averaged over squares of pixels down to this size."""
+    """The data set of this name with images averaged over squares of pixels to this size."""
     return DATA[data]().smaller(size)
 
 
@@ -184,7 +184,7 @@ EXCESS = 1.0 + 100 / 90_000
 LONGER = 500 / 300
 """Epochs of the paper's longer training per epoch of its shorter one."""
 WARMUP = 0.1
-"""Fraction of the steps; the paper does not give its own."""
+"""Warmup as a fraction of the steps; the paper does not state it."""
 ORDINARY, PLAIN, WARMED, FOLLOWED = (
     "ordinary",
     "he_normal",
@@ -196,18 +196,18 @@ METHODS = {
     FOLLOWED: Method("he_normal", EXCESS, follow_weights=True),
 }  # fmt: skip
 STATED = {ORDINARY: "in the order of 94", PLAIN: "86.64 ± 0.08", WARMED: "90.08 ± 0.03", FOLLOWED: "-"}
-"""What the paper has for them, in percent."""
+"""Accuracies in the paper, in percent."""
 
 
 @dataclass(frozen=True)
 class SectionSizes(Sizes):
-    """How many networks each method has."""
+    """The number of networks per method."""
 
     seeds: int = setting(3, is_key=False)
 
 
 def section_5(run: Run) -> Outcome:
-    """Test accuracies after training from scratch, each method at the learning rate that was best for it.
+    """Test accuracies after training from scratch, each method with its best learning rate.
 
     Theory: random_features:thm-2.2, random_features:thm-3.1
     """

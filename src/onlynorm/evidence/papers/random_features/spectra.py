@@ -1,4 +1,4 @@
-"""Figures, tables and numbers of random_features."""
+"""Figure 3 of random_features: singular values of feature matrices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def singular_values(*, distribution: str, n_channels: int, n_features: int, seed
 
     Entries are scaled to variance 1/N, where N = n_channels^2 is the number of equations.
     """
-    layer = f"fig-3 {distribution}"  # distributions share a stream where layer and seed are equal
+    layer = f"fig-3 {distribution}"  # with equal layer and seed, distributions would use the same random stream
     features = on.draw(distribution, (n_channels, n_channels), n_features=n_features, seed=seed, layer=layer)
     values = on.spectrum.empirical_spectrum(features.left(), features.right())
     return sorted(values.tolist())
 
 
 def figure_3(run: Run) -> Outcome:
-    """Histograms of singular values against the law, and which scale of the law the data prefer.
+    """Histograms of singular values with the law, and the scale of the law that fits best.
 
     Theory: random_features:thm-2.2
     """
@@ -102,10 +102,10 @@ def printed_density(x: Float[np.ndarray, "*shape"], *, scale: float) -> Float[np
 def _compare_scales(
     samples: Sequence[Float[np.ndarray, " values"]], n_equations: int, n_features: int
 ) -> tuple[Table, dict[str, float]]:
-    """How far the data are from each candidate, with entries of variance 1/N (the theorem's) and 1/c1.
+    """Distances of the data from each candidate law, with entries of variance 1/N (as in the theorem) and 1/c1.
 
-    The law for scale N/c1 is that of the transposed problem, c1 equations and N features: it belongs to
-    entries of variance 1/c1. At variance 1/N the same data follow scale c1/N.
+    The law with scale N/c1 is that of the transposed problem with c1 equations and N features, for entries of
+    variance 1/c1. At variance 1/N the same data follow the law with scale c1/N.
     """
     factors = {"1/N": 1.0, "1/c1": math.sqrt(n_equations / n_features)}
     grid = np.linspace(1e-9, 3, 60_001)
@@ -115,7 +115,7 @@ def _compare_scales(
         "scale c1/N (ours)": lambda x: on.spectrum.cumulative(x, n_equations, n_features),
         "scale N/c1 (red in the paper)": lambda x: on.spectrum.cumulative(x, n_features, n_equations),
         "scale 1 (black in the paper)": lambda x: on.spectrum.cumulative(x, n_equations, n_equations),
-        "Theorem 2.2 letter by letter": lambda x: np.interp(x, grid, printed),
+        "Theorem 2.2 as printed": lambda x: np.interp(x, grid, printed),
     }
     gaps = {
         (label, variance): float(np.mean([_gap(sample * factor, law(sample * factor)) for sample in samples]))
@@ -146,7 +146,7 @@ def _compare_scales(
 
 
 def _gap(sample: Float[np.ndarray, " values"], law: Float[np.ndarray, " values"]) -> float:
-    """The largest gap between the steps of an ascending sample and a cumulative law at the same places."""
+    """The largest distance between the empirical distribution of an ascending sample and a cumulative law."""
     steps = np.arange(len(sample) + 1) / len(sample)
     return float(max(np.max(law - steps[:-1]), np.max(steps[1:] - law)))
 
@@ -170,7 +170,7 @@ def _curves(
             laws["paper's black, scale 1"] = (n_equations, n_equations)
         for label, shape in laws.items():
             low, high = on.spectrum.edges(*shape)
-            # Chebyshev places: the density rises like a square root at its edges.
+            # Chebyshev points: the density grows like a square root at its edges.
             x = low + (high - low) * (1 - np.cos(np.linspace(0.01, math.pi, 300))) / 2
             y = np.asarray(on.spectrum.density(x, *shape))
             curves.append(Curve(label, x.tolist(), y.tolist(), panel=panel, style="law"))

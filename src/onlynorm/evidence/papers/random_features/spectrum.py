@@ -1,4 +1,4 @@
-"""Checks of what the papers say about conditioning: the law of the singular values, and features that escape it."""
+"""Checks of conditioning: the law of the singular values, and features that do not follow it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def singular_values_follow_the_law(seed: int) -> Evidence:
         values = spectrum.empirical_spectrum(features.left(), features.right())
         n, c = features.equations, features.n_features
         ours.append(found.distance)
-        limits.append(2.0 * found.limit)  # the 1 % limit, and as much again: the statement must hold for every seed
+        limits.append(2.0 * found.limit)  # twice the 1 % limit: the statement must hold for every seed
         drawn.append(kolmogorov(values, n, c))
         kappas.append(found.condition / spectrum.condition_number(n, c))
         if excess < 1:
@@ -90,8 +90,8 @@ def ortho_cond_features_are_perfectly_conditioned(seed: int) -> Evidence:
     close = len(matrix) * EPS
     return Evidence(
         verdict(max(off, abs(kappa - 1.0), gamma, found.residual) <= close and is_identity),
-        f"20 x 24: |M^T M - I| = {off:.1e}, kappa - 1 = {kappa - 1.0:.1e}, gamma equals M^T vec(T) up to {gamma:.1e} "
-        f"and reaches the target up to {found.residual:.1e}; ID cond gives {'exactly' if is_identity else 'not'} "
+        f"20 x 24: |M^T M - I| = {off:.1e}, kappa - 1 = {kappa - 1.0:.1e}, gamma equals M^T vec(T) to {gamma:.1e} "
+        f"and gives the target to {found.residual:.1e}; ID cond gives {'exactly' if is_identity else 'not'} "
         "the identity",
         {"distance from orthogonal": off, "kappa": kappa, "gamma": gamma, "residual": found.residual},
     )

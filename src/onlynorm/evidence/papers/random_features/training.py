@@ -1,4 +1,4 @@
-"""Checks of what random_features says about training: id_cond features learn exactly as ordinary weights do."""
+"""Checks of random_features on training: id_cond features train exactly like ordinary weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onlynorm.solvers import KhatriRao
 SIZES = (12, 16, 8)
 N_STEPS = 30
 ROUNDING = 1e-9
-"""Thirty steps of a float64 network amplify rounding by less than this; another path is off by a thousandth or more."""
+"""Limit of rounding errors after thirty steps in float64; other training paths differ by a thousandth or more."""
 OPTIMIZERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.05),
     "momentum": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
@@ -31,12 +31,12 @@ def ordinary(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def masked(mask: Tensor) -> Layer:
-    """A linear layer of which only the weights in the mask exist."""
+    """A linear layer with only the weights in the mask."""
     return lambda x, weight: x @ (weight * mask).mT
 
 
 def norm_only(features: Features) -> Layer:
-    """Two frozen layers with nothing between them but the scales gamma."""
+    """Two frozen layers with the scales gamma between them."""
     left, right = features.left(), features.right()
     return lambda x, gamma: (x @ right.mT * gamma) @ left.mT
 
@@ -62,7 +62,7 @@ def path(layers: list[Layer], starts: list[Tensor], name: str, seed: int) -> Ite
 
 
 def starting_weights(seed: int) -> list[Tensor]:
-    """Weights of two ordinary layers of the usual size."""
+    """Weights of two ordinary layers with the usual variance."""
     pairs = zip(SIZES[1:], SIZES[:-1], strict=True)
     return [normal(seed, f"weight {i}", out, inp) / inp**0.5 for i, (out, inp) in enumerate(pairs)]
 
@@ -82,7 +82,7 @@ def id_cond_features_train_like_ordinary_weights(seed: int) -> Evidence:
             for (gammas, _), (usual, _) in zip(ours, theirs, strict=True)
             for gamma, weight in zip(gammas, usual, strict=True)
         )
-    # Features that reach every target too, from the same effective weights: here the path is another one.
+    # Other features that can represent every target, with the same initial effective weights: the path differs.
     dense = [draw("he_normal", shape, excess=1.25, seed=seed) for shape in shapes]
     starts = [
         torch.linalg.pinv(KhatriRao(f.left(), f.right()).materialise()) @ w.flatten()
@@ -103,7 +103,8 @@ def id_cond_features_train_like_ordinary_weights(seed: int) -> Evidence:
         f"12-16-8 with batch norm and ReLU, {N_STEPS} steps: gammas and ordinary weights differ at most by "
         + ", ".join(f"{value:.1e} ({name})" for name, value in apart.items())
         + f"; with he_normal features by {control:.2f}. M is {'exactly' if is_identity else 'not'} the identity: "
-        f"{sum(int((m != 0).sum()) for m in matrices)} nonzeros for as many equations, and fewer leave one out",
+        f"{sum(int((m != 0).sum()) for m in matrices)} nonzeros for as many equations; with fewer, an equation has "
+        "none",
         {f"difference, {name}": value for name, value in apart.items()}
         | {"difference, he_normal": control, "is identity": is_identity},
     )

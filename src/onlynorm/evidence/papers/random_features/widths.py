@@ -1,4 +1,4 @@
-"""Checks of what random_features says about widths: as many features as weights, and ID cond at the minimum width."""
+"""Checks of random_features on widths: as many features as weights, and ID cond at the minimum width."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_many_features_as_weights_suffice(seed: int) -> Evidence:
     )
     few = minimum_features(*shape)
     both = solve_features(draw("he_normal", shape, n_features=few, seed=seed), target, minimum_width=True).residual
-    # Both factors of full rank, as the text asks, and yet a target that no gamma reaches.
+    # Both factors have full rank, as in the text, but no gamma gives the target.
     W1 = torch.eye(2, dtype=torch.float64).repeat(2, 1)
     rank = int(torch.linalg.matrix_rank(KhatriRao(W1.mT, W1).materialise()))
     missed = solve(W1.mT, W1, torch.ones(2, 2, dtype=torch.float64)).residual
@@ -34,9 +34,9 @@ def as_many_features_as_weights_suffice(seed: int) -> Evidence:
     return Evidence(
         verdict(holds, as_printed=missed <= EXACT),
         f"12 x 11: residual {exact:.1e} with {n} features, {fewer:.1e} with one fewer, {both:.1e} with {few} and both "
-        f"norms; with {n + 60} gamma is pinv(M) vec(T) up to {least:.1e}, or {scaled:.1e} for features of unit length. "
+        f"norms; with {n + 60} gamma is pinv(M) vec(T) to {least:.1e}, or {scaled:.1e} for features of unit length. "
         "Full rank of W1 and W2 alone is not enough: "
-        f"[e1; e2; e1; e2] gives rank {rank} of 4 and leaves {missed:.2f}",
+        f"[e1; e2; e1; e2] gives rank {rank} of 4 and a residual of {missed:.2f}",
         {
             "exact": exact, "one fewer": fewer, "both norms": both, "pinv": least, "pinv at unit length": scaled,
             "rank": rank, "missed": missed,
@@ -59,7 +59,7 @@ def id_cond_at_minimum_width_reads_the_target_off(seed: int) -> Evidence:
         is_blocked = False
     except ValueRangeError:
         is_blocked = True
-    target[5, 0] = 1e-8  # next to it, at the price of gammas of the inverse size
+    target[5, 0] = 1e-8  # close to it, which gives gammas of the inverse size
     price = float(solve_features(features, target).gamma.abs().max())
     right_width = features.n_features == minimum_features(*shape)
     return Evidence(
