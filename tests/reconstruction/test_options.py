@@ -54,6 +54,17 @@ def test_options_print_as_the_call_that_makes_them() -> None:
     assert eval(repr(on.LowRank(rank=3, features="id_cond")), vars(on)) == on.LowRank(rank=3, features="id_cond")
 
 
+def test_equal_options_are_equal() -> None:
+    def box(high: float) -> on.Box:
+        return on.Box(torch.zeros(2), torch.full((2,), high))
+
+    assert on.Ranges() == on.Ranges()
+    assert on.Ranges(box=box(1.0)) == on.Ranges(box=box(1.0))
+    assert Settings(ranges=on.Ranges(window=1e-8)) == Settings(ranges=on.Ranges(window=1e-8))
+    several = [on.Ranges(), on.Ranges(), on.Ranges(margin=1.0), on.Ranges(box=box(1.0)), on.Ranges(box=box(2.0))]
+    assert len(set(several)) == 4
+
+
 def test_options_are_plain_data_on_demand() -> None:
     plain = json.loads(json.dumps(on.Residual(skip="outside", activation=nn.ReLU(), source_kernel=(3, 3)).as_dict()))
     assert plain["construction"] == "residual"

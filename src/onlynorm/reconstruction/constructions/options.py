@@ -197,7 +197,7 @@ class Multilayer(Construction):
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Ranges:
     """The input ranges for which norms are set.
 
