@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
     """Raises unless the inputs are non-empty, real, finite tensors on the device of the network."""
     given = as_tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
-        kinds = ", ".join(type(x).__name__ for x in given) or "nothing"
+        counts = Counter(type(x).__name__ for x in given)
+        kinds = ", ".join(f"{n:,} x {kind}" if n > 1 else kind for kind, n in counts.items()) or "nothing"
         raise ShapeError(f"{what} needs a batch, or a tuple of batches; got {kinds}. Pass tensors, samples first.")
     devices = {x.device for x in (*network.parameters(), *network.buffers())}
     for x in given:
