@@ -103,7 +103,7 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
     called = {reading.module for reading in passes.readings if reading.module is not None}
     verdict = judge(
         layers, loss=passes.loss, unobserved=passes.unobserved, thresholds=thresholds,
-        can_repair=lambda: can_repair(passes.model, called), **facts,
+        can_repair=lambda: can_repair(passes.model, called, unused=passes.unused), **facts,
     )  # fmt: skip
     return Diagnosis(
         layers=layers,
@@ -112,6 +112,7 @@ def _result(passes: Passes, thresholds: Thresholds, *, mode: str, n_samples: int
         sample_cosine=None if passes.last is None else sample_cosine(passes.last),
         last_layer=None if passes.last is None else passes.last.name,
         skipped=tuple(skipped),
+        unseen_fraction=passes.unobserved,
         n_samples=n_samples,
         mode=mode,
         seconds=time.perf_counter() - started,
