@@ -200,7 +200,9 @@ def test_the_cure_of_a_missed_fit_is_true(seed: int, n_outputs: int) -> None:
 
 @pytest.mark.parametrize("size", [1e-310, 1e-320, 1e308])
 def test_points_beyond_the_range_of_float64_are_refused(size: float) -> None:
-    with pytest.raises(ValueRangeError, match=r"memorize_norms needs points in the range.*Scale the inputs to about one"):
+    with pytest.raises(
+        ValueRangeError, match=r"memorize_norms needs points in the range.*Scale the inputs to about one"
+    ):
         memorize_norms(normal(0, "x", 20, 3).clamp(-1.0, 1.0) * size, normal(0, "targets", 20, 1))
 
 

@@ -310,9 +310,13 @@ def test_errors_of_a_loss_or_an_output_function_are_raised_with_the_shapes() -> 
     def l1(output: Tensor, targets: Tensor) -> Tensor:
         return (output - targets).abs().mean()
 
-    fitting = rf"\({len(INPUTS)}, 10\) float32 and \({len(INPUTS)},\) int64, on which l1 failed with RuntimeError: The size"
+    fitting = (
+        rf"\({len(INPUTS)}, 10\) float32 and \({len(INPUTS)},\) int64, on which l1 failed with RuntimeError: The size"
+    )
     for verb in (diagnose, repair):
-        with pytest.raises(ConversionError, match=f"needs a loss that accepts the output and the targets; got {fitting}"):
+        with pytest.raises(
+            ConversionError, match=f"needs a loss that accepts the output and the targets; got {fitting}"
+        ):
             verb(deep(), INPUTS, CLASSES, loss=l1)
         with pytest.raises(ConversionError, match=r"output= needs a function of .*failed with KeyError: 'logits'"):
             verb(deep(), INPUTS, CLASSES, loss=l1, output=lambda returned: {"output": returned}["logits"])

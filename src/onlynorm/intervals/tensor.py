@@ -161,7 +161,7 @@ def _need_bounds(low: Tensor, high: Tensor) -> None:
         )
     if low.device != high.device:
         raise ValueRangeError(
-            f"a box needs low and high on the same device; got {low.device} and {high.device}. Call low.to(high.device)."
+            f"a box needs low and high on one device; got {low.device} and {high.device}. Call low.to(high.device)."
         )
     low, high = low.detach().double(), high.detach().double()
     is_range = (low <= high) & torch.isfinite(high - low)

@@ -92,8 +92,8 @@ class Diagnosis(ShownResult):
     def as_dict(self) -> dict[str, Any]:
         """All results as JSON types."""
         facts = {name: getattr(self, name) for name in (
-            "n_samples", "mode", "unseen_fraction", "loss", "initial_loss_ratio", "gradient_ratio", "alignment", "sample_cosine",
-            "input_cosine", "contrast", "directions", "explained_variance", "last_layer", "seconds",
+            "n_samples", "mode", "unseen_fraction", "loss", "initial_loss_ratio", "gradient_ratio", "alignment",
+            "sample_cosine", "input_cosine", "contrast", "directions", "explained_variance", "last_layer", "seconds",
         )}  # fmt: skip
         return {
             **self.verdict.as_dict(),

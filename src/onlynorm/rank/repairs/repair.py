@@ -227,9 +227,9 @@ class Repaired(ShownResult):
         """The method, the verdicts before and after, and every layer with weights."""
         before, after = self.before.verdict, self.after.verdict
         lines = [f"{label}: {', '.join(found.findings)}." for label, found in (("Before", before), ("After", after))]
+        title = "Network without a repair" if self.method == NOTHING else f"{self._done.capitalize()} network"
         return View(
-            "Network without a repair" if self.method == NOTHING else f"{self._done.capitalize()} network", f"{before.word} → {self._now}", TONES[after.word], lines,
-            after.advice,
+            title, f"{before.word} → {self._now}", TONES[after.word], lines, after.advice,
             facts={
                 "method": self.method, "remark": self.remark, "score before": before.score, "score after": after.score,
                 "seconds": self.seconds, "parameters in unchanged modules": f"{self.unseen_fraction:.1%}",
@@ -239,7 +239,8 @@ class Repaired(ShownResult):
 
     def __str__(self) -> str:
         done = self._done if self.method == NOTHING else f"{self._done} by {self.method}"
-        words = f"{self.before.verdict.word} (score {self.before.score:.2f}) -> {self._now} (score {self.after.score:.2f})"
+        before, after = (f"(score {found.score:.2f})" for found in (self.before, self.after))
+        words = f"{self.before.verdict.word} {before} -> {self._now} {after}"
         pairs = self._pairs()
         chosen = sorted({0, (len(pairs) - 1) // 2, max(0, len(pairs) - 2)})
         ranks = ", ".join(f"{pairs[i][0].r:.3g} -> {pairs[i][1].r:.3g} in {pairs[i][0].label!r}" for i in chosen)
