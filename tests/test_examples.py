@@ -59,7 +59,7 @@ def test_the_shipped_network_is_trained_again_to_the_same_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (correct,) = shares(printed("train_digits_cnn.py", capsys))
+    (correct,) = accuracies(printed("train_digits_cnn.py", capsys))
     data, shipped = digits(), load_model("digits_cnn")
     assert correct == pytest.approx(100 * accuracy(shipped, (data.test_inputs, data.test_labels)), abs=1.0)  # 3 images
     again = load_model("digits_cnn", tmp_path / "digits_cnn.safetensors")
@@ -68,7 +68,7 @@ def test_the_shipped_network_is_trained_again_to_the_same_accuracy(
 
 def test_a_factorized_layer_has_the_outputs_of_the_trained_one(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("factorize_a_layer.py", capsys)
-    before, after = shares(text)
+    before, after = accuracies(text)
     assert before == after > 90
     norms = [(float(norm), float(bound)) for norm, bound in re.findall(r"\|A\| ([\d.]+), .*paper ([\d.]+)", text)]
     assert len(norms) == 3
@@ -79,7 +79,7 @@ def test_a_factorized_layer_has_the_outputs_of_the_trained_one(capsys: pytest.Ca
 def test_a_memorizer_fits_the_sample_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("memorize_a_sample.py", capsys)
     assert "0 of 500 training points wrong" in text
-    assert shares(text)[0] < 30
+    assert accuracies(text)[0] < 30
     assert "the same outputs after export: True" in text
 
 

@@ -145,6 +145,8 @@ def write_atomically(path: Path, data: bytes) -> None:
             if handle >= 0:
                 os.close(handle)
         _flush_folder(target.parent)
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise _unwritable(path, error) from error
 
@@ -168,7 +170,7 @@ def _unwritable(path: Path | str, error: Exception) -> StorageError:
 
 
 def _real_target(path: Path) -> Path:
-    """The path with symbolic links resolved; raises OSError if it is not a regular file."""
+    """The path with symbolic links resolved; raises unless it is free or a regular file."""
     target = Path(os.path.realpath(path))
     try:
         mode = os.lstat(target).st_mode
@@ -177,9 +179,11 @@ def _real_target(path: Path) -> Path:
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if stat.S_ISDIR(mode):
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise StorageError(f"saving needs a file name; {path} is a folder. Add the name of a file in it.")
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "Not a regular file")
+        raise StorageError(
+            f"saving needs a regular file or a new name; {path} is not a regular file. Choose another name."
+        )
     return target
 
 

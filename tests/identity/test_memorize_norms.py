@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +20,12 @@ from onlynorm.errors import (
     ValueRangeError,
 )
 from onlynorm.evidence.registry import normal
-from onlynorm.identity.memorization.by_norms import NormMemorizer, memorize_norms
+from onlynorm.files import load, save
+from onlynorm.identity.memorization.by_norms import KIND, NormMemorizer, memorize_norms
 from onlynorm.identity.memorization.memorize import memorize
+from onlynorm.identity.memorization.points import relative_errors
 from onlynorm.reconstruction import reconstruct, verify
+from onlynorm.storage import read_tensors
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +129,81 @@ def test_real_targets_that_are_missed_are_refused() -> None:
     x = torch.zeros(6, 2, dtype=torch.float64)
     x[:, 1] = 1e-17 * torch.arange(6)
     x[:, 0] = 1.0
-    with pytest.raises(ToleranceError, match="within 1e-06 of the largest target; the largest error is"):
+    with pytest.raises(ToleranceError, match="within 1e-06 of its largest target; the largest error is"):
         memorize_norms(x, normal(0, "targets", 6, 1))
+
+
+SCALES = [(1e-8, 1.0), (1e-10, 1e10), (1e-300, 1e300), (0.0, 1e-9, 1.0), (1e307, 1e307), (1.7e308,), (1e-310,)]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_every_output_is_fit_at_its_own_scale(scales: tuple[float, ...], tmp_path: Path) -> None:
+    x, targets = normal(0, "x", 100, 3), normal(0, "targets", 100, len(scales))
+    targets = targets / targets.abs().amax(0) * torch.tensor(scales, dtype=torch.float64)
+    network = memorize_norms(x, targets)
+    made = network(x).detach()
+    assert float(relative_errors(made, targets).amax()) <= 1e-9
+    assert {name.split(".")[0] for name, _ in network.named_parameters()} == {"norm1", "norm2", "norm3"}
+    assert network.facts is not None
+    assert network.facts.n_norm_parameters == 4 * network.facts.n_features + 2 * len(scales)
+    save(network, tmp_path / "made.safetensors")
+    loaded = load(tmp_path / "made.safetensors")
+    assert torch.equal(loaded(x), made)
+    assert loaded.facts == network.facts
+
+
+def test_outputs_of_similar_scale_need_no_third_norm(tmp_path: Path) -> None:
+    x, targets = normal(0, "x", 20, 3), normal(0, "targets", 20, 2) * torch.tensor([100.0, 1.0])
+    network = memorize_norms(x, targets)
+    assert network.norm3 is None
+    save(network, tmp_path / "made.safetensors")
+    document, tensors = read_tensors(tmp_path / "made.safetensors", kind=KIND, format=1, cure="")  # as before
+    assert document["format"] == 1
+    assert set(tensors) == {"norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias"}
+
+
+def standardised(x: Tensor) -> Tensor:
+    spread = x.std(0, correction=0)
+    return (x - x.mean(0)) / torch.where(spread > 0.0, spread, 1.0)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cure_of_a_missed_fit_is_true(seed: int, n_outputs: int) -> None:
+    def missed(x: Tensor, targets: Tensor, words: str) -> re.Match[str]:
+        with pytest.raises(ToleranceError, match=words) as error:
+            memorize_norms(x, targets, seed=seed)
+        assert "excess" not in str(error.value)
+        found = re.search(words, str(error.value))
+        assert found is not None
+        return found
+
+    x, targets = normal(seed, "x", 50, 3), normal(seed, "targets", 50, n_outputs)
+    twins = x.clone()
+    twins[7] = twins[31] + 1e-13
+    found = missed(twins, targets, r"Remove one of points that nearly coincide: (\d+) and (\d+) are 1\.\de-13 median")
+    assert found.groups() == ("7", "31")
+    kept = torch.arange(50) != 7
+    memorize_norms(twins[kept], targets[kept], seed=seed)
+    far = x.clone()
+    far[9] *= 1e14
+    found = missed(far, targets, r"Remove outliers: point (\d+) is \d\.\de\+1\d median distances")
+    assert found.groups() == ("9",)
+    kept = torch.arange(50) != 9
+    memorize_norms(far[kept], targets[kept], seed=seed)
+    uneven = x.clone()
+    uneven[:, 0] *= 1e-13
+    uneven[:, 1:] = torch.arange(50)[:, None] % 5
+    missed(uneven, targets, r"Standardise the inputs \(subtract the mean of each, and divide by its deviation\)\.$")
+    memorize_norms(standardised(uneven), targets, seed=seed)
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e-320, 1e308])
+def test_points_beyond_the_range_of_float64_are_refused(size: float) -> None:
+    with pytest.raises(
+        ValueRangeError, match=r"memorize_norms needs points in the range.*Scale the inputs to about one"
+    ):
+        memorize_norms(normal(0, "x", 20, 3).clamp(-1.0, 1.0) * size, normal(0, "targets", 20, 1))
 
 
 def test_real_targets_have_no_classes() -> None:

@@ -274,14 +274,18 @@ def test_what_cannot_be_followed_is_named_with_its_place(
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_boxes_and_unused_layers_are_refused() -> None:
-    network = mlp((3, 2)).double()
     zeros, ones = torch.zeros(3), torch.ones(3)
     with pytest.raises(ShapeError, match=r"shape; got \(3,\) and \(4,\)"):
-        propagate(network, ["0"], Box(zeros, torch.ones(4)))
+        Box(zeros, torch.ones(4))
+    with pytest.raises(ShapeError, match=r"shape; got \(\) and \(3,\)"):
+        Box(0.0, ones)  # type: ignore[arg-type]
     with pytest.raises(ValueRangeError, match=r"low <= high, both finite; got 3 .*of 3 entries"):
-        propagate(network, ["0"], Box(ones, zeros))
-    with pytest.raises(ValueRangeError, match=r"both finite; got 3 .*of 3"):
-        propagate(network, ["0"], Box(zeros, ones / 0))
+        Box(ones, zeros)
+    for bad in (ones / 0, ones * float("nan")):
+        with pytest.raises(ValueRangeError, match=r"both finite; got 3 .*of 3"):
+            Box(zeros, bad)
+    with pytest.raises(ValueRangeError, match=r"high of a box must be real"):
+        Box(zeros, ones.to(torch.complex64))
     unused = nn.Sequential(nn.Linear(3, 2))
     unused.register_module("extra", nn.Module())
     unused.extra.layer = nn.Linear(2, 2)
@@ -315,3 +319,11 @@ def test_a_box_takes_numpy_arrays_and_refuses_what_is_no_tensor() -> None:
     assert torch.equal(box.high, torch.ones(3, dtype=torch.float64))
     with pytest.raises(ConversionError, match=r"low of a box .*; got None"):
         Box(None, torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_boxes_with_equal_bounds_are_equal() -> None:
+    box = Box(torch.zeros(3), torch.ones(3))
+    same = Box(torch.zeros(3).double(), torch.ones(3))
+    assert box == same
+    assert len({box, same, Box(torch.zeros(3), 2 * torch.ones(3)), Box(torch.zeros(2), torch.ones(2))}) == 3
+    assert box != (box.low, box.high)

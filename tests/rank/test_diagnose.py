@@ -306,6 +306,22 @@ class Recurrent(nn.Module):
         return logits
 
 
+def test_errors_of_a_loss_or_an_output_function_are_raised_with_the_shapes() -> None:
+    def l1(output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).abs().mean()
+
+    fitting = (
+        rf"\({len(INPUTS)}, 10\) float32 and \({len(INPUTS)},\) int64, on which l1 failed with RuntimeError: The size"
+    )
+    for verb in (diagnose, repair):
+        with pytest.raises(
+            ConversionError, match=f"needs a loss that accepts the output and the targets; got {fitting}"
+        ):
+            verb(deep(), INPUTS, CLASSES, loss=l1)
+        with pytest.raises(ConversionError, match=r"output= needs a function of .*failed with KeyError: 'logits'"):
+            verb(deep(), INPUTS, CLASSES, loss=l1, output=lambda returned: {"output": returned}["logits"])
+
+
 @pytest.mark.parametrize("value", [1e30, float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_no_sign_of_health(value: float) -> None:
     found = diagnose(mlp((64, 32, 32, 10)), INPUTS, torch.full((len(INPUTS), 10), value))
@@ -330,6 +346,66 @@ def test_repair_is_not_advised_where_it_cannot_change_the_layers() -> None:
     assert not found.is_trainable
     assert found.verdict.advice == "Plain SGD is unlikely to train this network; Adam may. Add batch norms."
     assert "run repair" in diagnose(deep(), INPUTS, CLASSES).verdict.advice
+
+
+class Functional(nn.Module):
+    """Most weights are used in functions: in a list, or as those of layers that are not called."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        with own_randomness(0):
+            if kind == "list":
+                self.weights = nn.ParameterList([nn.Parameter(torch.rand(64, 64) / 32) for _ in range(20)])
+            else:
+                self.inner = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(20)])
+                for layer in self.inner:
+                    nn.init.uniform_(layer.weight, 0.0, 1 / 32)
+            self.head = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in getattr(self, "weights", None) or [layer.weight for layer in self.inner]:
+            x = torch.relu(x @ weight)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["list", "layers"])
+def test_weights_outside_the_called_layers_are_a_finding_and_repair_is_not_advised(kind: str) -> None:
+    model = Functional(kind)
+    found = diagnose(model, INPUTS, CLASSES)
+    unseen = 20 * 64 * 64 / sum(p.numel() for p in model.parameters())
+    assert found.unseen_fraction == found.as_dict()["unseen_fraction"] == unseen
+    text = f"{unseen:.1%} of the parameters are outside the called layers, and were not measured"
+    assert found.verdict.findings[-1] == text
+    assert text in str(found)
+    assert not found.is_trainable
+    assert "repair" not in found.verdict.advice
+    assert str(repair(model, INPUTS, CLASSES)).startswith("not changed (")
+    result = repair(model, INPUTS, CLASSES, method="mirrored")
+    assert not result.after.is_trainable
+    assert str(result).startswith("changed by mirrored (")
+    before, after = result.before.score, result.after.score
+    assert f"unhealthy (score {before:.2f}) -> still unhealthy (score {after:.2f})" in str(result)
+    assert (result.view().title, result.view().verdict) == ("Changed network", "unhealthy → still unhealthy")
+
+
+def test_a_layer_that_the_loss_does_not_use_is_no_obstacle_to_a_repair() -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.spare = deep(), nn.Linear(1000, 1000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.net(x)
+            return logits
+
+    model = Spare()
+    found = diagnose(model, INPUTS, CLASSES)
+    assert found.unseen_fraction > 0.5
+    assert found.verdict.advice.endswith("Add batch norms or run repair.")
+    result = repair(model, INPUTS, CLASSES)
+    assert result.after.is_trainable
+    assert str(result).startswith("repaired by mirrored (")
 
 
 def test_repair_is_not_advised_for_frozen_layers_or_where_it_would_refuse() -> None:

@@ -267,7 +267,7 @@ def test_parameters_outside_of_layers_are_reported() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functional.linear(self.layer(x), self.weight)
 
-    assert diagnose(Half(), INPUTS).skipped[0] == "60% of the parameters, which belong to no layer that was called"
+    assert diagnose(Half(), INPUTS).skipped[0] == "60.0% of the parameters, which belong to no layer that was called"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -46,7 +46,7 @@ def test_a_sound_network_is_healthy_and_that_is_said() -> None:
 def test_a_healthy_verdict_says_how_much_it_did_not_see() -> None:
     judged = {"alignment": 0.3, "input_cosine": 0.3, "thresholds": Thresholds()}
     assert len(judge(network(), unobserved=0.05, **judged).findings) == 1
-    assert "78% of the parameters" in judge(network(), unobserved=0.78, **judged).findings[1]
+    assert "78.0% of the parameters" in judge(network(), unobserved=0.78, **judged).findings[1]
 
 
 T = Thresholds()

@@ -591,3 +591,11 @@ def test_a_model_made_in_inference_mode_is_refused() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(ConversionError, match="inference_mode"):
         repair(model, torch.randn(8, 4))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_lists_of_samples_are_counted_in_the_error() -> None:
+    with pytest.raises(ShapeError, match=r"repair needs a batch, or a tuple of batches; got 40 x list\. Pass tensors"):
+        repair(deep(), [[1.0] * 20] * 40)
+    with pytest.raises(ShapeError, match=r"got Tensor, list\. Pass tensors"):
+        repair(deep(), (batch(), [1.0]))

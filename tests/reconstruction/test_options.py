@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from rebuilding import CONSTRUCTIONS, X, net
 from torch import nn
 
 import onlynorm as on
-from onlynorm.errors import UnknownNameError, ValueRangeError
+from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
 from onlynorm.reconstruction import Construction, Settings
 from onlynorm.reconstruction.constructions import BUILDERS, find_builder
 
@@ -52,6 +53,17 @@ def test_options_print_as_the_call_that_makes_them() -> None:
     assert str(on.Deep(inputs_per_slice=2)) == "Deep(inputs_per_slice=2)"
     assert str(on.Ranges(margin=0.5)) == "Ranges(margin=0.5)"
     assert eval(repr(on.LowRank(rank=3, features="id_cond")), vars(on)) == on.LowRank(rank=3, features="id_cond")
+
+
+def test_equal_options_are_equal() -> None:
+    def box(high: float) -> on.Box:
+        return on.Box(torch.zeros(2), torch.full((2,), high))
+
+    assert on.Ranges() == on.Ranges()
+    assert on.Ranges(box=box(1.0)) == on.Ranges(box=box(1.0))
+    assert Settings(ranges=on.Ranges(window=1e-8)) == Settings(ranges=on.Ranges(window=1e-8))
+    several = [on.Ranges(), on.Ranges(), on.Ranges(margin=1.0), on.Ranges(box=box(1.0)), on.Ranges(box=box(2.0))]
+    assert len(set(several)) == 4
 
 
 def test_options_are_plain_data_on_demand() -> None:
@@ -113,3 +125,22 @@ def test_a_result_knows_its_options_with_what_was_left_to_their_defaults() -> No
     planned = on.plan(net(), X, construction, seed=2)
     assert planned.construction is construction
     assert planned.settings.seed == 2
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1.0, 2, math.nan])
+def test_a_tolerance_outside_of_0_to_1_is_refused_with_the_options(tolerance: float) -> None:
+    network, x = nn.Linear(3, 3).eval(), torch.ones(4, 3)
+    for verb in (on.reconstruct, on.plan):
+        with pytest.raises(ValueRangeError, match=r"^tolerance needs to lie in \(0, 1\); got"):
+            verb(network, x, tolerance=tolerance)
+
+
+def test_a_scripted_network_is_refused_by_the_name_of_the_caller() -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch.jit"):
+        scripted = torch.jit.script(nn.Linear(3, 3).eval())
+    x = torch.ones(4, 3)
+    for verb, name in ((on.reconstruct, "a reconstruction"), (on.plan, "a plan")):
+        with pytest.raises(ConversionError, match=f"^{name} needs layers that Python calls"):
+            verb(scripted, x)
+    with pytest.raises(ConversionError, match=r"^to_norm_only needs layers that Python calls"):
+        on.to_norm_only(scripted)

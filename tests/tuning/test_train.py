@@ -34,6 +34,10 @@ def make(seed: int = 0) -> nn.Sequential:
         )
 
 
+def l1(output: Tensor, targets: Tensor) -> Tensor:
+    return (output - targets).abs().mean()
+
+
 def data() -> tuple[Tensor, Tensor]:
     split = digits()
     return split.train_inputs[:300], split.train_labels[:300]
@@ -625,6 +629,11 @@ def test_bad_input_is_refused() -> None:
         fit(model, data(), schedule=QUICK, loss=lambda output, labels: output)
     with pytest.raises(ConversionError, match="loss needs a function of 2 arguments"):
         fit(model, data(), schedule=QUICK, loss=lambda output: output)
+    for test in (None, data()):
+        with pytest.raises(
+            ConversionError, match=r"training needs a loss .*\(64, 10\) float32 and \(64,\) int64.*l1 failed with Runt"
+        ):
+            fit(model, data(), test=test, schedule=QUICK, loss=l1)
     with pytest.raises(ConversionError, match=r"loss .*; got the class CrossEntropyLoss"):
         fit(model, data(), schedule=QUICK, loss=nn.CrossEntropyLoss)
     with pytest.raises(ShapeError, match="pairs"):

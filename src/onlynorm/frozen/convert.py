@@ -99,7 +99,7 @@ def to_norm_only(
     seed, model = need_seed(seed), unwrap(need_model("to_norm_only", model))
     _need_ordinary(model)
     network = copy_network(model)
-    found = find_layers(network, strict=need_flag("strict", strict), keep=keep, is_trained=True)
+    found = find_layers(network, strict=need_flag("strict", strict), keep=keep, is_trained=True, what="to_norm_only")
     made: dict[Tensor, NormOnlyLayer] = {}
     shifts: dict[Tensor, nn.Parameter | None] = {}
     short: list[str] = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, ValueRangeError
 from onlynorm.intervals.tensor import Ball, Box, Interval, IntervalError, ends
 from onlynorm.modules.layers import CONVOLUTIONS
 
@@ -26,17 +26,6 @@ def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, B
     A layer that is called several times gets the smallest box that contains all calls.
     """
     low, high = (bound.detach().double() for bound in (box.low, box.high))
-    if low.shape != high.shape:
-        raise ShapeError(
-            f"a box needs low and high of the same shape; got {tuple(low.shape)} and {tuple(high.shape)}. Pass both "
-            "in the shape of one sample."
-        )
-    is_range = (low <= high) & torch.isfinite(high - low)
-    if not bool(is_range.all()):
-        raise ValueRangeError(
-            f"a box needs low <= high, both finite; got {int((~is_range).sum())} invalid of {low.numel()} entries. "
-            "Pass the smallest and the largest value of every input."
-        )
     seen: dict[str, list[Interval]] = {name: [] for name in names}
     inside: list[str] = []
     hooks = []

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import resolve_name
 
-from onlynorm.errors import OnlynormError, ValueRangeError
+from onlynorm.errors import OnlynormError, ShapeError, ValueRangeError
 from onlynorm.validate import as_real
 
 SLACK = 1e-9
@@ -124,11 +124,11 @@ class Ball:
         return (inner + self.extra) * (1.0 + 4 * EPS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Box:
-    """Elementwise bounds `low` and `high` of all inputs of a layer, with the shape of one sample.
+    """Elementwise bounds `low` <= `high`, both finite, of all inputs of a layer, with the shape of one sample.
 
-    `propagate` may add a ball that contains all inputs too.
+    `propagate` may add a ball that contains all inputs too. Boxes with equal bounds are equal.
     """
 
     low: Float[Tensor, "*sample"]
@@ -137,13 +137,44 @@ class Box:
 
     def __post_init__(self) -> None:
         for name in ("low", "high"):
-            if not isinstance(value := getattr(self, name), Tensor):
-                object.__setattr__(self, name, as_real(f"{name} of a box", value))
+            object.__setattr__(self, name, as_real(f"{name} of a box", getattr(self, name)))
+        _need_bounds(self.low, self.high)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Box):
+            return NotImplemented
+        pairs = ((self.low, other.low), (self.high, other.high))
+        return self.ball is other.ball and all(
+            a.device == b.device and torch.equal(a.double(), b.double()) for a, b in pairs
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.low.shape, float(self.low.double().sum()), float(self.high.double().sum())))
 
     def __repr__(self) -> str:
         entries = "" if not self.low.numel() else f" from {float(self.low.min()):.4g} to {float(self.high.max()):.4g}"
         ball = ", with a ball" * (self.ball is not None)
         return f"Box of shape {tuple(self.low.shape)}{entries}{ball}"
+
+
+def _need_bounds(low: Tensor, high: Tensor) -> None:
+    """Raises unless the bounds are finite and in order, with the same shape on the same device."""
+    if low.shape != high.shape:
+        raise ShapeError(
+            f"a box needs low and high of the same shape; got {tuple(low.shape)} and {tuple(high.shape)}. Pass both "
+            "in the shape of one sample."
+        )
+    if low.device != high.device:
+        raise ValueRangeError(
+            f"a box needs low and high on one device; got {low.device} and {high.device}. Call low.to(high.device)."
+        )
+    low, high = low.detach().double(), high.detach().double()
+    is_range = (low <= high) & torch.isfinite(high - low)
+    if not bool(is_range.all()):
+        raise ValueRangeError(
+            f"a box needs low <= high, both finite; got {int((~is_range).sum())} invalid of {low.numel()} entries. "
+            "Pass the smallest and the largest value of every input."
+        )
 
 
 class Interval(Tensor):

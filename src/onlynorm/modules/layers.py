@@ -79,16 +79,18 @@ def find_layers(
     keep: Iterable[str] | str = (),
     call: Callable[[], object] | None = None,
     is_trained: bool = False,
+    what: str = "a reconstruction",
 ) -> Target:
     """All Linear and Conv1d/2d/3d layers of the network, and all other modules with weights as `left`.
 
     `strict` raises if modules other than norms and those that `keep` names would be left. `keep` names layers to
     keep, with wildcards: "head", "blocks.11.*". `call` runs the network once, to find layers whose weight is read
     from outside their forward; these cannot be replaced. With `is_trained`, layers whose weight or bias is shared with
-    a module that is not replaced are left too, because training would separate the two.
+    a module that is not replaced are left too, because training would separate the two. `what` names the caller in
+    errors.
     """
     model, kinds = need_model("find_layers", model), LINEAR + CONVOLUTIONS
-    need_open(model)
+    need_open(what, model)
     need_flag("strict", strict)
     need_flag("is_trained", is_trained)
     if call is not None:
@@ -177,12 +179,12 @@ def _tied_elsewhere(network: nn.Module, layers: list[TargetLayer]) -> dict[str, 
     return found
 
 
-def need_open(network: nn.Module) -> None:
-    """Raises for a network made by torch.jit, whose layers cannot be replaced."""
+def need_open(what: str, network: nn.Module) -> None:
+    """Raises for a network made by torch.jit, whose layers cannot be replaced; `what` names the caller in errors."""
     if isinstance(network, torch.jit.ScriptModule):
         raise ConversionError(
-            f"a reconstruction needs layers that Python calls; got a traced or scripted {type(network).__name__}. Pass "
-            "the model that it was made from."
+            f"{what} needs layers that Python calls; got a traced or scripted {type(network).__name__}. Pass the model "
+            "that it was made from."
         )
 
 

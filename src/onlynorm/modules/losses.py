@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError, shown
 from onlynorm.modules.walk import outputs_of
 from onlynorm.seeds import seeded
 
@@ -62,6 +62,27 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
         f"cross entropy needs one class for each sample of an output (samples, classes, ...); got output "
         f"{tuple(output.shape)} and targets {tuple(targets.shape)}. Pass a custom loss=."
     )
+
+
+def call_loss(what: str, loss: Loss, *, output: Any, targets: Any) -> Any:
+    """`loss(output, targets)`; errors of the loss are raised again with the shapes. `what` names the caller."""
+    try:
+        return loss(output, targets)
+    except (OnlynormError, MemoryError, Warning, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise ConversionError(
+            f"{what} needs a loss that accepts the output and the targets; got {_described(output)} and "
+            f"{_described(targets)}, on which {getattr(loss, '__name__', type(loss).__name__)} failed with "
+            f"{type(error).__name__}: {first:.200}. Pass targets that fit this loss, or another loss=."
+        ) from error
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return shown(value)
 
 
 def random_projection(seed: int) -> Loss:

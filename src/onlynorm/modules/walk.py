@@ -9,6 +9,7 @@ import contextlib
 import copy
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -300,7 +301,8 @@ def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
     """Raises unless the inputs are non-empty, real, finite tensors on the device of the network."""
     given = as_tuple(inputs)
     if not given or not all(isinstance(x, Tensor) for x in given):
-        kinds = ", ".join(type(x).__name__ for x in given) or "nothing"
+        counts = Counter(type(x).__name__ for x in given)
+        kinds = ", ".join(f"{n:,} x {kind}" if n > 1 else kind for kind, n in counts.items()) or "nothing"
         raise ShapeError(f"{what} needs a batch, or a tuple of batches; got {kinds}. Pass tensors, samples first.")
     devices = {x.device for x in (*network.parameters(), *network.buffers())}
     for x in given:

@@ -22,7 +22,7 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 WHOLE = (nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 """Modules that use several weights, or those of their children, without calling them."""
 MAX_UNSEEN = 0.1
-"""`diagnose` recommends a repair only if at most this fraction of the called layers' parameters cannot be changed."""
+"""`diagnose` recommends a repair only if at most this fraction of the parameters in use cannot be changed."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,21 @@ def find_unseen(model: nn.Module, called: Collection[nn.Module], *, force: bool 
     return tuple(sorted(found, key=lambda one: -one.n_parameters))
 
 
-def can_repair(model: nn.Module, called: Collection[nn.Module]) -> bool:
-    """Whether a repair can change nearly all called layers, and the network does not look trained."""
+def can_repair(
+    model: nn.Module, called: Collection[nn.Module], *, unused: Collection[nn.Parameter] = frozenset()
+) -> bool:
+    """Whether a repair can change nearly all weights in use, and the network does not look trained.
+
+    `unused` are the parameters that the loss does not depend on; others count even if their module is not called, since
+    the model may use them in functions. Embeddings and tied heads do not count.
+    """
     tied = find_tied(model)
     seen, unseen = 0, 0
     layers: list[tuple[str, nn.Module]] = []
     for name, module, parameters in _owners(model):
-        if module not in called or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
-        size = sum(p.numel() for p in parameters)
+        size = sum(p.numel() for p in parameters if p not in unused)
         if not _reason(module, called, tied=tied, name=name):
             seen += size
             layers.append((name, module))

@@ -92,7 +92,7 @@ def certified_price(
         need_model("activation", activation)
     n_features = need_integer("n_features", n_features, low=1, cure="64 are enough for a median.")
     copied = copy_network(model).double().eval()
-    layers = find_layers(copied).layers
+    layers = find_layers(copied, what="certified_price").layers
     received = collect_inputs(copied, layers, given, box)
     prices = []
     for target in layers:

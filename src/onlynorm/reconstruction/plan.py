@@ -269,7 +269,7 @@ def plan(
     need_batch("a plan", model, inputs)
     copied = set_fast_paths(copy_network(model).float().eval(), calibrating=True)
     few = accepted_samples(copied, cast(inputs, torch.float32), 1)
-    found = find_layers(copied, strict=need_flag("strict", strict), call=lambda: run(copied, few))
+    found = find_layers(copied, strict=need_flag("strict", strict), call=lambda: run(copied, few), what="a plan")
     with recording(copied) as shapes:
         run(copied, few)
     counted = len(given[0]) if given[0].ndim else 1

@@ -551,10 +551,10 @@ def _join(layer: nn.Module, calls: list[Tensor]) -> Tensor:
 
 def is_outside(inputs: Tensor, box: Box) -> Tensor:
     """Per sample: whether any of its values is outside the box."""
-    if inputs.shape[1:] != box.low.shape or box.high.shape != box.low.shape:
+    if inputs.shape[1:] != box.low.shape:
         raise ShapeError(
-            f"a box needs the shape of one sample, {tuple(inputs.shape[1:])}; got {tuple(box.low.shape)} and "
-            f"{tuple(box.high.shape)}. Pass Box(low, high) without the batch axis."
+            f"a box needs the shape of one sample, {tuple(inputs.shape[1:])}; got {tuple(box.low.shape)}. Pass "
+            "Box(low, high) without the batch axis."
         )
     low, high = (bound.to(inputs.device, inputs.dtype) for bound in (box.low, box.high))
     return ((inputs < low) | (inputs > high)).reshape(len(inputs), -1).any(1)

@@ -386,7 +386,7 @@ def _need_reached(reached: float, error: float) -> None:
 def _need_ready(model: nn.Module, inputs: Inputs, in_place: bool) -> None:
     """Raises unless the model is in evaluation mode, has finite real tensors, and can be called on the inputs."""
     parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    need_open(model)
+    need_open("a reconstruction", model)
     need_evaluation("a reconstruction", model)
     dtypes = sorted({str(p.dtype) for p in parameters})
     if dtypes not in (["torch.float32"], ["torch.float64"]):

@@ -35,6 +35,7 @@ from onlynorm.errors import (
     shown,
 )
 from onlynorm.modules import Loss, default_loss, find_output, is_class_labels, without_autocast
+from onlynorm.modules.losses import call_loss
 from onlynorm.modules.norms import is_statistic, need_module
 from onlynorm.optim import follow_weights, release
 from onlynorm.progress import with_progress
@@ -467,7 +468,7 @@ class _Run:
         inputs = augment(inputs, schedule.augmentation, seed=schedule.seed, step=now.step)
         inputs, targets = self.fabric.to_device((inputs, targets))
         self.optimizer.zero_grad(set_to_none=True)
-        value = self.loss(_call(self.wrapped, inputs), targets)
+        value = call_loss("training", self.loss, output=_call(self.wrapped, inputs), targets=targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ShapeError(f"training needs a scalar loss; got {what}. Return its mean from loss=.")
@@ -509,7 +510,7 @@ class _Run:
         total = 0.0
         for output, targets, n in _evaluate(self.model, self.test, 500):
             with torch.no_grad():
-                total += n * float(self.loss(output, targets))
+                total += n * float(call_loss("training", self.loss, output=output, targets=targets))
         return {"test_loss": total / len(self.test)}
 
     def _need_finite(self, what: str, value: float) -> None:

@@ -9,6 +9,10 @@ gammas solve
 
     left diag(gamma) Phi = targets,
 
+with real targets scaled to about one. If the outputs differ in scale by more than `SAME_SCALE`, or are close to the
+limits of float64, a third norm scales every output back by its own power of two: gammas are shared by all outputs, so
+that the largest output would otherwise cost the others their digits. This is
+
 the Khatri-Rao system of a reconstruction with points instead of inputs: one feature per equation. An alternative is to
 rebuild a memorizer layer by layer: `reconstruct(memorize(x, labels), x)` also has norms as its only chosen
 parameters, with 2.5 norm parameters per weight. `docs/identity.md` compares the costs.
@@ -21,6 +25,7 @@ Theory: giannou2023:thm-1, hardt_ma2017:thm-3.2
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +46,7 @@ from onlynorm.errors import (
     OnlynormError,
     ShapeError,
     ToleranceError,
+    ValueRangeError,
 )
 from onlynorm.features import Features, draw
 from onlynorm.features.streams import Stream
@@ -48,11 +54,13 @@ from onlynorm.frozen.maps import features_from_settings
 from onlynorm.frozen.options import PRECISIONS
 from onlynorm.identity.memorization.memorizer import in_parts
 from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sample, collect, relative_errors
+from onlynorm.identity.memorization.thresholds import lengths_of
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import Affine
 from onlynorm.solvers import Solution, solve
+from onlynorm.solvers.operator import times_power
 from onlynorm.storage import make_checked, read_tensors, write_tensors
-from onlynorm.validate import as_tensor, need_choice, need_free_memory, need_instance, need_number
+from onlynorm.validate import as_tensor, need_choice, need_flag, need_free_memory, need_instance, need_number
 
 CODES = ("number", "one-hot")
 _BELOW = 0.25
@@ -61,6 +69,18 @@ _BELOW = 0.25
 With one half, features of opposite directions at neighbouring points would have the same threshold.
 """
 ROWS = 1024
+SAME_SCALE = 10
+"""Largest difference of the binary exponents of outputs that need no third norm: it costs three of 16 digits."""
+UNEVEN = 1e3
+"""Largest entry over the smallest deviation of an input, and largest over median distance, up to which points are even.
+
+Points that are not fit are always less even: projections have the rounding errors of their largest entries."""
+N_DIRECTIONS = 16
+"""Random directions along which close points are looked for."""
+COINCIDING = 1e-8
+"""Distance relative to the median distance below which two points nearly coincide."""
+MIDDLE = 900
+"""Largest binary exponent of targets that need no third norm: gammas and sums then fit into float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +108,23 @@ class NormMemorizerFacts(Result):
 
 
 class NormMemorizer(nn.Module):
-    """A frozen random network whose norms, its only parameters, fit a sample."""
+    """A frozen random network whose norms, its only parameters, fit a sample.
+
+    With `has_output_norm` a third norm scales the outputs.
+    """
 
     right: Tensor
     left: Tensor
 
-    def __init__(self, features: Features, *, code: str) -> None:
+    def __init__(self, features: Features, *, code: str, has_output_norm: bool = False) -> None:
         super().__init__()
+        need_flag("has_output_norm", has_output_norm)
         features = need_instance("a norm memorizer", features, Features, cure="Pass the result of draw.")
         need_choice("code", code, (*CODES, "real"))
         self.features, self.code = features, code
         self.norm1 = Affine(features.n_features)
         self.norm2 = Affine(features.n_features)
+        self.norm3 = Affine(features.rows) if has_output_norm else None
         # State dicts contain the norms only; the seed determines the rest.
         self.register_buffer("right", features.right(), persistent=False)
         self.register_buffer("left", features.left(), persistent=False)
@@ -126,7 +151,8 @@ class NormMemorizer(nn.Module):
                 f"{x.dtype} of shape {tuple(x.shape)}. Put the samples along the first axis."
             )
         with torch.autocast(self.right.device.type, enabled=False):
-            return torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in in_parts(rows, ROWS)])
+            outputs = torch.cat([self.norm2(self.activations(part)) @ self.left.mT for part in in_parts(rows, ROWS)])
+            return outputs if self.norm3 is None else self.norm3(outputs)
 
     @torch.no_grad()
     def classify(self, x: Tensor | np.ndarray) -> Int[Tensor, " n"]:
@@ -177,16 +203,24 @@ def memorize_norms(
         features, (outputs, sample.points.shape[1]), n_features=n_features, seed=seed,
         layer="memorize/norms", device=sample.points.device,
     )  # fmt: skip
-    network = NormMemorizer(drawn, code="real" if sample.is_real else code).to(sample.points.device)
+    powers = _powers(targets)
+    network = NormMemorizer(
+        drawn, code="real" if sample.is_real else code, has_output_norm=powers is not None
+    ).to(sample.points.device)  # fmt: skip
     _place_thresholds(network, sample.points, seed)
     with torch.no_grad():
         activations = torch.cat([network.activations(part) for part in sample.points.split(ROWS)])
-        size = float(targets.abs().amax()) or 1.0
-        solution = solve(network.left, activations.mT, targets.mT / size)
+        _need_finite(network, activations, sample.points)
+        if network.norm3 is None or powers is None:
+            scaled, size = targets, float(targets.abs().amax()) or 1.0
+        else:
+            scaled, size = times_power(targets, -powers), 1.0
+            network.norm3.weight.copy_(times_power(torch.ones_like(powers, dtype=targets.dtype), powers))
+        solution = solve(network.left, activations.mT, scaled.mT / size)
         network.norm2.weight.copy_(solution.gamma * size)
         outputs_now = network(sample.points)
         error = float((outputs_now - targets).abs().amax())
-    _need_fit(sample, outputs_now, targets, solution)
+    _need_fit(sample, outputs_now, targets, solution=solution, directions=network.right[:N_DIRECTIONS])
     network.facts = NormMemorizerFacts(
         n_points=n, n_equations=n * outputs, n_features=drawn.n_features,
         n_norm_parameters=sum(p.numel() for p in network.parameters()),
@@ -202,6 +236,31 @@ def _as_outputs(sample: Sample, code: str) -> Tensor:
     if code == "number":
         return sample.targets[:, None].double()
     return functional.one_hot(sample.targets, sample.n_outputs).double()
+
+
+def _powers(targets: Float[Tensor, "n outputs"]) -> Int[Tensor, " outputs"] | None:
+    """The exponents that scale each output to a largest target in [1, 2); None if no output needs its own scale."""
+    largest = targets.abs().amax(0)
+    powers = torch.frexp(largest).exponent.long() - 1
+    used = powers[largest > 0.0]
+    if not len(used):
+        return None
+    low, high = int(used.min()), int(used.max())
+    if high - low <= SAME_SCALE and max(-low, high) <= MIDDLE:
+        return None
+    return torch.where(largest > 0.0, powers, 0)
+
+
+def _need_finite(network: NormMemorizer, activations: Tensor, points: Tensor) -> None:
+    """Raises unless norm1 and the activations are finite."""
+    if all(bool(torch.isfinite(x).all()) for x in (network.norm1.weight, network.norm1.bias, activations)):
+        return
+    largest = points.abs().amax(1)
+    raise ValueRangeError(
+        "memorize_norms needs points in the range of float64 after scaling their projections to one; got entries up to "
+        f"{float(largest.amax()):.1e}, and {float(largest.median()):.1e} for the median point. Scale the inputs to "
+        "about one, and remove outliers."
+    )
 
 
 def _place_thresholds(network: NormMemorizer, points: Tensor, seed: int) -> None:
@@ -232,25 +291,71 @@ def _place_thresholds(network: NormMemorizer, points: Tensor, seed: int) -> None
         network.norm1.bias.copy_(-scale * at)
 
 
-def _need_fit(sample: Sample, outputs: Tensor, targets: Tensor, solution: Solution) -> None:
-    """Raises unless every output is close to its target."""
+def _need_fit(
+    sample: Sample, outputs: Tensor, targets: Tensor, *, solution: Solution, directions: Tensor
+) -> None:  # fmt: skip
+    """Raises unless every output is close to its target, real ones relative to the largest target of their output."""
     if sample.is_real:
-        error, limit = float(relative_errors(outputs, targets).amax()), REAL_LIMIT
-        what = f"every output within {limit:.0e} of the largest target"
+        errors, limit = relative_errors(outputs, targets), REAL_LIMIT
+        what = f"every output within {limit:.0e} of its largest target"
     else:
-        error, limit = float((outputs - targets).abs().amax()), CLASS_LIMIT
+        errors, limit = (outputs - targets).abs().amax(1), CLASS_LIMIT
         what = f"every output within {limit} of its class"
-    if error <= limit:
+    if bool((errors <= limit).all()):
         return
+    worst = int(errors.nan_to_num(torch.inf).argmax())
     raise ToleranceError(
-        f"memorize_norms needs {what}; the largest error is {error:.1e} (residual "
-        f"{solution.residual:.1e}, condition about {solution.condition:.1e}). Draw more features (a larger excess), or "
-        "standardise the inputs."
+        f"memorize_norms needs {what}; the largest error is {float(errors[worst]):.1e} at point "
+        f"{int(sample.places[worst])} (residual {solution.residual:.1e}, condition about {solution.condition:.1e}). "
+        f"{_cure(sample.points, sample.places, directions)}"
     )
 
 
+def _cure(points: Tensor, places: Tensor, directions: Tensor) -> str:
+    """What separates the points better: a scale per input, and fewer outliers and near duplicates."""
+    cures = []
+    spread = points.std(0, correction=0)
+    used = spread > 0.0
+    if bool(used.any()) and float(points.abs().amax()) > UNEVEN * float(spread[used].amin()):
+        cures.append("standardise the inputs (subtract the mean of each, and divide by its deviation)")
+        points = torch.where(used, (points - points.mean(0)) / torch.where(used, spread, 1.0), 0.0)
+    lengths = lengths_of(points - points.median(0).values)
+    usual = float(lengths.median()) or float(lengths.amax()) or 1.0
+    far = int(lengths.argmax())
+    if float(lengths[far]) > UNEVEN * usual:
+        cures.append(
+            f"remove outliers: point {int(places[far])} is {float(lengths[far]) / usual:.1e} median distances from the "
+            "centre"
+        )
+    gap, pair = _closest(points, directions)
+    if gap < COINCIDING * usual:
+        first, second = sorted(int(places[i]) for i in pair)
+        cures.append(
+            f"remove one of points that nearly coincide: {first} and {second} are {gap / usual:.1e} median distances "
+            "apart"
+        )
+    text = ", and ".join(cures) or "draw more features (a larger excess)"
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _closest(points: Tensor, directions: Tensor) -> tuple[float, tuple[int, int]]:
+    """The smallest distance of two points and the pair, among neighbours along a few random directions.
+
+    Points that nearly coincide are neighbours along almost every direction.
+    """
+    best: tuple[float, tuple[int, int]] = (math.inf, (0, 0))
+    for projected in (points @ directions.mT).mT:
+        order = projected.argsort(stable=True)
+        gaps = lengths_of(points[order[1:]] - points[order[:-1]])
+        if len(gaps) and float(gaps.amin()) < best[0]:
+            at = int(gaps.argmin())
+            best = float(gaps[at]), (int(order[at]), int(order[at + 1]))
+    return best
+
+
 KIND = "norm memorizer"
-FORMAT = 1
+FORMAT = 2
+"""Format 2 may have a third norm; files without one are written in format 1, for earlier versions."""
 _CURE = "Save it again with onlynorm.save."
 _WORDS = ("name", "shape", "n_features", "seed", "layer", "kernel", "density", "shared_column")
 """The arguments that determine the frozen weights."""
@@ -273,7 +378,8 @@ def save_norm_memorizer(network: NormMemorizer, path: Path) -> None:
         "code": network.code, "facts": None if network.facts is None else dataclasses.asdict(network.facts),
     }  # fmt: skip
     tensors = {name: tensor.detach().cpu() for name, tensor in network.state_dict().items()}
-    write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
+    written = 1 if network.norm3 is None else FORMAT
+    write_tensors(path, tensors, kind=KIND, format=written, document=document)
 
 
 def load_norm_memorizer(path: Path) -> NormMemorizer:
@@ -288,7 +394,9 @@ def load_norm_memorizer(path: Path) -> NormMemorizer:
             )
         facts = document["facts"]
         checked = None if facts is None else make_checked(NormMemorizerFacts, facts)
-        network = NormMemorizer(features, code=document["code"]).to(tensors["norm1.weight"].dtype)
+        has_output_norm = "norm3.weight" in tensors
+        network = NormMemorizer(features, code=document["code"], has_output_norm=has_output_norm)
+        network.to(tensors["norm1.weight"].dtype)
         counts = (features.n_features, sum(p.numel() for p in network.parameters()))
         if checked is not None and (checked.n_features, checked.n_norm_parameters) != counts:
             raise ValueError("metadata of another network")
@@ -309,12 +417,14 @@ def _read_features(settings: dict[str, Any], tensors: dict[str, Tensor]) -> Feat
     n_features, shape = settings["n_features"], settings["shape"]
     if not all(type(size) is int and size > 0 for size in (n_features, *shape)) or len(shape) != 2:
         raise ValueError(f"{n_features!r:.40} features for {shape!r:.40}")
-    names = {f"{norm}.{part}" for norm in ("norm1", "norm2") for part in ("weight", "bias")}
-    if tensors.keys() != names:
+    sizes = {"norm1": n_features, "norm2": n_features}
+    sizes |= {"norm3": shape[0]} if "norm3.weight" in tensors else {}
+    if tensors.keys() != {f"{norm}.{part}" for norm in sizes for part in ("weight", "bias")}:
         raise ValueError(f"the tensors {sorted(tensors)!s:.100}")
     dtype = tensors["norm1.weight"].dtype
     for name, tensor in tensors.items():
-        is_norm = tensor.dtype == dtype and dtype in PRECISIONS.values() and tuple(tensor.shape) == (n_features,)
+        fits = tuple(tensor.shape) == (sizes[name.partition(".")[0]],)
+        is_norm = fits and tensor.dtype == dtype and dtype in PRECISIONS.values()
         if not is_norm or not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} of {tensor.dtype} and shape {tuple(tensor.shape)} for {n_features} features")
     need = 8 * max(n_features * sum(shape), shape[0] * shape[1])

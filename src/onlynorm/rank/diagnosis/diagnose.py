@@ -120,7 +120,7 @@ def _result(
     }
     verdict = judge(
         layers, loss=passes.loss, unobserved=passes.unobserved, thresholds=thresholds,
-        can_repair=lambda: can_repair(passes.model, passes.called), **facts,
+        can_repair=lambda: can_repair(passes.model, passes.called, unused=passes.unused), **facts,
     )  # fmt: skip
     return Diagnosis(
         layers=layers,
@@ -129,6 +129,7 @@ def _result(
         sample_cosine=None if passes.last is None else sample_cosine(passes.last),
         last_layer=None if passes.last is None else passes.last.name,
         skipped=tuple(skipped),
+        unseen_fraction=passes.unobserved,
         n_samples=n_samples,
         mode=mode,
         seconds=time.perf_counter() - started,

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.errors import OnlynormError, ShapeError
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, shown
 from onlynorm.modules import Loss, Output, default_loss, find_output
+from onlynorm.modules.losses import call_loss
 from onlynorm.modules.untouched import autocasts, failed_on, full_precision, reseed, untouched
 from onlynorm.modules.walk import outputs_of
 from onlynorm.rank.diagnosis.gradients import contrast, cosine_between, layer_gradient
@@ -51,6 +52,7 @@ class Passes:
         self.contrast: float | None = None
         self.initial_loss_ratio: float | None = None
         self.unobserved = 0.0
+        self.unused: frozenset[nn.Parameter] = frozenset()
         self.skipped: list[str] = []
 
     @property
@@ -69,7 +71,7 @@ class Passes:
             self.unobserved = probes.unobserved()
             if self.unobserved >= MIN_UNOBSERVED_NOTE:
                 self.skipped.append(
-                    f"{self.unobserved:.0%} of the parameters, which belong to no layer that was called"
+                    f"{self.unobserved:.1%} of the parameters, which belong to no layer that was called"
                 )
             trained = [p for p in self.model.parameters() if p.requires_grad]
             obstacle = self._obstacle(value, trained)
@@ -82,6 +84,7 @@ class Passes:
             found = torch.autograd.grad(value, wanted, allow_unused=True, retain_graph=is_by_sample)
             probes.end_backward()
             gradients = found[: len(trained)]
+            self.unused = frozenset(p for p, g in zip(trained, gradients, strict=True) if g is None)
             probes.add_gradients({p: g for p, g in zip(trained, gradients, strict=True) if g is not None})
             if with_contrast:
                 self._contrast(output if is_by_sample else None, trained, output_grad=found[-1], gradients=gradients)
@@ -145,8 +148,21 @@ class Passes:
             probes.end_forward()
             if self._loss is None:
                 return None, None
-            output = self._output(returned)
-            return self._loss(output, self.targets), output
+            output = self._selected(returned)
+            return call_loss("diagnose", self._loss, output=output, targets=self.targets), output
+
+    def _selected(self, returned: Any) -> Any:
+        """The argument of the loss, from what the model returned."""
+        try:
+            return self._output(returned)
+        except OnlynormError:
+            raise
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise ConversionError(
+                f"output= needs a function of what the model returns; got {shown(returned)}, on which it failed with "
+                f"{type(error).__name__}: {first:.200}. Pass a function that selects the logits."
+            ) from error
 
     def _obstacle(self, value: Any, trained: Sequence[nn.Parameter]) -> str:
         """The reason why there is no backward pass; empty if there is one."""

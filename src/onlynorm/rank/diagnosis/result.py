@@ -40,7 +40,8 @@ class Diagnosis(ShownResult):
     learned, relative to their mean. `directions` is the effective number of directions in which the inputs of the last
     layer vary, `explained_variance` the fraction of this variance that the targets explain. `initial_loss_ratio` is the
     loss relative to that of zero outputs. Measures that are not available are None; `skipped` gives the reasons. `tree`
-    has all modules with their output shapes and parameters, and prints as a table.
+    has all modules with their output shapes and parameters, and prints as a table. `unseen_fraction` is the fraction of
+    the parameters outside the layers that were called, which were not measured.
     """
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
@@ -56,6 +57,7 @@ class Diagnosis(ShownResult):
     initial_loss_ratio: float | None
     last_layer: str | None
     skipped: tuple[str, ...]
+    unseen_fraction: float
     n_samples: int
     mode: str
     seconds: float = field(compare=False)
@@ -93,8 +95,8 @@ class Diagnosis(ShownResult):
     def as_dict(self) -> dict[str, Any]:
         """All results as JSON types."""
         facts = {name: getattr(self, name) for name in (
-            "n_samples", "mode", "loss", "initial_loss_ratio", "gradient_ratio", "alignment", "sample_cosine",
-            "input_cosine", "contrast", "directions", "explained_variance", "last_layer", "seconds",
+            "n_samples", "mode", "unseen_fraction", "loss", "initial_loss_ratio", "gradient_ratio", "alignment",
+            "sample_cosine", "input_cosine", "contrast", "directions", "explained_variance", "last_layer", "seconds",
         )}  # fmt: skip
         return {
             **self.verdict.as_dict(),

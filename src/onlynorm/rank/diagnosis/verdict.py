@@ -34,7 +34,7 @@ UNLIKELY = "Plain SGD is unlikely to train this network; Adam may."
 """The meaning of a score below one half."""
 ADVICE_ON_LOSS = "Check the targets (NaN, or too large for the precision), and the loss for labels that it ignores."
 MAX_UNOBSERVED = 0.1
-"""Fraction of unobserved parameters above which a healthy verdict mentions them."""
+"""Fraction of unobserved parameters above which the findings mention them."""
 MIN_EXPLAINED = 0.1
 """Added to the explained variance, because earlier layers may increase it during training."""
 
@@ -133,11 +133,11 @@ def judge(
     broken = next((layer for layer in layers if not layer.is_finite), None)
     if broken is not None:
         where = f"{broken.label} ({broken.kind}), layer {broken.depth} of {layers[-1].depth}"
-        return HealthVerdict(0.0, {"finite": 0.0}, (f"first NaN or infinity at {where}",),
-                       _advice_on_nonfinite(broken), thresholds)  # fmt: skip
+        findings = (f"first NaN or infinity at {where}", *_unobserved(unobserved))
+        return HealthVerdict(0.0, {"finite": 0.0}, findings, _advice_on_nonfinite(broken), thresholds)
     if loss is not None and not math.isfinite(loss):
-        finding = f"the loss is {loss}, but every signal is finite"
-        return HealthVerdict(0.0, {"finite": 0.0}, (finding,), ADVICE_ON_LOSS, thresholds)
+        findings = (f"the loss is {loss}, but every signal is finite", *_unobserved(unobserved))
+        return HealthVerdict(0.0, {"finite": 0.0}, findings, ADVICE_ON_LOSS, thresholds)
     differences = [
         *_contrast(contrast, explained_variance, thresholds),
         *_directions(directions, explained_variance, thresholds),
@@ -163,7 +163,8 @@ def judge(
     names = [criterion.name for criterion in problems]
     advice = _advice(names, has_norms=_has_norms(layers), is_fatal=score < MIN_TRAINABLE, can_repair=can_repair)
     words = tuple(criterion.text for criterion in problems)
-    return HealthVerdict(score, parts, words or _no_problem(layers, unobserved), advice, thresholds)
+    findings = (*(words or _no_problem(layers)), *_unobserved(unobserved))
+    return HealthVerdict(score, parts, findings, advice, thresholds)
 
 
 @dataclass(frozen=True)
@@ -283,13 +284,16 @@ def _has_norms(layers: Sequence[Layer]) -> bool:
     return any(layer.kind.endswith(" norm") for layer in layers)
 
 
-def _no_problem(layers: Sequence[Layer], unobserved: float) -> tuple[str, ...]:
+def _no_problem(layers: Sequence[Layer]) -> tuple[str, ...]:
     hidden = _hidden(layers)
     least = f", and its rank r is at least {min(layer.r for layer in hidden):.3g}" if hidden else ""
-    finding = f"the signal survives all {layers[-1].depth} layers{least}"
-    if unobserved < MAX_UNOBSERVED:
-        return (finding,)
-    return (finding, f"{unobserved:.0%} of the parameters are outside the called layers, and were not measured")
+    return (f"the signal survives all {layers[-1].depth} layers{least}",)
+
+
+def _unobserved(fraction: float) -> tuple[str, ...]:
+    if fraction < MAX_UNOBSERVED:
+        return ()
+    return (f"{fraction:.1%} of the parameters are outside the called layers, and were not measured",)
 
 
 def _advice(problems: Sequence[str], *, has_norms: bool, is_fatal: bool, can_repair: Callable[[], bool] | None) -> str:

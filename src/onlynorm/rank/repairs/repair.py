@@ -190,6 +190,20 @@ class Repaired(ShownResult):
         """The fraction of the parameters in modules that a repair cannot change."""
         return sum(one.n_parameters for one in self.unseen) / max(self.n_parameters, 1)
 
+    @property
+    def _done(self) -> str:
+        """What became of the network: "repaired" only if its score has not fallen and is one half or more."""
+        if self.method == NOTHING:
+            return "not changed"
+        is_repaired = self.after.is_trainable and self.after.score >= self.before.score
+        return "repaired" if is_repaired else "changed"
+
+    @property
+    def _now(self) -> str:
+        """The verdict after the repair."""
+        is_same = self.method != NOTHING and self.before.verdict.word == self.after.verdict.word == "unhealthy"
+        return f"still {self.after.verdict.word}" if is_same else self.after.verdict.word
+
     def rows(self) -> list[tuple[str, ...]]:
         """For every layer with weights its name, and rank, scale and gradient before and after, as text."""
         return [
@@ -222,8 +236,9 @@ class Repaired(ShownResult):
         """The method, the verdicts before and after, and every layer with weights."""
         before, after = self.before.verdict, self.after.verdict
         lines = [f"{label}: {', '.join(found.findings)}." for label, found in (("Before", before), ("After", after))]
+        title = "Network without a repair" if self.method == NOTHING else f"{self._done.capitalize()} network"
         return View(
-            "Repaired network", f"{before.word} → {after.word}", TONES[after.word], lines, after.advice,
+            title, f"{before.word} → {self._now}", TONES[after.word], lines, after.advice,
             facts={
                 "method": self.method, "remark": self.remark, "score before": before.score, "score after": after.score,
                 "seconds": self.seconds, "parameters in unchanged modules": f"{self.unseen_fraction:.1%}",
@@ -232,8 +247,9 @@ class Repaired(ShownResult):
         )  # fmt: skip
 
     def __str__(self) -> str:
-        done = "not changed" if self.method == NOTHING else f"repaired by {self.method}"
-        words = " -> ".join(f"{found.verdict.word} (score {found.score:.2f})" for found in (self.before, self.after))
+        done = self._done if self.method == NOTHING else f"{self._done} by {self.method}"
+        before, after = (f"(score {found.score:.2f})" for found in (self.before, self.after))
+        words = f"{self.before.verdict.word} {before} -> {self._now} {after}"
         pairs = self._pairs()
         chosen = sorted({0, (len(pairs) - 1) // 2, max(0, len(pairs) - 2)})
         ranks = ", ".join(f"{pairs[i][0].r:.3g} -> {pairs[i][1].r:.3g} in {pairs[i][0].label!r}" for i in chosen)

@@ -19,6 +19,7 @@ from onlynorm.intervals.tensor import Box
 from onlynorm.modules import need_model
 from onlynorm.modules.activations import Ray, known
 from onlynorm.modules.affine import NORM_KINDS
+from onlynorm.solvers import need_tolerance
 from onlynorm.validate import need_choice, need_instance, need_integer, need_number, need_seed, need_sizes
 
 WIDTHS = ("maximum", "minimum")
@@ -197,7 +198,7 @@ class Multilayer(Construction):
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Ranges:
     """The input ranges for which norms are set.
 
@@ -252,8 +253,7 @@ class Settings:
     def __post_init__(self) -> None:
         _set(self, "seed", need_seed(self.seed))
         if self.tolerance is not None:
-            tolerance = need_number("tolerance", self.tolerance, low=0.0, open_low=True, cure="Leave it out.")
-            _set(self, "tolerance", tolerance)
+            _set(self, "tolerance", need_tolerance(self.tolerance))
         need_choice("storage", self.storage, STORAGES)
         need_instance("ranges", self.ranges, Ranges, cure="Pass onlynorm.Ranges(window=1e-10).")
 

@@ -40,6 +40,11 @@ METHODS = ("auto", "dense", "matrix-free")
 TINY = 1e-150
 DENSE = 600
 """Equations up to which steps are factorized: faster at 256 equations, 2 to 4 times slower at 1,024."""
+SAFE_EXCESS = 1.25
+"""Excess of the recommended widths: at 1.1, a few systems in a hundred are not solved."""
+SAFE_LAYERS = {"dense": 3, "orthogonal": 6}
+"""Layers up to which all systems of this excess were solved, also for targets of low rank: deeper products are badly
+conditioned."""
 MOST_LAYERS = 100_000
 MAX_STEPS = 500
 """Over all restarts; 15 to 50 are typical."""
@@ -149,10 +154,11 @@ def solve_multilayer(
         if best <= wanted or steps >= max_steps or not _is_enough(live, rows.numel()):
             break
     residual = relative(product(layers, gammas) - scaled, scaled)
+    stopped = max_steps < MAX_STEPS and steps >= max_steps
     gammas[-1] = times_power(gammas[-1], power)
     solution = MultilayerSolution(
         tuple(gammas), residual, method, steps, iterations, time.perf_counter() - start, wanted,
-        "" if residual <= wanted else f"residual {residual:.1e}; {_cure(live, rows)}",
+        "" if residual <= wanted else f"residual {residual:.1e}; {_cure(live, rows, is_stopped=stopped)}",
     )  # fmt: skip
     if tolerance is not None and solution.shortfall:
         raise ToleranceError(
@@ -177,7 +183,7 @@ def _need_chain(weights: Sequence[Tensor], target: Tensor) -> list[Tensor]:
     for layer, weight in enumerate(weights, 1):
         need_finite(f"W_{layer}", weight)
         if not bool(weight.any()):
-            raise ValueRangeError(f"W_{layer} needs entries other than zero; got none. Draw it from a distribution.")
+            raise ValueRangeError(f"W_{layer} needs entries other than zero; got none. Draw dense features.")
         if not TINY < float(torch.linalg.vector_norm(weight.double())) < 1.0 / TINY:
             raise ValueRangeError(
                 f"W_{layer} needs a sum of squares within the range of float64; got a largest entry of "
@@ -195,16 +201,42 @@ def _need_enough(weights: Sequence[Tensor], equations: int) -> None:
         got, needed = sum(len(w) for w in weights), equations + len(weights) - 1
         raise InsufficientFeaturesError(
             f"an exact solution needs {needed} gammas for {equations} equations and {len(weights)} layers, including "
-            f"those of the outputs; got {got}. Widen the hidden layers by {needed - got} in total (see widths_for), or "
-            "omit the tolerance for the closest product."
+            f"those of the outputs; got {got}. Widen the hidden layers by {needed - got} in total at least, better to "
+            f"the widths of widths_for with excess={SAFE_EXCESS}, or omit the tolerance for the closest product."
         )
 
 
-def _cure(weights: Sequence[Tensor], target: Tensor) -> str:
+def _cure(weights: Sequence[Tensor], target: Tensor, *, is_stopped: bool) -> str:
+    """Why a system was not solved, and what solves it; options that do not help reliably are not named."""
+    if is_stopped:
+        return f"leave max_steps out, which allows {MAX_STEPS}"
     out, inp = target.shape
-    narrowest = min(len(w) for w in weights[:-1])
-    if not _is_enough(weights, out * inp):
-        return f"{out * inp + len(weights) - 1 - sum(len(w) for w in weights)} more features are needed"
-    if narrowest < max(out, inp):
-        return f"a hidden layer of {narrowest} features is too narrow for {out} x {inp} weights; widen it"
-    return "try a larger excess (1.25), orthogonal features or fewer layers"
+    n_layers, widths = len(weights), [len(w) for w in weights[:-1]]
+    needed = out * inp + n_layers - 1 - sum(widths) - out
+    reason = ""
+    if needed > 0:
+        reason = f"{needed} more features are needed; "
+    elif min(widths) < max(out, inp):
+        reason = f"a hidden layer of {min(widths)} features is too narrow for {out} x {inp} weights; "
+    safe = widths_for((out, inp), n_layers=n_layers, excess=SAFE_EXCESS)
+    is_wide = all(width >= least for width, least in zip(sorted(widths), sorted(safe), strict=True))
+    is_dense, is_orthogonal = all(map(_is_dense, weights)), all(map(_is_orthogonal, weights))
+    is_deep = n_layers > SAFE_LAYERS["orthogonal"]
+    needs_orthogonal = not is_orthogonal and (is_wide or not is_dense or n_layers > SAFE_LAYERS["dense"])
+    options = [f"n_layers={SAFE_LAYERS['orthogonal']}"] if is_deep else []
+    options += ["features='orthogonal'" + ("" if is_dense else " (without a density)")] if needs_orthogonal else []
+    options += [f"excess={SAFE_EXCESS} (the widths of widths_for)"] if is_deep or not is_wide else []
+    return f"{reason}use {' and '.join(options)}" if options else f"{reason}no option is known to help"
+
+
+def _is_dense(weight: Tensor) -> bool:
+    """Whether the entries look drawn from a density: no zeros, and not of one size, as random signs are."""
+    sizes = weight.abs()
+    return bool((sizes > 0).all()) and (sizes.numel() < 2 or not bool((sizes == sizes.amax()).all()))
+
+
+def _is_orthogonal(weight: Tensor) -> bool:
+    """Whether the first rows, as many as fit, are orthogonal and of one length."""
+    block = weight[: weight.shape[1]]
+    gram = block @ block.mT
+    return bool((gram - gram[0, 0] * torch.eye(len(gram)).to(gram)).abs().max() <= 1e-6 * gram[0, 0])

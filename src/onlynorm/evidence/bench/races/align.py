@@ -26,7 +26,7 @@ from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
 from onlynorm.features import draw
 
-UNALIGNED, DESCRIBED = "as it came", "greedy as described"
+UNALIGNED, DESCRIBED = "as given", "greedy as described"
 FACTOR = 50.0
 N_RUNS = 40
 MARGIN = 1e-6
