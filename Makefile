@@ -5,16 +5,17 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-portable lint types docs bench showcase clean
+.PHONY: help demo test test-fast test-portable lint types docs package bench showcase clean
 
 help:
-	@echo "make demo      set up, train a small network and rebuild all of it by its norms only"
+	@echo "make demo      set up, repair a deep network, rebuild a trained one from random weights"
 	@echo "make test      set up and run every test (slow ones and the browser test included)"
 	@echo "make test-fast  the quick tests of the library, without evidence and commands"
 	@echo "make test-portable  the numerical tests, rounded as an older processor does it (7 minutes)"
 	@echo "make lint      ruff, format check"
 	@echo "make types     mypy"
 	@echo "make docs      build the documentation into site/"
+	@echo "make package   build wheel and sdist; run the demo from the wheel in an empty environment"
 	@echo "make bench     the solver beside LU, Cholesky, QR and LSMR (about 25 minutes; QUICK=1 for 4)"
 	@echo "make showcase  a trained ResNet-20 from six kinds of frozen features (long; QUICK=1 for a minute)"
 
@@ -51,11 +52,21 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# With the types of the oldest and the newest Python; tests run on the one that is installed.
 types: $(VENV)/.dev
-	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10
+	$(BIN)/mypy --python-version 3.13
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.docs
+
+# Wheel and source distribution, and the demo from the wheel in an environment of its own.
+package: $(VENV)/.dev
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build/wheel && bin/onlynorm demo
 
 bench: $(VENV)/.run
 	$(BIN)/onlynorm bench solve $(if $(QUICK),--quick)

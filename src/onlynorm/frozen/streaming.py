@@ -217,7 +217,8 @@ def fold_kernel(
     by_position = values.unflatten(1, (-1, *kernel))
     total: Tensor | None = None
     for place in torch.cartesian_prod(*(torch.arange(size) for size in kernel)).reshape(-1, len(kernel)).tolist():
-        part = by_position[(slice(None), slice(None), *place)]
+        at = (slice(None), slice(None), *place)
+        part = by_position[at]
         for i, k in enumerate(place):
             first = k * dilation[i]
             part = part[(slice(None),) * (2 + i) + (slice(first, first + (n_out[i] - 1) * stride[i] + 1, stride[i]),)]

@@ -157,7 +157,7 @@ def _flatten(name: str, value: Any) -> Iterator[tuple[str, Iterator[memoryview]]
         yield f"{type(value).__name__} {value!r}", iter(())
         return
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        yield f"{value.shape} {value.dtype}", iter([memoryview(np.ascontiguousarray(value)).cast("B")])
+        yield f"{value.shape} {value.dtype}", iter([np.ascontiguousarray(value).data.cast("B")])
         return
     inner = _inside(name, value)
     yield f"{type(value).__name__} of {len(inner)}", iter(())
@@ -186,7 +186,7 @@ def _inside(name: str, value: Any) -> list[Any]:
         if isinstance(value, Tensor):
             return [tuple(value.shape), value.dtype, str(value.layout), value.detach().to_dense()]
         if isinstance(value, torch.ScriptObject):
-            return [value.__getstate__()]
+            return [getattr(value, "__getstate__")()]  # noqa: B009 (not in the stubs of Python 3.10)
         raise TypeError(f"it is a {type(value).__name__}")
     except Exception as error:  # other classes may raise anything
         raise ConversionError(
@@ -212,4 +212,4 @@ def _is_wrapper(value: Tensor) -> bool:
 def _bytes(value: Tensor) -> Iterator[memoryview]:
     with torch._C.DisableTorchFunctionSubclass():
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        yield memoryview(dense.view(torch.uint8).numpy())
+        yield dense.view(torch.uint8).numpy().data
