@@ -11,6 +11,11 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def single_normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal entries in float32, which are not those of `normal`."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def relative(found: Tensor, expected: Tensor) -> float:
     """The norm of the difference, relative to that of the expected tensor."""
     found, expected = found.detach().double(), expected.detach().double()

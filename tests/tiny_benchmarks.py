@@ -168,7 +168,7 @@ def _solve(patch: pytest.MonkeyPatch) -> Sizes:
 def _reconstruct(patch: pytest.MonkeyPatch) -> Sizes:
     patch.setattr(reconstruct, "cifar10", calibrated)
     patch.setattr(reconstruct, "make_target", lambda *, quick: narrow())
-    patch.setattr(reconstruct, "papers_rows", lambda target, status: [])
+    patch.setattr(reconstruct, "race_layers", lambda *_, **__: [])
     return reconstruct.ReconstructSizes(features=("id_cond",), calibration=6, exact=2, images=3, collapsed=5)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from earlier_files import FOLDER, NORM_ONLY, norm_only_target
 from safetensors import safe_open
+from tensors import single_normal
 from torch import Tensor, nn
 
 import onlynorm as on
@@ -37,7 +38,7 @@ from onlynorm.storage import read_tensors, write_tensors
 
 
 def images(n: int = 2) -> Tensor:
-    return torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    return single_normal(n, 3, 16, 16)
 
 
 def resnet(seed: int = 0) -> nn.Module:

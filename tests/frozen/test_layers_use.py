@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import single_normal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,10 +46,6 @@ SEEDED: list[dict[str, Any]] = [
 ]
 
 
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
 # ------------------------------------------------------------------------------- as an ordinary layer
 
 
@@ -58,8 +55,8 @@ def test_torch_s_own_transformer_layer_reads_weight_and_bias(features: str) -> N
         model = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval()  # takes its fast way without gradients
     mine = to_norm_only(model, features=features)
     with torch.no_grad():
-        assert torch.allclose(mine(normal(2, 3, 6)), model(normal(2, 3, 6)), atol=1e-5)
-    assert torch.allclose(mine(normal(2, 3, 6)), model(normal(2, 3, 6)), atol=1e-5)
+        assert torch.allclose(mine(single_normal(2, 3, 6)), model(single_normal(2, 3, 6)), atol=1e-5)
+    assert torch.allclose(mine(single_normal(2, 3, 6)), model(single_normal(2, 3, 6)), atol=1e-5)
 
 
 def test_sizes_have_the_names_of_the_ordinary_layers() -> None:
@@ -78,7 +75,7 @@ def test_a_layer_can_be_made_on_meta(features: str) -> None:
 
 def test_a_weight_of_another_shape_is_not_set() -> None:
     with pytest.raises(ShapeError, match=r"shape \(4, 3\); got \(3, 4\)"):
-        NormOnlyLinear(3, 4).set_weight(normal(3, 4))
+        NormOnlyLinear(3, 4).set_weight(single_normal(3, 4))
 
 
 # ------------------------------------------------------------------------------- state dicts
@@ -122,11 +119,11 @@ def test_features_without_a_seed_and_bare_dictionaries_load_anywhere() -> None:
 def test_hooks_on_a_layer_go_over_to_the_one_in_its_place() -> None:
     with own_randomness(0):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    plain = model(normal(5, 3))
+    plain = model(single_normal(5, 3))
     model[0].register_forward_hook(lambda module, inputs, output: 2.0 * output)
     mine = to_norm_only(model)
-    assert torch.allclose(mine(normal(5, 3)), model(normal(5, 3)))
-    assert not torch.allclose(mine(normal(5, 3)), plain)
+    assert torch.allclose(mine(single_normal(5, 3)), model(single_normal(5, 3)))
+    assert not torch.allclose(mine(single_normal(5, 3)), plain)
     assert len(converted(mine).layers) == 2
 
 
@@ -134,7 +131,7 @@ def test_an_old_spectral_norm_is_left_with_its_parameters() -> None:
     with own_randomness(0):
         model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 2)).eval()
     mine = to_norm_only(model)
-    assert torch.allclose(mine(normal(5, 3)), model(normal(5, 3)))
+    assert torch.allclose(mine(single_normal(5, 3)), model(single_normal(5, 3)))
     assert "0.weight_orig" in mine.state_dict()
 
 
@@ -231,7 +228,7 @@ def test_under_autocast_a_layer_is_as_precise_as_an_ordinary_one(
     choices: dict[str, Any], n_samples: int, dtype: torch.dtype
 ) -> None:
     layer = NormOnlyLinear(48, 32, seed=0, **choices)
-    x = normal(n_samples, 48)
+    x = single_normal(n_samples, 48)
     wanted = layer(x)
     with torch.autocast("cpu", dtype=dtype):
         made = layer(x)
@@ -247,7 +244,7 @@ def test_a_model_of_half_precision_is_as_precise_as_an_ordinary_one(
 ) -> None:
     plain = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 8, bias=False))
     model = to_norm_only(plain, seed=0, **choices)
-    x = normal(5, 48)
+    x = single_normal(5, 48)
     wanted = model(x)
     half = copy.deepcopy(model).to(dtype)
     made = half(x.to(dtype))
@@ -280,7 +277,7 @@ def test_checkpointing_under_autocast_gives_the_same_gradients(choices: dict[str
     for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
         layer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            call(normal(5, 12)).float().square().sum().backward()
+            call(single_normal(5, 12)).float().square().sum().backward()
         gradients.append(layer.gamma.grad.clone())
     assert torch.equal(*gradients)
 
@@ -314,7 +311,7 @@ def test_a_spectrum_may_be_any_real_numbers_and_is_copied(tmp_path: Path) -> Non
     layer = NormOnlyLinear(2, 2, spectrum=[1.0, 2.0, 3.0, 4.0])
     on.save(nn.Sequential(layer), tmp_path / "model.safetensors")
     loaded = on.load(tmp_path / "model.safetensors", like=nn.Sequential(nn.Linear(2, 2)))
-    assert torch.equal(loaded(normal(3, 2)), layer(normal(3, 2)))
+    assert torch.equal(loaded(single_normal(3, 2)), layer(single_normal(3, 2)))
     given = torch.ones(4)
     layer = NormOnlyLinear(2, 2, spectrum=given)
     before = layer.weight.clone()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tensors import single_normal
 from torch import Tensor, nn
 
 import onlynorm as on
@@ -15,7 +16,7 @@ from onlynorm.models import make_model
 
 
 def batch(n: int = 4, *, size: int = 8, seed: int = 0) -> Tensor:
-    return torch.randn(n, 3, size, size, generator=torch.Generator().manual_seed(seed))
+    return single_normal(n, 3, size, size, seed=seed)
 
 
 # ------------------------------------------------------------------------------- the shape of it
@@ -46,7 +47,7 @@ def test_depth_width_classes_and_size_are_free(depth: int, width: int, n_classes
 
 def test_a_block_is_its_shortcut_plus_two_convolutions() -> None:
     block = all_convolutional(7, width=6).residual_blocks[1]
-    x = torch.randn(2, 6, 8, 8, generator=torch.Generator().manual_seed(1))
+    x = single_normal(2, 6, 8, 8, seed=1)
     hidden = nn.functional.conv2d(x, block.conv1.weight, stride=2, padding=1).clamp_min(0)
     added = nn.functional.conv2d(hidden, block.conv2.weight, padding=1)
     kept = x.reshape(2, 6, 4, 2, 4, 2).mean((3, 5))
@@ -79,7 +80,7 @@ def test_blocks_start_near_their_shortcuts_and_standard_ones_do_not() -> None:
     """C1 has 9 c inputs of variance 1 / (81 c^2): 1 / (9 c) of the signal's power, C2 the same of half of it."""
     for init, expected in (("near_identity", 1 / (9 * 32) / math.sqrt(2)), ("standard", 1 / math.sqrt(2))):
         block = all_convolutional(13, width=32, init=init).residual_blocks[1]
-        x = torch.randn(8, 32, 16, 16, generator=torch.Generator().manual_seed(2))
+        x = single_normal(8, 32, 16, 16, seed=2)
         change = float(torch.linalg.vector_norm(block(x) - block.shortcut(x)) / torch.linalg.vector_norm(x))
         # Padding takes up to 1/16 of the inputs at the border; the weights' own sums scatter by a few per cent.
         assert change == pytest.approx(expected, rel=0.15)
@@ -145,7 +146,7 @@ def test_a_trained_head_starts_from_the_same_numbers_and_is_counted() -> None:
 def test_batch_norms_follow_every_convolution() -> None:
     network = all_convolutional(7, width=2, norm="batch")
     assert sum(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()) == 7
-    block, x = network.residual_blocks[0], torch.randn(64, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    block, x = network.residual_blocks[0], single_normal(64, 2, 8, 8)
     added = block.train().branch(x)
     torch.testing.assert_close(added.mean((0, 2, 3)), torch.zeros(2), atol=1e-5, rtol=0)
     assert float(added.detach().var((0, 2, 3), correction=0).max()) <= 1.0 + 1e-5

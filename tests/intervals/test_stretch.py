@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import normal
 from torch import Tensor, nn
 
 from onlynorm.intervals import tensor
@@ -53,7 +54,7 @@ def test_on_a_large_image_the_bound_is_tight() -> None:
 
 
 def test_a_linear_layer_is_bounded_by_its_largest_singular_value() -> None:
-    weight = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = normal(5, 9)
     truth = float(torch.linalg.matrix_norm(weight, 2))
     assert truth <= Stretch(weight).bound() <= truth * (1 + 2 * tensor.SLACK)
     assert Stretch(weight.mT).bound() == pytest.approx(truth)
@@ -77,7 +78,7 @@ def test_beyond_the_work_allowed_patches_bound_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_norm_behind_the_layer_is_part_of_it() -> None:
-    weight = torch.randn(4, 3, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight = normal(4, 3, 3, 3, seed=1)
     scale = torch.tensor([0.0, 1.0, -2.0, 0.5], dtype=torch.float64)
     together = Stretch(weight).scaled(scale).bound()
     assert together == pytest.approx(Stretch(weight * scale[:, None, None, None]).bound())

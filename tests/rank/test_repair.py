@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensors import single_normal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -33,7 +34,7 @@ def deep(activation: Callable[[], nn.Module] = nn.ReLU, **options: Any) -> nn.Se
 
 def batch(n: int = 32, *shape: int, seed: int = 0) -> Tensor:
     """Samples around a mean that is not zero, as images are."""
-    return torch.randn(n, *(shape or (20,)), generator=seeded(seed)) + 0.5
+    return single_normal(n, *(shape or (20,)), seed=seed) + 0.5
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from diagnosed import INPUTS
+from tensors import single_normal
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
@@ -27,7 +28,7 @@ def deep(activation: type[nn.Module] = nn.ReLU, depth: int = 6) -> nn.Sequential
 
 
 def batch(n: int = 32, *shape: int) -> Tensor:
-    return torch.randn(n, *(shape or (12,)), generator=seeded(0)) + 0.5
+    return single_normal(n, *(shape or (12,))) + 0.5
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:

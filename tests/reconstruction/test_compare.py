@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tensors import normal
 from torch import Tensor, nn
 
 from onlynorm import Wide
@@ -14,7 +15,7 @@ from onlynorm.models import mlp
 from onlynorm.reconstruction import reconstruct, verify
 from onlynorm.reconstruction.verify import compare
 
-INPUTS = torch.randn(23, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+INPUTS = normal(23, 6)
 LABELS = torch.randint(0, 4, (23,), generator=torch.Generator().manual_seed(1))
 
 

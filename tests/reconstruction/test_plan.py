@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peak_memory import measure_in_subprocess
 from rebuilding import CONSTRUCTIONS, plan_with, reconstruct_with
+from tensors import single_normal
 from torch import Tensor, nn
 
 from onlynorm import Wide
@@ -49,7 +50,7 @@ class Varied(nn.Module):
 
 
 def images(n: int = 3) -> Tensor:
-    return torch.randn(n, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+    return single_normal(n, 2, 8, 8)
 
 
 # Four times four positions after the stride; the grouped convolution is called twice.

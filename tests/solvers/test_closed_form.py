@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from tensors import normal
 
 import onlynorm as on
 from onlynorm.errors import ToleranceError, ValueRangeError
@@ -13,15 +13,11 @@ from onlynorm.solvers.methods.closed_form import solve_closed_form
 EPS = torch.finfo(torch.float64).eps
 
 
-def _target(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "fast_ortho_cond"])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (1, 5), (5, 1), (1, 1)])
 def test_gamma_equals_that_of_the_dense_system(name: str, shape: tuple[int, int]) -> None:
     features = on.draw(name, shape, seed=2)
-    target = _target(*shape)
+    target = normal(*shape)
     assert features.structure is not None
     gamma, output_gamma, residual = solve_closed_form(features.structure, target)
     dense = torch.linalg.solve(on.solvers.KhatriRao(features.left(), features.right()).materialise(), target.flatten())
@@ -33,7 +29,7 @@ def test_gamma_equals_that_of_the_dense_system(name: str, shape: tuple[int, int]
 def test_batches_share_one_structure() -> None:
     features = on.draw("ortho_cond", (4, 3))
     assert features.structure is not None
-    targets = _target(5, 4, 3)
+    targets = normal(5, 4, 3)
     gamma, _, residual = solve_closed_form(features.structure, targets)
     assert gamma.shape == (5, 12)
     assert residual <= 32 * EPS
@@ -41,7 +37,7 @@ def test_batches_share_one_structure() -> None:
 
 def test_minimal_features_use_both_norms() -> None:
     features = on.draw("id_cond_minimal", (5, 4))
-    target = _target(5, 4)
+    target = normal(5, 4)
     solution = on.solve_features(features, target)
     assert solution.output_gamma is not None
     made = solution.output_gamma[:, None] * on.solvers.KhatriRao(features.left(), features.right()).apply(
@@ -55,7 +51,7 @@ def test_minimal_features_use_both_norms() -> None:
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e300])
 def test_extreme_targets_keep_an_honest_residual(name: str, scale: float) -> None:
     features = on.draw(name, (6, 5), seed=1)
-    target = _target(6, 5) * scale
+    target = normal(6, 5) * scale
     solution = on.solve_features(features, target, tolerance=64 * EPS)
     made = on.solvers.KhatriRao(features.left(), features.right()).apply(solution.gamma)
     if solution.output_gamma is not None:
@@ -72,7 +68,7 @@ def test_a_zero_target_has_no_residual() -> None:
 
 def test_missing_features_leave_exactly_their_weights() -> None:
     features = on.draw("id_cond", (8, 8), density=0.5, seed=4)
-    target = _target(8, 8)
+    target = normal(8, 8)
     solution = on.solve_features(features, target)
     kept = on.solvers.KhatriRao(features.left(), features.right()).apply(solution.gamma) != 0
     lost = float(target[~kept].norm() / target.norm())
@@ -86,11 +82,11 @@ def test_missing_features_leave_exactly_their_weights() -> None:
 
 def test_a_tolerance_below_rounding_says_so() -> None:
     with pytest.raises(ToleranceError, match=r"ortho_cond features need to reach 1e-17; .*rounding"):
-        on.solve_features(on.draw("ortho_cond", (9, 9)), _target(9, 9), tolerance=1e-17)
+        on.solve_features(on.draw("ortho_cond", (9, 9)), normal(9, 9), tolerance=1e-17)
 
 
 def test_a_zero_pivot_is_refused_with_a_cure() -> None:
-    target = _target(3, 3)
+    target = normal(3, 3)
     target[1, 0] = 0.0
     with pytest.raises(ValueRangeError, match=r"nonzero weight in column 0.*outputs 1\. Draw with shared_column=1"):
         on.solve_features(on.draw("id_cond_minimal", (3, 3)), target)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tensors import normal, relative
 from torch import Tensor
 
 import onlynorm as on
@@ -22,28 +23,20 @@ from onlynorm.solvers.operator import KhatriRao
 EPS = torch.finfo(torch.float64).eps
 
 
-def _normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _system(out: int, inp: int, feat: int, *batch: int, seed: int = 0) -> tuple[KhatriRao, Tensor]:
-    return KhatriRao(_normal(out, feat, seed=seed), _normal(feat, inp, seed=seed + 1)), _normal(
+    return KhatriRao(normal(out, feat, seed=seed), normal(feat, inp, seed=seed + 1)), normal(
         *batch, out, inp, seed=seed + 2
     )
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
 
 
 def _mixed(out: int, inp: int, feat: int, spread: float) -> KhatriRao:
     """Features whose rows were mixed by matrices of condition number `spread`."""
 
     def mixing(n: int, seed: int) -> Tensor:
-        basis, _ = torch.linalg.qr(_normal(n, n, seed=seed))
+        basis, _ = torch.linalg.qr(normal(n, n, seed=seed))
         return basis * torch.logspace(0, -math.log10(spread), n, dtype=torch.float64) @ basis.mT
 
-    return KhatriRao(mixing(out, 7) @ _normal(out, feat), _normal(feat, inp, seed=1) @ mixing(inp, 8))
+    return KhatriRao(mixing(out, 7) @ normal(out, feat), normal(feat, inp, seed=1) @ mixing(inp, 8))
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(1.5, 4.0), st.booleans())
@@ -55,9 +48,9 @@ def test_the_solution_is_the_one_of_least_norm(out: int, inp: int, seed: int, ex
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=5000, whiten=whiten)
     expected = torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution[:, 0]
     assert found.history[-1] <= 1e-11
-    assert _relative(found.gamma, expected) <= 2e-11 * kappa
+    assert relative(found.gamma, expected) <= 2e-11 * kappa
     seen = torch.linalg.pinv(matrix) @ (matrix @ found.gamma)  # gamma without its part in the null space
-    assert _relative(seen, found.gamma) <= 8 * operator.n_features * EPS * kappa**2
+    assert relative(seen, found.gamma) <= 8 * operator.n_features * EPS * kappa**2
 
 
 @given(st.integers(2, 6), st.integers(2, 6), st.integers(0, 1000), st.floats(0.1, 0.7))
@@ -68,14 +61,14 @@ def test_too_few_features_give_the_least_squares_solution(out: int, inp: int, se
     kappa = float(torch.linalg.cond(matrix))
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=5000)
     expected = torch.linalg.lstsq(matrix, target.flatten()[:, None], driver="gelsd").solution[:, 0]
-    assert _relative(found.gamma, expected) <= 2e-11 * kappa**2
+    assert relative(found.gamma, expected) <= 2e-11 * kappa**2
 
 
 def test_float32_rounds_reach_float64_accuracy_at_the_price_of_a_few_more_steps() -> None:
     operator, target = _system(20, 20, 500)
     single = solve_krylov(operator, target, tolerance=1e-12, max_iterations=2000)
     double = solve_krylov(operator, target, tolerance=1e-12, max_iterations=2000, inner_dtype=torch.float64)
-    assert _relative(operator.apply(single.gamma), target) <= 1e-12
+    assert relative(operator.apply(single.gamma), target) <= 1e-12
     assert single.rounds > 1
     # Every restart forgets the directions of the round before it. How many steps that costs depends on how the
     # processor rounds (1.17 times as many as in float64 on one); a round that gained nothing would double them.
@@ -98,7 +91,7 @@ def test_a_batch_is_solved_as_each_of_its_members(batch: tuple[int, ...], feat: 
     assert found.gamma.shape == (*batch, feat)
     for one, right in zip(found.gamma.reshape(-1, feat), target.reshape(-1, 5, 6), strict=True):
         alone = solve_krylov(operator, right, tolerance=1e-11, max_iterations=1000)
-        assert _relative(one, alone.gamma) <= 1e-9
+        assert relative(one, alone.gamma) <= 1e-9
 
 
 def test_a_zero_member_of_a_batch_stays_zero() -> None:
@@ -106,13 +99,13 @@ def test_a_zero_member_of_a_batch_stays_zero() -> None:
     target[0] = 0.0
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=1000)
     assert torch.equal(found.gamma[0], torch.zeros(60, dtype=torch.float64))
-    assert _relative(operator.apply(found.gamma), target) <= 1e-11
+    assert relative(operator.apply(found.gamma), target) <= 1e-11
 
 
 @pytest.mark.parametrize("spread", [10.0, 100.0])
 def test_whitening_cures_features_that_are_not_isotropic(spread: float) -> None:
     operator = _mixed(12, 12, 216, spread)
-    target = _normal(12, 12, seed=5)
+    target = normal(12, 12, seed=5)
     plain = solve_krylov(operator, target, tolerance=1e-9, max_iterations=20_000, inner_dtype=torch.float64)
     white = solve_krylov(operator, target, tolerance=1e-9, max_iterations=20_000, whiten=True)
     assert white.history[-1] <= 1e-9
@@ -120,7 +113,7 @@ def test_whitening_cures_features_that_are_not_isotropic(spread: float) -> None:
     # Float32 rounds repeat some steps; without whitening there are dozens of times as many.
     assert white.iterations <= 3 * on.spectrum.predict_iterations(on.spectrum.predict_condition(12, 12, 216), 1e-9)
     expected = torch.linalg.lstsq(operator.materialise(), target.flatten()[:, None], driver="gelsd").solution[:, 0]
-    assert _relative(white.gamma, expected) <= 2e-9 * spread**2 * 10
+    assert relative(white.gamma, expected) <= 2e-9 * spread**2 * 10
 
 
 def test_whitened_factors_are_orthonormal_and_undo_the_mixing() -> None:
@@ -132,34 +125,34 @@ def test_whitened_factors_are_orthonormal_and_undo_the_mixing() -> None:
     atol = 1e3 * EPS * 50**2
     assert torch.allclose(left @ left.mT, torch.eye(6, dtype=torch.float64), atol=atol)
     assert torch.allclose(right.mT @ right, torch.eye(4, dtype=torch.float64), atol=atol)
-    gamma = _normal(100)
+    gamma = normal(100)
     white = whitening.features(operator, torch.float64).apply(gamma)
     assert torch.allclose(whitening.forward(operator.apply(gamma)), white, atol=1e3 * EPS * 50**2)
 
 
 def test_features_of_deficient_row_rank_cannot_be_whitened_and_are_not() -> None:
-    left = _normal(4, 30)
+    left = normal(4, 30)
     left[3] = left[2]
-    operator = KhatriRao(left, _normal(30, 3, seed=1))
+    operator = KhatriRao(left, normal(30, 3, seed=1))
     assert Whitening.of(operator) is None
     target = operator.apply(torch.ones(30, dtype=torch.float64))
     found = solve_krylov(operator, target, tolerance=1e-10, max_iterations=500, whiten=True)
-    assert _relative(operator.apply(found.gamma), target) <= 1e-10
+    assert relative(operator.apply(found.gamma), target) <= 1e-10
 
 
 @pytest.mark.parametrize(("out", "inp", "feat"), [(8, 8, 80), (32, 32, 1280), (16, 64, 1300), (1, 30, 45), (30, 1, 45)])
 def test_isotropic_features_look_isotropic(out: int, inp: int, feat: int) -> None:
-    assert anisotropy(KhatriRao(_normal(out, feat), _normal(feat, inp, seed=1))) < 1.5
+    assert anisotropy(KhatriRao(normal(out, feat), normal(feat, inp, seed=1))) < 1.5
     regenerated = on.draw("he_normal", (out, inp), n_features=feat)
     assert anisotropy(KhatriRao.regenerating(regenerated)) < 1.5
 
 
 def test_features_look_the_same_whichever_factor_holds_their_length() -> None:
-    left, right = _normal(12, 216), _normal(216, 12, seed=1)
+    left, right = normal(12, 216), normal(216, 12, seed=1)
     lengths = torch.logspace(-3, 3, 216, dtype=torch.float64)
     moved = KhatriRao(left * lengths, right / lengths[:, None])
     assert anisotropy(moved) == pytest.approx(anisotropy(KhatriRao(left, right)), rel=1e-3)
-    target = _normal(12, 12, seed=2)
+    target = normal(12, 12, seed=2)
     plain, white = (
         solve_krylov(moved, target, tolerance=1e-10, max_iterations=2000, whiten=whiten) for whiten in (False, True)
     )
@@ -198,40 +191,40 @@ def test_mixed_features_look_as_anisotropic_as_their_directions_are(spread: floa
 
 
 def test_features_without_one_direction_are_infinitely_anisotropic() -> None:
-    left = _normal(4, 30)
+    left = normal(4, 30)
     left[3] = 0.0
-    assert anisotropy(KhatriRao(left, _normal(30, 3))) == math.inf
+    assert anisotropy(KhatriRao(left, normal(30, 3))) == math.inf
 
 
 @pytest.mark.parametrize("whiten", [False, True])
 def test_regenerated_features_need_no_copy(whiten: bool) -> None:
     features = on.draw("he_normal", (4, 5), excess=2.0)
     operator = KhatriRao.regenerating(features, block=15)
-    target = _normal(4, 5)
+    target = normal(4, 5)
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500, store=False, whiten=whiten)
     stored = solve_krylov(operator, target, tolerance=1e-11, max_iterations=500)
     assert found.history[-1] <= 1e-11
-    assert _relative(found.gamma, stored.gamma) <= 1e-9
+    assert relative(found.gamma, stored.gamma) <= 1e-9
 
 
 def test_an_unreachable_target_ends_with_the_best_seen_and_not_with_a_worse_one() -> None:
-    left, right = _normal(6, 15), _normal(15, 5, seed=1)
+    left, right = normal(6, 15), normal(15, 5, seed=1)
     operator = KhatriRao(torch.cat([left, left], 1), torch.cat([right, right]))
-    target = _normal(6, 5, seed=2)
+    target = normal(6, 5, seed=2)
     found = solve_krylov(operator, target, tolerance=1e-10, max_iterations=2000)
     assert bool(torch.isfinite(found.gamma).all())
-    assert _relative(operator.apply(found.gamma), target) <= 1.0
-    assert found.history[-1] == pytest.approx(_relative(operator.apply(found.gamma), target))
+    assert relative(operator.apply(found.gamma), target) <= 1.0
+    assert found.history[-1] == pytest.approx(relative(operator.apply(found.gamma), target))
 
 
 def test_asked_for_least_squares_an_unreachable_target_is_approached_as_far_as_possible() -> None:
-    left, right = _normal(6, 15), _normal(15, 5, seed=1)
+    left, right = normal(6, 15), normal(15, 5, seed=1)
     operator = KhatriRao(torch.cat([left, left], 1), torch.cat([right, right]))
-    target = _normal(6, 5, seed=2)
+    target = normal(6, 5, seed=2)
     found = solve_krylov(operator, target, tolerance=1e-11, max_iterations=2000, least_squares=True)
     expected = torch.linalg.pinv(operator.materialise(), rtol=1e-10) @ target.flatten()
     # Steps are rounded to float32, and what falls into the null space stays there.
-    assert _relative(found.gamma, expected) <= 1e-11 * found.condition**2 + 30 * torch.finfo(torch.float32).eps
+    assert relative(found.gamma, expected) <= 1e-11 * found.condition**2 + 30 * torch.finfo(torch.float32).eps
 
 
 def test_the_limit_on_iterations_is_kept() -> None:

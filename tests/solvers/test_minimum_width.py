@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from systems import draw_system, rebuild
+from tensors import normal, relative
 from torch import Tensor
 
 import onlynorm as on
@@ -21,12 +22,8 @@ from onlynorm.solvers.operator import KhatriRao, Operator
 EPS = torch.finfo(torch.float64).eps
 
 
-def _normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _features(out: int, inp: int, feat: int, seed: int = 0) -> KhatriRao:
-    return KhatriRao(_normal(out, feat, seed=seed), _normal(feat, inp, seed=seed + 1))
+    return KhatriRao(normal(out, feat, seed=seed), normal(feat, inp, seed=seed + 1))
 
 
 def _made(solution: on.solvers.Solution, operator: KhatriRao) -> Tensor:
@@ -34,19 +31,15 @@ def _made(solution: on.solvers.Solution, operator: KhatriRao) -> Tensor:
     return solution.output_gamma[:, None] * operator.apply(solution.gamma)
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.integers(0, 999), st.sampled_from([(), (2,)]))
 @settings(max_examples=60)
 def test_the_operator_keeps_the_contract(out: int, inp: int, feat: int, seed: int, batch: tuple[int, ...]) -> None:
     features = _features(out, inp, feat, seed)
-    system = MinimumWidth(features, _normal(out, inp, seed=seed + 2))
+    system = MinimumWidth(features, normal(out, inp, seed=seed + 2))
     matrix = system.materialise()
     assert isinstance(system, Operator)
     assert matrix.shape == (system.equations, system.n_features) == (out * inp, feat + out - 1)
-    gamma, residual = _normal(*batch, system.n_features), _normal(*batch, out, inp, seed=3)
+    gamma, residual = normal(*batch, system.n_features), normal(*batch, out, inp, seed=3)
     near = 100 * sum(matrix.shape) * EPS * float(matrix.norm())
     assert torch.allclose(system.apply(gamma).flatten(-2), gamma @ matrix.mT, atol=near * 10)
     assert torch.allclose(system.transpose(residual), residual.flatten(-2) @ matrix, atol=near * 10)
@@ -63,9 +56,9 @@ def test_the_operator_keeps_the_contract(out: int, inp: int, feat: int, seed: in
 
 
 def test_the_added_columns_scale_rows_and_keep_the_mean() -> None:
-    target = _normal(5, 4, seed=9)
+    target = normal(5, 4, seed=9)
     system = MinimumWidth(_features(5, 4, 16), target)
-    unknowns = _normal(system.n_features)
+    unknowns = normal(system.n_features)
     factors = system.row_factors(unknowns)
     assert float(factors.mean()) == pytest.approx(1.0, abs=100 * EPS * float(factors.abs().max()))
     without = system.features.apply(unknowns[:16])
@@ -80,20 +73,20 @@ def test_the_added_columns_scale_rows_and_keep_the_mean() -> None:
 def test_the_minimum_number_of_features_reaches_any_target(out: int, inp: int, extra: int) -> None:
     need = minimum_features(out, inp)
     operator = _features(out, inp, need + extra, seed=4)
-    target = _normal(out, inp, seed=6)
+    target = normal(out, inp, seed=6)
     solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
     assert need == out * inp - out + 1
-    assert _relative(_made(solution, operator), target) <= 1e-10
+    assert relative(_made(solution, operator), target) <= 1e-10
     assert solution.gamma.shape == (need + extra,)
 
 
 @pytest.mark.parametrize("method", ["lu", "krylov", "svd"])
 def test_every_method_solves_it(method: str) -> None:
     operator = _features(4, 3, 9 if method == "lu" else 14)
-    target = _normal(4, 3, seed=5)
+    target = normal(4, 3, seed=5)
     solution = on.solve(*operator.dense(), target, minimum_width=True, method=method, tolerance=1e-9)
     assert solution.method == method
-    assert _relative(_made(solution, operator), target) <= 1e-9
+    assert relative(_made(solution, operator), target) <= 1e-9
 
 
 def test_scales_of_outputs_that_magnify_what_the_system_left_are_answered_by_a_finer_solve(
@@ -109,9 +102,9 @@ def test_scales_of_outputs_that_magnify_what_the_system_left_are_answered_by_a_f
     monkeypatch.setattr(sys.modules["onlynorm.solvers.solve"], "solve_with_fallback", watched)
     for seed in range(20):
         operator = _features(6, 8, minimum_features(6, 8) + 8, seed=seed)
-        target = _normal(6, 8, seed=100 + seed)
+        target = normal(6, 8, seed=100 + seed)
         solution = on.solve(*operator.dense(), target, minimum_width=True, method="krylov", tolerance=1e-4)
-        assert _relative(_made(solution, operator), target) <= 1e-4
+        assert relative(_made(solution, operator), target) <= 1e-4
     assert len(asked) > 20, "at least one first solve was not enough"
     assert asked.count(1e-4) == 20
 
@@ -120,7 +113,7 @@ def test_the_solution_is_that_of_the_pivoted_null_vector() -> None:
     """The paper's way: one pivot per row, a null vector of the pivoted system; equal up to one common factor."""
     out, inp = 4, 3
     operator = _features(out, inp, minimum_features(out, inp))
-    target = _normal(out, inp, seed=5)
+    target = normal(out, inp, seed=5)
     solution = on.solve(*operator.dense(), target, minimum_width=True)
     matrix = operator.materialise().unflatten(0, (out, inp))
     pivot = target.abs().argmax(1)
@@ -135,23 +128,23 @@ def test_the_solution_is_that_of_the_pivoted_null_vector() -> None:
 
 
 def test_zero_rows_are_switched_off_and_need_no_features() -> None:
-    target = _normal(6, 4, seed=5)
+    target = normal(6, 4, seed=5)
     target[[1, 4]] = 0.0
     operator = _features(6, 4, minimum_features(4, 4))
     solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
     assert solution.output_gamma is not None
     assert torch.equal(solution.output_gamma == 0, target.abs().amax(1) == 0)
-    assert _relative(_made(solution, operator), target) <= 1e-10
+    assert relative(_made(solution, operator), target) <= 1e-10
 
 
 def test_zero_rows_may_be_zero_in_the_features_too() -> None:
     left, right = _features(6, 4, 22).dense()
     left = left.clone()
     left[2] = 0.0
-    target = _normal(6, 4, seed=5)
+    target = normal(6, 4, seed=5)
     target[2] = 0.0
     solution = on.solve(left, right, target, minimum_width=True, tolerance=1e-10)
-    assert _relative(_made(solution, KhatriRao(left, right)), target) <= 1e-10
+    assert relative(_made(solution, KhatriRao(left, right)), target) <= 1e-10
 
 
 def test_a_zero_target_switches_everything_off() -> None:
@@ -164,24 +157,24 @@ def test_a_zero_target_switches_everything_off() -> None:
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1e30, 1e300])
 def test_extreme_targets_are_reached(scale: float) -> None:
     operator = _features(5, 4, 17)
-    target = _normal(5, 4, seed=5) * scale
+    target = normal(5, 4, seed=5) * scale
     solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
-    assert _relative(_made(solution, operator) / scale, target / scale) <= 1e-10
+    assert relative(_made(solution, operator) / scale, target / scale) <= 1e-10
 
 
 def test_rows_of_very_different_size_are_reached() -> None:
     operator = _features(5, 4, 17)
-    target = _normal(5, 4, seed=5)
+    target = normal(5, 4, seed=5)
     target[3] *= 1e-170
     solution = on.solve(*operator.dense(), target, minimum_width=True, tolerance=1e-10)
-    assert _relative(_made(solution, operator), target) <= 1e-10
+    assert relative(_made(solution, operator), target) <= 1e-10
 
 
 def test_fewer_features_than_the_minimum_are_refused() -> None:
     operator = _features(4, 5, 16)
     message = r"minimum width needs 17 features for 4 nonzero outputs of 5 weights; got 16\. Draw 1 more"
     with pytest.raises(InsufficientFeaturesError, match=message):
-        on.solve(*operator.dense(), _normal(4, 5), minimum_width=True)
+        on.solve(*operator.dense(), normal(4, 5), minimum_width=True)
 
 
 def test_what_the_system_cannot_take_is_refused() -> None:
@@ -189,21 +182,21 @@ def test_what_the_system_cannot_take_is_refused() -> None:
     with pytest.raises(
         ShapeError, match=r"one target \(out, inp\) and no near; got a target of shape \(2, 3, 3\)\. Solve"
     ):
-        on.solve(left, right, _normal(2, 3, 3), minimum_width=True)
+        on.solve(left, right, normal(2, 3, 3), minimum_width=True)
     with pytest.raises(ShapeError, match=r"no near; got near\. .*minimum_width"):
-        on.solve(left, right, _normal(3, 3), minimum_width=True, near=1.0)
+        on.solve(left, right, normal(3, 3), minimum_width=True, near=1.0)
     features = on.draw("he_normal", (3, 2, 3), kernel="second")
     message = r"kernel in the first layer.*got 9 rows for 3 outputs\. Draw the features with kernel='first'"
     with pytest.raises(ValueRangeError, match=message):
-        on.solve_features(features, _normal(3, 2, 3), minimum_width=True)
+        on.solve_features(features, normal(3, 2, 3), minimum_width=True)
 
 
 def test_a_convolution_is_solved_with_its_kernel_in_the_first_layer() -> None:
     features = on.draw("he_normal", (4, 2, 3), n_features=minimum_features(4, 6))
-    target = _normal(4, 2, 3)
+    target = normal(4, 2, 3)
     solution = on.solve_features(features, target, minimum_width=True, tolerance=1e-10)
     made = features.as_weight(_made(solution, KhatriRao(features.left(), features.right())))
-    assert _relative(made, target) <= 1e-10
+    assert relative(made, target) <= 1e-10
 
 
 @pytest.mark.parametrize("power", [3, 6, 8])
@@ -226,7 +219,7 @@ def test_the_scales_of_rows_of_left_cost_no_digits_either(power: int, extra: int
     assert solution.residual <= 100 * max(plain.residual, EPS)
     assert solution.output_gamma is not None
     made = (solution.output_gamma * scales)[:, None] * rebuild(left, right, solution.gamma)
-    assert _relative(made, target) <= 1e-10
+    assert relative(made, target) <= 1e-10
 
 
 @pytest.mark.parametrize("lack", ["repeated", "output", "input", "target"])
@@ -245,7 +238,7 @@ def test_what_cannot_be_reached_names_the_features_that_solve_it(lack: str) -> N
     assert solution.residual <= 1.0
     assert "optimum" not in solution.shortfall
     n = int(solution.shortfall.split(" more dense features")[0].split()[-1])
-    more = torch.cat([left, _normal(6, n, seed=91)], 1), torch.cat([right, _normal(n, 9, seed=92)])
+    more = torch.cat([left, normal(6, n, seed=91)], 1), torch.cat([right, normal(n, 9, seed=92)])
     assert on.solve(*more, target, minimum_width=True, tolerance=1e-10).is_exact
     if lack != "output":  # where a row factor of zero solves the system, the number is a safe one
         fewer = more[0][:, :-1], more[1][:-1]
@@ -260,7 +253,7 @@ def test_sparse_features_name_as_many_as_solve_it(seed: int) -> None:
     solution = on.solve(left, right, target, minimum_width=True)
     if not solution.is_exact:
         n = int(solution.shortfall.split(" more dense features")[0].split()[-1])
-        more = torch.cat([left, _normal(4, n, seed=91)], 1), torch.cat([right, _normal(n, 5, seed=92)])
+        more = torch.cat([left, normal(4, n, seed=91)], 1), torch.cat([right, normal(n, 5, seed=92)])
         assert on.solve(*more, target, minimum_width=True, tolerance=1e-10).is_exact
 
 

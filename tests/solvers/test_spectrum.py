@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate
+from tensors import normal
 
 import onlynorm as on
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError
@@ -212,7 +213,7 @@ def test_predicted_iterations_are_within_a_third_of_the_measured(shape: tuple[in
     operator = _unit(on.draw("he_normal", shape, excess=excess, seed=1))
     is_wide = operator.n_features >= operator.equations
     gram = operator.row_gram() if is_wide else operator.gram()
-    target = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    target = normal(*shape)
     rhs = target.flatten() if is_wide else operator.transpose(target)
     _, measured, _ = conjugate_gradients(lambda p: gram @ p, rhs, 1, tolerance=1e-10, max_iterations=5000)
     predicted = spectrum.predict_iterations(spectrum.predict_condition(*shape, operator.n_features), 1e-10)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_norms import BatchNormAct2d, GlobalResponseNorm, LlamaRMSNorm, OwnBatchNorm
+from tensors import single_normal
 from torch import Tensor, nn
 
 import onlynorm as on
@@ -61,7 +62,7 @@ NORMS = {
 
 
 def images(seed: int = 0) -> Tensor:
-    return torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+    return single_normal(8, 3, 6, 6, seed=seed)
 
 
 def make(norm: str = "batch", n_classes: int = 5) -> nn.Sequential:
@@ -676,7 +677,7 @@ def test_statistics_that_are_not_in_the_state_dict_are_in_the_adapter(tmp_path: 
     base = nn.Sequential(nn.Linear(4, 4), ShyNorm(4))
     model = copy.deepcopy(base)
     only_norms(model)
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    x = single_normal(8, 4)
     model.train()(x + 3.0)
     save_adapter(model, tmp_path / "a.safetensors")
     load_adapter(base, tmp_path / "a.safetensors")
@@ -719,7 +720,7 @@ def test_buffers_of_any_type_in_the_state_dict_or_not_are_in_the_adapter(
 ) -> None:
     base = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), Drift(is_persistent=is_persistent))
     model, fresh = copy.deepcopy(base), copy.deepcopy(base)
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    x = single_normal(8, 4)
     adapters = Adapters(model)
     only_norms(model, statistics=statistics)
     model.train()(x + 3.0)

@@ -21,6 +21,7 @@ from foreign_norms import (
     OwnBatchNorm,
     UnitNorm,
 )
+from tensors import single_normal
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 
 def images(n: int = 16, seed: int = 0) -> Tensor:
-    return 3.0 * torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + 1.0
+    return 3.0 * single_normal(n, 3, 8, 8, seed=seed) + 1.0
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -359,7 +360,7 @@ def test_scales_are_those_that_the_norm_applies(
 def test_a_global_response_norm_adds_nothing_at_a_scale_of_one() -> None:
     model = nn.Sequential(GlobalResponseNorm(4))
     init_gamma(only_norms(model), how="ones")
-    x = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
+    x = single_normal(2, 3, 3, 4)
     torch.testing.assert_close(model(x), x)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pandas as pd
 
 from onlynorm.display import Curve, Figure, Table
@@ -139,6 +140,15 @@ class Results(Generic[_S, _C]):
         found = [tuple(getattr(case, name) for name in names) for case in self.cases]
         return list(dict.fromkeys(one if len(names) > 1 else one[0] for one in found))
 
+    def where(self, **fields: Any) -> list[_C]:
+        """The measured cases with these values of their fields."""
+        return [case for case in self.cases if all(getattr(case, name) == value for name, value in fields.items())]
+
+    def by(self, name: str, values: Iterable[Any]) -> dict[Any, pd.DataFrame]:
+        """The runs with each of these values of a column, without values that were not measured."""
+        found = {value: self.runs[self.runs[name] == value] for value in values}
+        return {value: runs for value, runs in found.items() if len(runs)}
+
     def of(self, case: _C, *, lr: float | None = None) -> pd.DataFrame:
         """The runs of a case, sorted by seed, at its selected learning rate or at `lr`."""
         wanted = self.lr(case) if lr is None else lr
@@ -180,6 +190,11 @@ class Results(Generic[_S, _C]):
         """The goal that a boolean column is true for every run."""
         n_true, n_runs = int(self.runs[column].sum()), len(self.runs)
         return Goal(aim, f"{n_true} of {n_runs} runs", n_true == n_runs)
+
+    def growth_goal(self, aim: str, first: _C, second: _C) -> Goal:
+        """The goal that the mean accuracy of the second case is higher."""
+        before, after = self.spread(first), self.spread(second)
+        return Goal(aim, f"{before.percent()} % to {after.percent()} %", after.mean > before.mean)
 
     def trial_accuracies(self, case: _C) -> dict[float, float]:
         """Mean validation accuracy by learning rate, over all cases of the same `lr_group`."""
@@ -261,6 +276,18 @@ def mean(column: str, pattern: str) -> Cell:
 def first(column: str, pattern: str = "") -> Cell:
     """Cells with a quantity that is equal for all seeds."""
     return lambda _results, _case, runs: format(runs[column].iloc[0], pattern)
+
+
+def fraction_below(column: str, size: float) -> Callable[[Any], float]:
+    """A derived column: the fraction of the numbers of a measured sample that are below this magnitude."""
+    return lambda row: float(np.mean(np.abs(np.asarray(getattr(row, column))) < size))
+
+
+def histogram(label: str, samples: Iterable[Sequence[float]], edges: Sequence[float], *, panel: str) -> Curve:
+    """The fractions of all numbers of several samples; those beyond the edges are counted in the outermost bins."""
+    values = np.concatenate([np.asarray(one) for one in samples])
+    heights, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+    return Curve(label, list(edges), (heights / len(values)).tolist(), "histogram", panel)
 
 
 class Sweep(Benchmark[_S], Generic[_S, _C]):

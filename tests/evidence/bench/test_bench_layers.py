@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from onlynorm.evidence.bench.blocks import BlockRow
 from onlynorm.evidence.bench.races.norm_only import (
     FOLLOWED,
     METHODS,
     ORDINARY,
     PLAIN,
-    TOLERANCE,
-    BlockRow,
     CostRow,
-    measure_blocks,
     measure_layer,
     measure_step,
     race,
@@ -41,13 +39,6 @@ def test_steps_compare_with_plain_training_of_the_same_layer() -> None:
     assert list(rows) == [PLAIN, FOLLOWED, ORDINARY]
     assert rows[PLAIN].ratio == 1.0
     assert rows[PLAIN].n_trained == rows[FOLLOWED].n_trained == 45 + 2  # excess 1.25 times 36, and the shifts
-
-
-def test_blocks_keep_exactness_and_drop_what_is_frozen() -> None:
-    rows = measure_blocks(8, repeats=1)
-    assert [row.n_blocks for row in rows] == [1, 2, 4, 8]
-    assert all(row.residual <= TOLERANCE for row in rows)
-    assert all(rows[0].n_frozen >= row.n_blocks * row.n_frozen for row in rows)
 
 
 # ------------------------------------------------------------------------------- goals

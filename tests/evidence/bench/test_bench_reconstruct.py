@@ -16,7 +16,8 @@ import onlynorm as on
 from onlynorm.data import Split
 from onlynorm.errors import UnknownNameError
 from onlynorm.evidence import cache
-from onlynorm.evidence.bench.competitors import OURS, PAPERS
+from onlynorm.evidence.bench.competitors import OURS, PAPERS, SOLVERS
+from onlynorm.evidence.bench.duels import race_layers
 from onlynorm.evidence.bench.races import reconstruct as bench_module
 from onlynorm.evidence.bench.races.reconstruct import RECIPES, RebuiltRow, race
 from onlynorm.evidence.bench.races.reconstruct import ReconstructSizes as Sizes
@@ -47,9 +48,8 @@ def network(width: int = 2) -> nn.Module:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "cifar10", data)
     monkeypatch.setattr(bench_module, "make_target", lambda *, quick: network())
-    monkeypatch.setattr(bench_module, "papers_rows", lambda target, status: [])
-    monkeypatch.setattr(bench_module, "SCALING_WIDTHS", ())
-    monkeypatch.setattr(bench_module, "QUICK_WIDTHS", ())
+    monkeypatch.setattr(bench_module, "race_layers", lambda *_, **__: [])
+    monkeypatch.setattr(bench_module, "scaling_rows", lambda *_, **__: [])
 
 
 def run(out: Path, *features: str, **options: Any) -> RaceResult[Sizes]:
@@ -215,8 +215,9 @@ def test_a_row_is_judged_by_what_was_promised(changes: dict[str, float], promise
 
 def test_the_papers_method_stands_beside_ours_on_layers_of_the_network() -> None:
     told: list[str] = []
-    rows = bench_module.papers_rows(network(), told.append)
     layers, excesses = bench_module.PAPERS_LAYERS, bench_module.PAPERS_EXCESSES
+    methods = {method: SOLVERS[method] for method in (OURS, PAPERS)}
+    rows = race_layers(network(), layers, excesses, methods, status=told.append)
     assert [(row.system, row.excess, row.method) for row in rows] == [
         (layer, excess, method) for layer in layers for excess in excesses for method in (OURS, PAPERS)
     ]
@@ -225,37 +226,3 @@ def test_the_papers_method_stands_beside_ours_on_layers_of_the_network() -> None
         assert ours.residual <= 1e-10 < papers.residual
         assert papers.ratio == papers.seconds / ours.seconds
     assert len(told) == len(layers) * len(excesses)
-
-
-# ---------------------------------------------------------------------------------------------- cost against size
-
-
-def test_a_bottleneck_network_goes_through_everything(tmp_path: Path) -> None:
-    told: list[str] = []
-    row = bench_module.scaling_row(2, tmp_path, told.append, size=32, n_samples=3)
-    weights = [m.weight for m in bench_module.bottleneck_network(2).modules() if isinstance(m, nn.Conv2d | nn.Linear)]
-    assert row.n_weights == sum(weight.numel() for weight in weights)
-    assert len(weights) == 54
-    assert row.error <= 1e-3
-    assert 2.0 <= row.stored <= 4.0  # narrow layers have almost as many norms and names as weights
-    assert told == ["id_cond at width 2: plan, reconstruct, save, load, verify"]
-    assert not list(tmp_path.iterdir())
-    (table,) = race.result([("scaling", row)]).tables()
-    assert table.rows[0][0] == "2"
-
-
-def test_resnet_50_has_25_million_weights() -> None:
-    with torch.device("meta"):
-        network = bench_module.bottleneck_network(64)
-    assert sum(p.numel() for p in network.parameters()) == 25_557_032
-
-
-@pytest.mark.parametrize(
-    ("change", "kept"), [({}, True), ({"seconds": 7.0}, False), ({"memory": 700}, False), ({"stored": 2.06}, False)]
-)
-def test_cost_has_to_grow_with_the_weights_and_no_faster(change: dict[str, float], kept: bool) -> None:
-    small = bench_module.ScalingRow(8, 100, 0.1, 1.0, 0.1, 0.1, 0.1, 100, 2.1, 1e-6)
-    large = dataclasses.replace(small, width=16, n_weights=400, seconds=4.0, memory=400, stored=2.04)
-    bench = race.result([("scaling", one) for one in (small, dataclasses.replace(large, **change))])
-    assert is_met(bench) is kept
-    assert not race.result([("scaling", small)]).goals

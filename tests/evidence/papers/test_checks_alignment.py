@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import verdict_test
 from torch import Tensor
 
 from onlynorm.alignment import align
@@ -17,11 +18,11 @@ from onlynorm.evidence.registry import Verdict
 from onlynorm.features import Features
 
 VERDICTS = {
-    "thm-3.1": Verdict.HOLDS,
-    "conclusion": Verdict.HOLDS,
-    "thm-4.1": Verdict.CORRECTED,
-    "thm-4.2": Verdict.HOLDS,
-    "thm-4.3": Verdict.CORRECTED,
+    "random_features:thm-3.1": Verdict.HOLDS,
+    "random_features:conclusion": Verdict.HOLDS,
+    "random_features:thm-4.1": Verdict.CORRECTED,
+    "random_features:thm-4.2": Verdict.HOLDS,
+    "random_features:thm-4.3": Verdict.CORRECTED,
 }
 
 
@@ -29,10 +30,7 @@ def test_every_statement_of_the_paper_has_a_check() -> None:
     assert [s.key for s in registry.statements("random_features") if not registry.has_check(s.key)] == []
 
 
-@pytest.mark.parametrize(("name", "expected"), VERDICTS.items())
-def test_the_check_comes_to_our_verdict(name: str, expected: Verdict) -> None:
-    found = registry.run_check(f"random_features:{name}", seed=1)
-    assert found.verdict is expected, str(found)
+test_a_check_comes_to_the_verdict_we_state = verdict_test(VERDICTS, seed=1)
 
 
 def test_an_alignment_that_is_not_the_best_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

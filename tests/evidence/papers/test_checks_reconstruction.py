@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from checks import defect_test, verdict_test
 from torch import Tensor, nn
 
 import onlynorm  # noqa: F401, the rooms register their checks on import
@@ -34,8 +33,6 @@ SLOW = {
     "burkholz2024:thm-2.5",
 }
 
-Spoil = Callable[[pytest.MonkeyPatch], None]
-
 
 def test_every_statement_of_both_papers_has_a_check() -> None:
     own = [s.key for paper in ("giannou2023", "burkholz2024") for s in registry.statements(paper)]
@@ -46,20 +43,7 @@ def test_every_statement_of_both_papers_has_a_check() -> None:
     assert sorted(here) == sorted(VERDICTS)
 
 
-def cases(*rows: tuple[Any, ...]) -> list[Any]:
-    """Rows of arguments, marked as slow where the check that stands first is."""
-    return [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in SLOW else []) for row in rows]
-
-
-@pytest.mark.parametrize("key", cases(*((key,) for key in VERDICTS)))
-def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
-    found = registry.run_check(key)
-    assert found.verdict is VERDICTS[key], found.evidence
-    assert found.measured
-    assert all(math.isfinite(value) for value in found.measured.values())
-    assert re.search(r"\d", found.evidence)
-    if found.verdict is Verdict.CORRECTED:
-        assert registry.statement(key).slips, "what is corrected is said"
+test_a_check_comes_to_the_verdict_we_state = verdict_test(VERDICTS, slow=SLOW)
 
 
 # Defects that the checks must notice, one each: wrong constants, wrong formulas, constructions that do not deliver.
@@ -218,9 +202,8 @@ def layers_a_thousand_times_worse(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(activations, "_find_line", lambda phi, reach, tolerance: find(phi, reach, 1000 * tolerance))
 
 
-@pytest.mark.parametrize(
-    ("key", "spoil"),
-    cases(
+test_a_defect_turns_the_verdict = defect_test(
+    [
         ("giannou2023:thm-1", one_feature_in_fifty_fewer),
         ("giannou2023:thm-1", shifts_that_only_serve_the_sample),
         ("giannou2023:remark-1", twice_the_features),
@@ -243,11 +226,6 @@ def layers_a_thousand_times_worse(patch: pytest.MonkeyPatch) -> None:
         ("burkholz2024:thm-2.4", the_printed_shift),
         ("burkholz2024:activations", a_cubic_constant_twice_as_good),
         ("burkholz2024:composition", layers_a_thousand_times_worse),
-    ),
-    ids=lambda value: getattr(value, "__name__", value),
+    ],
+    slow=SLOW,
 )
-def test_a_defect_turns_the_verdict(key: str, spoil: Spoil, monkeypatch: pytest.MonkeyPatch) -> None:
-    spoil(monkeypatch)
-    found = registry.run_check(key)
-    assert found.verdict is Verdict.FAILS, found.evidence
-    assert "raised" not in found.evidence, "the numbers have to turn it, not an accident"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from checks import verdict_test
 
 from onlynorm.evidence import registry
 from onlynorm.evidence.papers.random_features import widths
@@ -27,11 +28,7 @@ def test_every_statement_of_these_files_is_listed() -> None:
     assert sorted(own) == sorted(VERDICTS)
 
 
-@pytest.mark.parametrize("key", VERDICTS)
-def test_a_check_comes_to_the_verdict_we_state(key: str) -> None:
-    found = registry.run_check(key)
-    assert found.verdict is VERDICTS[key], found.evidence
-    assert found.measured
+test_a_check_comes_to_the_verdict_we_state = verdict_test(VERDICTS)
 
 
 def test_a_gamma_that_is_not_of_least_norm_turns_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

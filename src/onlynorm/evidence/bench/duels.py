@@ -13,18 +13,21 @@ Memory is the peak above the level at which the features and the target are alre
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onlynorm.display import Table
 from onlynorm.evidence.bench.competitors import ANY, LU, OURS, Solver, least_squares_fit, without_failure
+from onlynorm.evidence.bench.systems import System
+from onlynorm.evidence.cache import OnMessage
 from onlynorm.evidence.harness import Goal, number
 from onlynorm.evidence.race import Column, time_text
-from onlynorm.evidence.timing import race
+from onlynorm.evidence.timing import one_thread, race
 from onlynorm.memory import readable
 
 TOLERANCE, FIT_TOLERANCE = 1e-10, 1e-6
@@ -143,6 +146,21 @@ def race_solvers(
         )
         for method, timing in times.items()
     ]  # fmt: skip
+
+
+def race_layers(
+    network: nn.Module, names: Sequence[str], excesses: Sequence[float], solvers: Mapping[str, Solver], *,
+    repeats: int = 3, status: OnMessage = lambda _: None,
+) -> list[Row]:  # fmt: skip
+    """A row for each solver on each of these layers of a network, with he_normal features, on one thread."""
+    rows = []
+    for name, excess in itertools.product(names, excesses):
+        status(f"{name} at excess {excess}: {' beside '.join(solvers)}")
+        weight = network.get_parameter(f"{name}.weight").detach().double()
+        left, right, _ = System("convolution", name, tuple(weight.shape), excess).make()
+        with one_thread():
+            rows += race_solvers(name, excess, (left, right, weight.flatten(1)), solvers, repeats=repeats)
+    return rows
 
 
 def duels(rows: Sequence[Row], ours: str = OURS) -> list[Duel]:

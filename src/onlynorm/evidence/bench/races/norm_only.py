@@ -4,9 +4,7 @@ Forward and backward of structured layers beside the ordinary layer: ID cond mak
 Ortho cond by two products, whose fraction of the work is 2 / (3 load) with a load of so many samples and positions per
 input and output of the layer; for few samples it turns these instead, and a square layer costs 7 / 3 of an ordinary one
 by count of operations. A whole step of SGD on random features: plain on gamma, and on the effective weight by
-`follow_weights`. And a ResNet-20-size layer from random features in more and more blocks: its solve, its frozen
-parameters, and the making of its weight, at equal exactness. All in processor seconds on one thread, in turns, best of
-several: other processes on the machine do not count.
+`follow_weights`. And what more and more blocks of features save. All in processor seconds on one thread, best of turns.
 """
 
 from __future__ import annotations
@@ -19,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onlynorm.evidence.bench.blocks import BLOCK_COLUMNS, EXCESS, NOISE, BlockRow, block_goals, measure_blocks
 from onlynorm.evidence.harness import Goal, Session, Sizes, setting
 from onlynorm.evidence.race import Column, Race, RaceResult
 from onlynorm.evidence.timing import one_thread
 from onlynorm.evidence.timing import race as take_turns
-from onlynorm.features import draw_blocks
 from onlynorm.frozen import FrozenOptions, wrap
 from onlynorm.optim import follow_weights
 from onlynorm.seeds import own_randomness
-from onlynorm.solvers import KhatriRao, solve_blocks
 
 ORDINARY, PLAIN, FOLLOWED, ORTHO = "ordinary", "SGD on gamma", "SGD by follow_weights", "ortho_cond"
 METHODS: dict[str, dict[str, Any]] = {
@@ -39,10 +36,6 @@ ORTHO_LOAD = 3.0
 """Samples and positions per input and output from which Ortho cond is judged; below 2.2 its operations alone forbid."""
 FEW_FACTOR = 7 / 3
 """What turning few samples may cost, in ordinary layers: four products more than its three."""
-EXCESS = 1.25
-TOLERANCE = 1e-10
-NOISE = 1.1
-"""A drop may fall short of the number of blocks by this."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +61,6 @@ class CostRow:
     load: float = 0.0
 
 
-@dataclass(frozen=True)
-class BlockRow:
-    """One number of blocks: seconds of the solve and of making the weight, frozen numbers, and exactness."""
-
-    n_blocks: int
-    solve_seconds: float
-    weight_seconds: float
-    n_frozen: int
-    residual: float
-
-
 def _costs(compared: str) -> dict[str, Column]:
     return {
         "layer": "layer", "method": "method", "ms": "seconds*1e3:.2f", compared: "ratio:.2f", "trained": "n_trained:,",
@@ -90,10 +72,7 @@ race = Race(
     "layers", "Norm-only layers beside ordinary ones, preconditioned steps, and features in blocks.", LayersSizes,
     columns={
         "layers": _costs("x ordinary"), "few": _costs("x ordinary"), "steps": _costs("x plain step"),
-        "blocks": {
-            "blocks": "n_blocks", "solve s": "solve_seconds:.3f", "weight ms": "weight_seconds*1e3:.2f",
-            "frozen": "n_frozen:,", "residual": "residual:.0e",
-        },
+        "blocks": BLOCK_COLUMNS,
     },
 )  # fmt: skip
 
@@ -133,15 +112,7 @@ def goals(result: RaceResult[LayersSizes]) -> Iterator[Goal]:
         if row.method == FOLLOWED:
             aim = f"{row.layer}: a preconditioned step costs at most {STEP_FACTOR:g} times the plain one"
             yield Goal(aim, f"{row.ratio:.2f} times", row.ratio <= STEP_FACTOR)
-    for row in result.parts["blocks"][1:]:
-        one = result.parts["blocks"][0]
-        drops = [getattr(one, name) / getattr(row, name) for name in ("solve_seconds", "weight_seconds", "n_frozen")]
-        is_exact = max(one.residual, row.residual) <= TOLERANCE
-        yield Goal(
-            f"{row.n_blocks} blocks: solve, weight and frozen numbers drop {row.n_blocks} times, as exact",
-            f"{drops[0]:.1f}, {drops[1]:.1f} and {drops[2]:.1f} times, residual {row.residual:.0e}",
-            is_exact and drops[2] >= row.n_blocks and min(drops[:2]) * NOISE >= row.n_blocks,
-        )
+    yield from block_goals(result.parts["blocks"])
 
 
 def measure_layer(
@@ -177,24 +148,6 @@ def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[
         optimizers[method].step()
 
     return _rows(name, layers, step, against=PLAIN, repeats=repeats)
-
-
-def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
-    """A 3 x 3 convolution of so many channels from he_normal features in 1, 2, 4 and 8 blocks."""
-    with own_randomness(0):
-        plain = nn.Conv2d(n_channels, n_channels, 3)
-    counts = (1, 2, 4, 8)
-    found = {n: draw_blocks("he_normal", tuple(plain.weight.shape), n_blocks=n, excess=EXCESS) for n in counts}
-    operators = {n: KhatriRao(one.base.left(), one.base.right()) for n, one in found.items()}
-    targets = {n: found[n].as_blocks(plain.weight.detach().double()) for n in counts}
-    options = {n: FrozenOptions(features="he_normal", excess=EXCESS, n_blocks=n) for n in counts}
-    layers = {n: wrap(plain, options[n], is_filled=False) for n in counts}
-    solves = {n: functools.partial(solve_blocks, operators[n], targets[n]) for n in counts}
-    weights = {n: functools.partial(getattr, layers[n], "weight") for n in counts}
-    solved, made = take_turns(solves, rounds=repeats), take_turns(weights, rounds=20 * repeats)
-    rests = {n: targets[n] - operators[n].apply(solved[n].result) for n in counts}
-    sizes = {n: float(torch.linalg.vector_norm(rests[n]) / torch.linalg.vector_norm(targets[n])) for n in counts}
-    return [BlockRow(n, solved[n].seconds, made[n].seconds, layers[n].frozen.n_frozen, sizes[n]) for n in counts]
 
 
 def _subjects() -> list[tuple[str, nn.Linear | nn.Conv2d, Tensor]]:

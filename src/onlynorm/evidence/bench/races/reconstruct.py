@@ -12,29 +12,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from onlynorm.data import Split, cifar10
 from onlynorm.evidence.bench.competitors import OURS, PAPERS, SOLVERS
-from onlynorm.evidence.bench.duels import ROW_COLUMNS, Row, race_solvers
-from onlynorm.evidence.bench.networks import bottleneck_network, make_target
-from onlynorm.evidence.bench.systems import System
+from onlynorm.evidence.bench.duels import ROW_COLUMNS, race_layers
+from onlynorm.evidence.bench.networks import make_target
+from onlynorm.evidence.bench.scaling import SCALING_COLUMNS, scaling_goals, scaling_rows
 from onlynorm.evidence.cache import OnMessage
 from onlynorm.evidence.harness import Goal, Session, Sizes, setting
 from onlynorm.evidence.race import Race, RaceResult
-from onlynorm.evidence.timing import once, one_thread
-from onlynorm.files import load, save
-from onlynorm.reconstruction import Comparison, Wide, collapse, compare, plan, reconstruct, verify
-from onlynorm.seeds import own_randomness
+from onlynorm.files import save
+from onlynorm.reconstruction import Comparison, Wide, collapse, compare, reconstruct
 from onlynorm.storage import digest, tensors_digest
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -47,10 +42,6 @@ PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
 PAPERS_EXCESSES = (1.0, 1.25)
 ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
 """Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
-SCALING_WIDTHS, QUICK_WIDTHS = (16, 32, 64), (4, 8)
-"""Channels of the first stage; 64 make the 25 million weights of ResNet-50."""
-LINEAR, STORED = 1.5, 2.05
-"""Goals of the third table: growth of seconds and bytes per weight with the width, numbers of a file per weight."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +101,6 @@ class RebuiltRow:
         )
 
 
-@dataclass(frozen=True)
-class ScalingRow:
-    """What a network of bottleneck blocks of one width takes, from plan to verify, with id_cond features."""
-
-    width: int
-    n_weights: int
-    plan_seconds: float
-    seconds: float
-    save_seconds: float
-    load_seconds: float
-    verify_seconds: float
-    memory: int
-    stored: float
-    error: float
-
-
 race = Race(
     "reconstruct", "A trained ResNet-20 from six kinds of frozen features.", ReconstructSizes, is_stored=True,
     width=140, columns={
@@ -136,20 +111,13 @@ race = Race(
             "target %": "target_accuracy*100:.2f", "file": "file_size:bytes", "seconds": "seconds:.0f", "note": "note",
         },
         "papers": ROW_COLUMNS,
-        "scaling": {
-            "width": "width", "weights": "n_weights:,", "plan (s)": "plan_seconds:short",
-            "reconstruct (s)": "seconds:short", "save (s)": "save_seconds:short", "load (s)": "load_seconds:short",
-            "verify (s)": "verify_seconds:short",
-            "us / weight": lambda row: f"{1e6 * row.seconds / row.n_weights:.2f}", "peak memory": "memory:bytes",
-            "float64 / weight": lambda row: f"{row.memory / 8 / row.n_weights:.2f}",
-            "stored / weight": "stored:.3f", "float32 error": "error:.1e",
-        },
+        "scaling": SCALING_COLUMNS,
     },
 )  # fmt: skip
 
 
 @race.measure
-def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, RebuiltRow | list[Row] | ScalingRow]]:
+def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, Any]]:
     """Rebuilds the network once per kind of features, then the other two tables."""
     target, split = make_target(quick=sizes.quick), cifar10()
     sizes = sizes.within(split)
@@ -164,26 +132,16 @@ def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, Re
         row, note = session.get_or_compute(RebuiltRow, name, made_of, make)
         session.log(f"{name}: {row.goal.measured}")
         yield "rows", replace(row, note=note or row.note)
-    yield "papers", papers_rows(target, session.status)
-    with one_thread():
-        for width in QUICK_WIDTHS if sizes.quick else SCALING_WIDTHS:
-            yield "scaling", scaling_row(width, session.folder, session.status)
+    methods = {method: SOLVERS[method] for method in (OURS, PAPERS)}
+    yield "papers", race_layers(target, PAPERS_LAYERS, PAPERS_EXCESSES, methods, status=session.status)
+    yield "scaling", scaling_rows(session.folder, session.status, quick=sizes.quick)
 
 
 @race.goals
 def goals(result: RaceResult[ReconstructSizes]) -> Iterator[Goal]:
-    """What is promised of every kind of features, and cost in proportion to the number of weights.
-
-    From the second width on: small networks cost Python's own time.
-    """
+    """What is promised of every kind of features, and cost in proportion to the number of weights."""
     yield from (row.goal for row in result.parts["rows"])
-    for first, last in list(itertools.pairwise(result.parts["scaling"]))[-1:]:
-        before, after, n_more = f"at {first.width}", f"at width {last.width}", last.n_weights / first.n_weights
-        slower, larger = last.seconds / first.seconds / n_more, last.memory / first.memory / n_more
-        aim = f"id_cond: seconds and bytes per weight {after} at most {LINEAR:g} times those {before}"
-        yield Goal(aim, f"{slower:.2f} and {larger:.2f} times", max(slower, larger) <= LINEAR)
-        aim = f"id_cond: a file of at most {STORED} numbers per weight {after}"
-        yield Goal(aim, f"{last.stored:.3f}", last.stored <= STORED)
+    yield from scaling_goals(result.parts["scaling"])
 
 
 def rebuild(
@@ -218,39 +176,4 @@ def rebuild(
         exact.check.relative_error, single.check.outside, single.check.agreement, collapsed.check.agreement,
         collapsed.network_accuracy or 0.0, collapsed.target_accuracy or 0.0, path.stat().st_size,
         time.perf_counter() - start, sizes.exact, sizes.images, sizes.collapsed, "resumed" if is_resumed else "",
-    )  # fmt: skip
-
-
-def papers_rows(target: nn.Module, status: OnMessage) -> list[Row]:
-    """Ours and the papers' method on a few layers of the network, with he_normal features."""
-    rows = []
-    for name, excess in itertools.product(PAPERS_LAYERS, PAPERS_EXCESSES):
-        status(f"{name} at excess {excess}: the papers' method beside ours")
-        weight = target.get_parameter(f"{name}.weight").detach().double()
-        left, right, _ = System("convolution", name, tuple(weight.shape), excess).make()
-        with one_thread():
-            solvers = {method: SOLVERS[method] for method in (OURS, PAPERS)}
-            rows += race_solvers(name, excess, (left, right, weight.flatten(1)), solvers, repeats=3)
-    return rows
-
-
-def scaling_row(width: int, out: Path, status: OnMessage, *, size: int = 64, n_samples: int = 8) -> ScalingRow:
-    """One width: a ReLU between the frozen layers, images of `size` x `size`."""
-    status(f"id_cond at width {width}: plan, reconstruct, save, load, verify")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"bottleneck-{width}.safetensors"
-    with own_randomness(0):
-        target, inputs = bottleneck_network(width), torch.randn(n_samples, 3, size, size)
-        wide = Wide(features="id_cond", activation=nn.ReLU())
-        reconstruct(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), inputs, wide)  # libraries are loaded
-    planned = once(lambda: plan(target, inputs, wide))
-    built = once(lambda: reconstruct(target, inputs, wide), metered=True)
-    saved = once(lambda: save(built.result, path))
-    loaded = once(lambda: load(path, like=bottleneck_network(width)))
-    checked = once(lambda: verify(target, loaded.result, inputs))
-    n_weights, n_stored = sum(math.prod(layer.shape) for layer in built.result.layers), path.stat().st_size / 4
-    path.unlink()
-    return ScalingRow(
-        width, n_weights, planned.seconds, built.seconds, saved.seconds, loaded.seconds, checked.seconds, built.memory,
-        n_stored / n_weights, checked.result.relative_error,
     )  # fmt: skip

@@ -2,8 +2,8 @@
 
 ResNets for CIFAR-10 of growing width and growing depth keep the weights that torch drew for them; scales start uniform
 on [0, 1], as Frankle, Schwab and Morcos start them, and on one size at one as well. All methods share a schedule but
-for the learning rate, which is higher where only norms learn. Their observation is that norms-only training switches
-about a third of the features off: we count the scales below 0.01 and below 0.05 in magnitude.
+for the learning rate, which is higher where only norms learn. They observed that norms-only training switches about a
+third of the features off: we count the scales below 0.01 and below 0.05 in magnitude.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from onlynorm.data import cifar10
-from onlynorm.display import Curve, Figure, Panel, Table
+from onlynorm.display import Figure, Panel, Table
 from onlynorm.evidence.harness import Goal, Sizes, Spread, setting
-from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, mean, percent
+from onlynorm.evidence.sweep import Results, Sweep, TrainingRun, first, fraction_below, histogram, mean, percent
 from onlynorm.evidence.timing import warm_up_training
 from onlynorm.evidence.validation import first_test_images, random_subset
 from onlynorm.models import cifar_resnet
@@ -29,6 +29,7 @@ from onlynorm.tuning import Schedule, accuracy, fit, init_gamma, only_norms
 
 NORMS, NORMS_FROM_ONES, HEAD, FULL = "norms only", "norms only, from ones", "head only", "everything"
 METHODS = (NORMS, NORMS_FROM_ONES, HEAD, FULL)
+TRAINED_SCALES = (NORMS, NORMS_FROM_ONES, FULL)
 NETWORKS = ((8, 4), (8, 8), (8, 16), (8, 32), (14, 8), (20, 8), (32, 8))
 """(depth, width): four widths at depth 8, four depths at width 8."""
 QUICK_NETWORKS = ((8, 2), (8, 4), (14, 2))
@@ -37,8 +38,7 @@ FROM_ONES = (8, 16)
 SMALL = {"below_0_01": 0.01, "below_0_05": 0.05}
 """Magnitudes below which a scale counts as close to zero."""
 BELOW = {name: f"below {size:g}, %" for name, size in SMALL.items()}
-EDGES = np.linspace(-1.0, 2.0, 61)
-"""Bins of the histogram; scales beyond the ends are counted in the outermost ones."""
+EDGES = np.linspace(-1.0, 2.0, 61).tolist()
 _FIRST = 1000
 """Seeds of weights start here, so that no weight is drawn with the seed of scales or of the order of the images."""
 
@@ -85,17 +85,12 @@ def cases(sizes: FrozenSizes) -> list[Case]:
     return [Case(*net, how) for net in networks for how in METHODS if how != NORMS_FROM_ONES or net == ones]
 
 
-def fraction_below(row: Trained, size: float) -> float:
-    """The fraction of scales below this magnitude."""
-    return float(np.mean(np.abs(np.asarray(row.gammas)) < size))
-
-
 images = functools.lru_cache(maxsize=1)(lambda side: cifar10().smaller(side))
 """CIFAR-10, averaged down to this side."""
 sweep = Sweep(
     "frozen", "Frozen random ResNets that learn by their norms alone.", FrozenSizes, cases=cases,
     made_of=lambda _, sizes: {"data": images(sizes.side)}, hidden={"gammas"},
-    derived={name: functools.partial(fraction_below, size=size) for name, size in SMALL.items()},
+    derived={name: fraction_below("gammas", size) for name, size in SMALL.items()},
     columns={
         "trained": first("n_trained", ","), "parameters": first("n_total", ","), "accuracy %": percent("accuracy"),
         **{BELOW[name]: percent(name, where=lambda case: case.method != HEAD) for name in SMALL},
@@ -117,13 +112,12 @@ def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
     )  # fmt: skip
     warm_up_training()
     fitted = fit(network, random_subset(split, sizes.images, seed=run.seed), schedule=schedule, on_step=run.on_step)
-    state = network.state_dict()
     return Trained(
         accuracy=accuracy(network, first_test_images(split, sizes.n_test)),
         n_trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         n_total=sum(p.numel() for p in network.parameters()),
         gammas=gammas_of(network),
-        is_frozen=all(torch.equal(state[name].cpu(), value) for name, value in frozen.items()),
+        is_frozen=all(torch.equal(network.get_parameter(name).cpu(), value) for name, value in frozen.items()),
         seconds=fitted.seconds,
     )
 
@@ -147,7 +141,7 @@ def scale_tables(results: Results[FrozenSizes, Case]) -> list[Table]:
     """What became of the scales over all networks."""
     rows = [
         (method, *(Spread.of(list(runs[name])).percent() for name in SMALL), f"{runs['gammas'].map(len).sum():,}")
-        for method, runs in _trained(results).items()
+        for method, runs in results.by("method", TRAINED_SCALES).items()
     ]
     rows.append(("uniform, before training", *(f"{100 * size:.1f}" for size in SMALL.values()), "-"))
     return [Table(("scales of all networks", *BELOW.values(), "scales"), rows)]
@@ -159,40 +153,28 @@ def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
     yield results.seeds_goal("every method is measured on every network", results.cases)
     yield results.every_run_goal("what is frozen is as it was drawn, to the last bit", "is_frozen")
     for axis in ("width", "depth"):
-        small, *_, large = series(results, axis)
+        small, large = (series(results, axis)[end] for end in (0, -1))
         if small != large:
-            found = [results.spread(case) for case in (small, large)]
             aim = f"{NORMS}: accuracy grows with the {axis}, {getattr(small, axis)} to {getattr(large, axis)}"
-            yield Goal(aim, f"{found[0].percent()} % to {found[1].percent()} %", found[1].mean > found[0].mean)
+            yield results.growth_goal(aim, small, large)
 
 
 def series(results: Results[FrozenSizes, Case], axis: str) -> list[Case]:
-    """The longest series of networks with trained norms that differ only in this axis, ascending; its ends at least."""
+    """The longest series of networks with trained norms that differ only in this axis, ascending."""
     shared = "depth" if axis == "width" else "width"
-    cases = sorted(case for case in results.cases if case.method == NORMS)
-    longest = max(([case for case in cases if getattr(case, shared) == at] for at in results.axis(shared)), key=len)
-    return longest if len(longest) > 1 else longest * 2
+    found = [results.where(**{"method": NORMS, shared: value}) for value in results.axis(shared)]
+    return max(map(sorted, found), key=len)
 
 
 @sweep.figures
 def draw(results: Results[FrozenSizes, Case]) -> dict[str, Figure]:
     """Histograms of all scales after training: by width, by depth, and of all networks by method."""
-    found = {
-        (f"{axis} {getattr(case, axis)}", axis): results.of(case)["gammas"]
+    curves = [
+        histogram(f"{axis} {getattr(case, axis)}", results.of(case)["gammas"], EDGES, panel=axis)
         for axis in ("width", "depth") for case in series(results, axis)
-    } | {(method, "all"): runs["gammas"] for method, runs in _trained(results).items()}  # fmt: skip
-    curves = []
-    for (label, panel), gammas in found.items():
-        values = np.concatenate([np.asarray(one) for one in gammas])
-        heights, _ = np.histogram(np.clip(values, EDGES[0], EDGES[-1]), EDGES)
-        curves.append(Curve(label, EDGES.tolist(), (heights / len(values)).tolist(), "histogram", panel))
+    ]  # fmt: skip
+    trained = results.by("method", TRAINED_SCALES)
+    curves += [histogram(method, runs["gammas"], EDGES, panel="all") for method, runs in trained.items()]
     x_label, y_label = "scale after training; the last bins hold all beyond", "fraction of scales"
     titles = {"width": f"{NORMS}, by width", "depth": f"{NORMS}, by depth", "all": "all networks"}
-    panels = [Panel(name, title, x_label, y_label) for name, title in titles.items()]
-    return {"gammas": Figure(curves, panels)}
-
-
-def _trained(results: Results[FrozenSizes, Case]) -> dict[str, Any]:
-    """The runs by the methods that train scales."""
-    runs = {method: results.runs[results.runs["method"] == method] for method in (NORMS, NORMS_FROM_ONES, FULL)}
-    return {method: found for method, found in runs.items() if len(found)}
+    return {"gammas": Figure(curves, [Panel(name, title, x_label, y_label) for name, title in titles.items()])}

@@ -98,7 +98,7 @@ def spectra(results: Results[ScaledSizes, Case], status: Callable[[str], None]) 
     """What the spectra do to the weights of the networks."""
     made = []
     for data, law in itertools.product(results.sizes.data, results.sizes.law):
-        conditions = [case.condition for case in results.cases if (case.data, case.spectrum) == (data, law)]
+        conditions = [case.condition for case in results.where(data=data, spectrum=law)]
         for before, condition in itertools.pairwise((1.0, *conditions)):
             status(f"{data}, {law} {condition:g}: one step beside the ordinary one")
             squares = squared_spectrum(data, condition=condition, law=law)
@@ -146,7 +146,7 @@ def goals(results: Results[ScaledSizes, Case]) -> Iterator[Goal]:
             yield Goal(aim, f"{max(gaps):.1e}", max(gaps) <= ROUNDING)
         if results.sizes.quick or len(usual) < 2:
             continue
-        worse = [case for case in results.cases if case.data == plain.data and case.condition > 1.0]
+        worse = [case for case in results.where(data=plain.data) if case.condition > 1.0]
         for case in {case.spectrum: case for case in worse}.values():
             best, last = results.spread(plain), results.spread(case)
             yield Goal(
@@ -164,7 +164,7 @@ def draw(results: Results[ScaledSizes, Case]) -> dict[str, Figure]:
     curves = []
     for plain in dict.fromkeys(ordinary(case) for case in results.cases):
         for place, (law, is_own) in enumerate(itertools.product(LAWS, (True, False))):
-            found = [c for c in results.cases if c.data == plain.data and c.spectrum == law and c.condition > 1.0]
+            found = [case for case in results.where(data=plain.data, spectrum=law) if case.condition > 1.0]
             if found:
                 lr = None if is_own else results.lr(plain)
                 # Side by side, or one interval would hide another.

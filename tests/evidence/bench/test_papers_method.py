@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tensors import normal
 
 import onlynorm as on
 from onlynorm.evidence.bench.papers_method import lbfgs, solve_as_papers
@@ -10,7 +11,7 @@ from onlynorm.evidence.bench.papers_method import lbfgs, solve_as_papers
 
 def _system(excess: float, *, seed: int = 0) -> tuple[on.solvers.KhatriRao, torch.Tensor]:
     features = on.draw("he_normal", (12, 10), excess=excess, seed=seed)
-    target = torch.randn(12, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    target = normal(12, 10, seed=seed)
     return on.solvers.KhatriRao(features.left(), features.right()), target
 
 
