@@ -55,10 +55,10 @@ class Diagnosis(ShownResult):
     initial_loss_ratio: float | None
     last_layer: str | None
     skipped: tuple[str, ...]
-    unseen_fraction: float
     n_samples: int
     mode: str
     seconds: float = field(compare=False)
+    unseen_fraction: float = 0.0
 
     @property
     def score(self) -> float:
