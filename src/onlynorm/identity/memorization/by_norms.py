@@ -387,6 +387,12 @@ def load_norm_memorizer(path: Path) -> NormMemorizer:
         facts = document["facts"]
         checked = None if facts is None else make_checked(NormMemorizerFacts, facts)
         has_output_norm = "norm3.weight" in tensors
+        newest = FORMAT if has_output_norm else 1
+        if document["format"] > newest:
+            raise FormatError(
+                f"a {KIND} with these norms needs format {newest} or older; {path.name} has {document['format']}. "
+                "Update onlynorm."
+            )
         network = NormMemorizer(features, code=document["code"], has_output_norm=has_output_norm)
         network.to(tensors["norm1.weight"].dtype)
         counts = (features.n_features, sum(p.numel() for p in network.parameters()))
