@@ -72,7 +72,7 @@ SAME_SCALE = 10
 UNEVEN = 1e3
 """Largest entry over the smallest deviation of an input, and largest over median distance, up to which points are even.
 
-Points that are not fit are always less even: projections have the rounding errors of their largest entries."""
+Projections have the rounding errors of their largest entries, which uneven points lose their differences in."""
 N_DIRECTIONS = 16
 """Random directions along which close points are looked for."""
 COINCIDING = 1e-8

@@ -41,10 +41,10 @@ TINY = 1e-150
 DENSE = 600
 """Equations up to which steps are factorized: faster at 256 equations, 2 to 4 times slower at 1,024."""
 SAFE_EXCESS = 1.25
-"""Excess of the recommended widths: at 1.1, a few systems in a hundred are not solved."""
+"""Excess of the recommended widths: at 1, some systems of two layers are not solved."""
 SAFE_LAYERS = 3
-"""Layers up to which all systems of this excess were solved, also for targets of low rank: deeper products are badly
-conditioned."""
+"""Layers up to which all dense systems of this excess that were tried were solved, also for targets of low rank: deeper
+products are worse conditioned."""
 MOST_LAYERS = 100_000
 MAX_STEPS = 500
 """Over all restarts; 15 to 50 are typical."""
