@@ -111,7 +111,7 @@ def test_the_shortfalls_of_an_outside_test_name_no_cure_that_does_not_hold() -> 
         (on.Deep(features="er_sign"), r"cure: features='orthogonal' \(without a density\)$"),
         (
             on.Multilayer(n_layers=30, excess=1.0),
-            r"use n_layers=6 and features='orthogonal' and excess=1.25 \(the widths of widths_for\)$",
+            r"use n_layers=3 and features='orthogonal' and excess=1.25 \(the widths of widths_for\)$",
         ),
     ]
     for options, words in cases:

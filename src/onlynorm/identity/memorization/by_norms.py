@@ -74,7 +74,7 @@ SAME_SCALE = 10
 UNEVEN = 1e3
 """Largest entry over the smallest deviation of an input, and largest over median distance, up to which points are even.
 
-Points that are not fit are always less even: projections have the rounding errors of their largest entries."""
+Projections have the rounding errors of their largest entries, which uneven points lose their differences in."""
 N_DIRECTIONS = 16
 """Random directions along which close points are looked for."""
 COINCIDING = 1e-8
@@ -395,6 +395,12 @@ def load_norm_memorizer(path: Path) -> NormMemorizer:
         facts = document["facts"]
         checked = None if facts is None else make_checked(NormMemorizerFacts, facts)
         has_output_norm = "norm3.weight" in tensors
+        newest = FORMAT if has_output_norm else 1
+        if document["format"] > newest:
+            raise FormatError(
+                f"a {KIND} with these norms needs format {newest} or older; {path.name} has {document['format']}. "
+                "Update onlynorm."
+            )
         network = NormMemorizer(features, code=document["code"], has_output_norm=has_output_norm)
         network.to(tensors["norm1.weight"].dtype)
         counts = (features.n_features, sum(p.numel() for p in network.parameters()))

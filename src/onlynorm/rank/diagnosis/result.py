@@ -57,10 +57,10 @@ class Diagnosis(ShownResult):
     initial_loss_ratio: float | None
     last_layer: str | None
     skipped: tuple[str, ...]
-    unseen_fraction: float
     n_samples: int
     mode: str
     seconds: float = field(compare=False)
+    unseen_fraction: float = 0.0
     tree: ModuleTree | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -41,10 +41,10 @@ TINY = 1e-150
 DENSE = 600
 """Equations up to which steps are factorized: faster at 256 equations, 2 to 4 times slower at 1,024."""
 SAFE_EXCESS = 1.25
-"""Excess of the recommended widths: at 1.1, a few systems in a hundred are not solved."""
-SAFE_LAYERS = {"dense": 3, "orthogonal": 6}
-"""Layers up to which all systems of this excess were solved, also for targets of low rank: deeper products are badly
-conditioned."""
+"""Excess of the recommended widths: at 1, some systems of two layers are not solved."""
+SAFE_LAYERS = 3
+"""Layers up to which all dense systems of this excess that were tried were solved, also for targets of low rank: deeper
+products are worse conditioned."""
 MOST_LAYERS = 100_000
 MAX_STEPS = 500
 """Over all restarts; 15 to 50 are typical."""
@@ -221,9 +221,9 @@ def _cure(weights: Sequence[Tensor], target: Tensor, *, is_stopped: bool) -> str
     safe = widths_for((out, inp), n_layers=n_layers, excess=SAFE_EXCESS)
     is_wide = all(width >= least for width, least in zip(sorted(widths), sorted(safe), strict=True))
     is_dense, is_orthogonal = all(map(_is_dense, weights)), all(map(_is_orthogonal, weights))
-    is_deep = n_layers > SAFE_LAYERS["orthogonal"]
-    needs_orthogonal = not is_orthogonal and (is_wide or not is_dense or n_layers > SAFE_LAYERS["dense"])
-    options = [f"n_layers={SAFE_LAYERS['orthogonal']}"] if is_deep else []
+    is_deep = n_layers > SAFE_LAYERS
+    needs_orthogonal = not is_orthogonal and (is_wide or not is_dense or is_deep)
+    options = [f"n_layers={SAFE_LAYERS}"] if is_deep else []
     options += ["features='orthogonal'" + ("" if is_dense else " (without a density)")] if needs_orthogonal else []
     options += [f"excess={SAFE_EXCESS} (the widths of widths_for)"] if is_deep or not is_wide else []
     return f"{reason}use {' and '.join(options)}" if options else f"{reason}no option is known to help"
