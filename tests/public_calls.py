@@ -686,6 +686,10 @@ CALLS: dict[str, Call] = {
     "display.Figure.write": method(_figure, "write", folder=out("figures"), name="a"),
     "display.Panel": fn(display.Panel, name="a", x_names=("b",)),
     "display.ShownResult.to_html": method(_diagnosis, "to_html", path=out("page.html"), title="a"),
+    "display.write_page": Call(
+        lambda: display.write_page,
+        {"path": out("results.html"), "results": once(lambda: [_diagnosis()]), "title": "a", "text": "b"},
+    ),
     "display.Table": fn(display.Table, columns=("a", "b"), rows=((1.0, "c"),)),
     "records.read_record": fn(records.read_record, path=Fresh(record_file)),
     "records.read_records": fn(records.read_records, folder=written("records")),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from onlynorm.display.figure import Figure
 from onlynorm.display.table import Table
 from onlynorm.storage import write_atomically
-from onlynorm.validate import need_path, need_text
+from onlynorm.validate import need_instance, need_items, need_path, need_text
 
 Tone = Literal["good", "warn", "bad", ""]
 SIGNS: dict[Tone, str] = {"good": "✓", "warn": "~", "bad": "✕", "": "·"}
@@ -160,8 +160,10 @@ def write_page(path: Path | str, results: Sequence[ShownResult], *, title: str, 
     """Writes one self-contained HTML page with a section for each result and returns its path."""
     from onlynorm.display.page import render
 
-    path = need_path("write_page", path)
-    sections = [result._shown() for result in results]
+    path, cure = need_path("write_page", path), "Pass results with a figure, such as a Diagnosis."
+    given = [need_instance("results", one, ShownResult, cure=cure) for one in need_items("results", results, cure=cure)]
+    title, text = (need_text(name, one, cure="Pass a string.") for name, one in (("title", title), ("text", text)))
+    sections = [result._shown() for result in given]
     page = render("display/results.html", title=title, text=text, sections=sections, signs=SIGNS)
     write_atomically(path, page.encode())
     return path

@@ -4,6 +4,7 @@ Reconstruction computes the norms; training from scratch learns them. Reading or
 pair, residual, sequence, norm_only, convert, fast_paths, checkpoint.
 """
 
+from onlynorm.frozen import pair
 from onlynorm.frozen.convert import Conversion, ConvertedLayer, converted, to_norm_only
 from onlynorm.frozen.form import find_blocks
 from onlynorm.frozen.norm_only import (
@@ -15,14 +16,12 @@ from onlynorm.frozen.norm_only import (
     wrap,
 )
 from onlynorm.frozen.options import PRECISIONS, FrozenOptions
-from onlynorm.frozen.pair import NormOnlyBlock
 
 __all__ = [
     "PRECISIONS",
     "Conversion",
     "ConvertedLayer",
     "FrozenOptions",
-    "NormOnlyBlock",
     "NormOnlyConv1d",
     "NormOnlyConv2d",
     "NormOnlyConv3d",
@@ -30,6 +29,7 @@ __all__ = [
     "NormOnlyLinear",
     "converted",
     "find_blocks",
+    "pair",
     "to_norm_only",
     "wrap",
 ]

@@ -5,7 +5,7 @@ verify, certified_price.
 """
 
 from onlynorm.reconstruction.certified_price import CertifiedPrice, certified_price
-from onlynorm.reconstruction.constructions.deep import SliceLaw
+from onlynorm.reconstruction.constructions import deep, slices
 from onlynorm.reconstruction.constructions.options import (
     Construction,
     Deep,
@@ -16,7 +16,6 @@ from onlynorm.reconstruction.constructions.options import (
     Settings,
     Wide,
 )
-from onlynorm.reconstruction.constructions.slices import Slices, draw_layers, solve_slices
 from onlynorm.reconstruction.linearize import Window, linearize
 from onlynorm.reconstruction.plan import Plan, plan
 from onlynorm.reconstruction.reconstruct import collapse, reconstruct
@@ -37,18 +36,16 @@ __all__ = [
     "Reconstruction",
     "Residual",
     "Settings",
-    "SliceLaw",
-    "Slices",
     "Verification",
     "Wide",
     "Window",
     "certified_price",
     "collapse",
     "compare",
-    "draw_layers",
+    "deep",
     "linearize",
     "plan",
     "reconstruct",
-    "solve_slices",
+    "slices",
     "verify",
 ]

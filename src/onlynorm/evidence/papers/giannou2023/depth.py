@@ -18,7 +18,7 @@ from onlynorm.errors import AccuracyWarning
 from onlynorm.evidence.papers.reproduce import Outcome, Run
 from onlynorm.features import check_shape, draw
 from onlynorm.models import mlp
-from onlynorm.reconstruction import SliceLaw, Slices, draw_layers, solve_slices
+from onlynorm.reconstruction import deep, slices
 from onlynorm.validate import as_real, need_free_memory, need_integer, need_items, need_number, need_seed, need_sizes
 
 
@@ -136,13 +136,15 @@ def deep_table(
         target = torch.randn(width, width, dtype=torch.float64, generator=generator) / width**0.5
         for narrow in [k for k in ks if k <= width]:
             unique = unique_solution(target, inputs_per_slice=narrow, seed=seed)
-            law = SliceLaw((width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal")
+            law = deep.SliceLaw(
+                (width, width), narrow, is_orthogonal=isinstance(features, str) and features == "orthogonal"
+            )
             for excess in excesses:
                 n_features = draw(features, (width, narrow), excess=excess).n_features
-                layers = draw_layers(
+                layers = slices.draw_layers(
                     features, (width, width), inputs_per_slice=narrow, n_features=n_features, seed=seed
                 )
-                found = solve_slices(layers, target)
+                found = slices.solve_slices(layers, target)
                 rows.append(
                     DeepRow(
                         width, narrow, excess, law.n_layers, n_features, found.residual, found.condition,
@@ -154,7 +156,7 @@ def deep_table(
 
 def unique_solution(
     target: Float[Tensor, "out inp *kernel"], *, inputs_per_slice: int, features: str = "he_normal", seed: int = 0
-) -> Slices:
+) -> slices.Slices:
     """The paper's solution: as many features as equations in every layer, so that the solution is unique.
 
     It exists with probability one, but rounding in float64 makes it useless for many narrow layers.
@@ -164,5 +166,5 @@ def unique_solution(
     check_shape(target.shape)
     count = need_integer("inputs_per_slice", inputs_per_slice, low=1, high=target.shape[1], cure="Try 1.")
     n_features = math.prod((len(target), count, *target.shape[2:]))
-    layers = draw_layers(features, tuple(target.shape), inputs_per_slice=count, n_features=n_features, seed=seed)
-    return solve_slices(layers, target, is_near=False)
+    layers = slices.draw_layers(features, tuple(target.shape), inputs_per_slice=count, n_features=n_features, seed=seed)
+    return slices.solve_slices(layers, target, is_near=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, ShapeError, shown
-from onlynorm.frozen import NormOnlyBlock
+from onlynorm.frozen import pair
 from onlynorm.modules import activations, affine, need_model
 from onlynorm.validate import is_whole_number, need_free_memory
 
@@ -42,7 +42,7 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     """
     given = need_model("pad_equal", network)
     parts = list(given) if isinstance(given, nn.Sequential) else [given]
-    blocks = [part for part in parts if type(part) is NormOnlyBlock and not part.axes]
+    blocks = [part for part in parts if type(part) is pair.NormOnlyBlock and not part.axes]
     for part in parts:
         if part not in blocks and (activations.known(part) is None or list(part.parameters())):
             raise ConversionError(
@@ -61,11 +61,11 @@ def pad_equal(network: nn.Sequential, *, width: int | None = None) -> nn.Sequent
     need_free_memory(f"layers of {width:.3g} x {width:.3g}", 16.0 * len(blocks) * width**2, cure="Leave width out.")
     layers: list[nn.Module] = [Resize(width)]
     for part in parts:
-        layers += _padded(part, width) if isinstance(part, NormOnlyBlock) else [part]
+        layers += _padded(part, width) if isinstance(part, pair.NormOnlyBlock) else [part]
     return nn.Sequential(*layers, Resize(blocks[-1].features[0].shape[0])).eval()
 
 
-def _padded(block: NormOnlyBlock, width: int) -> list[nn.Module]:
+def _padded(block: pair.NormOnlyBlock, width: int) -> list[nn.Module]:
     features = block.features[0]
     like = block.first_norm.weight
     first, second = (_frozen(weight.to(like), width) for weight in (features.right(), features.left()))

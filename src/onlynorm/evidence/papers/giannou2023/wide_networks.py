@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onlynorm.evidence.papers.giannou2023.equal_size import pad_equal
 from onlynorm.evidence.registry import Evidence, normal, verdict
 from onlynorm.features import draw
-from onlynorm.frozen import NormOnlyBlock
+from onlynorm.frozen import pair
 from onlynorm.modules import affine
 from onlynorm.reconstruction import Construction, Ranges, Reconstruction, Wide, reconstruct, verify
 
@@ -59,8 +59,8 @@ def rebuild_error(target: nn.Sequential, construction: Construction, *, seed: in
     return rebuild(target, construction, seed=seed)[1]
 
 
-def _blocks(network: nn.Module) -> list[NormOnlyBlock]:
-    return [module for module in network.modules() if isinstance(module, NormOnlyBlock)]
+def _blocks(network: nn.Module) -> list[pair.NormOnlyBlock]:
+    return [module for module in network.modules() if isinstance(module, pair.NormOnlyBlock)]
 
 
 def _covers_the_ball(target: nn.Sequential, network: nn.Module) -> bool:
