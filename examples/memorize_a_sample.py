@@ -15,7 +15,7 @@ wrong = int((network.classify(inputs) != labels).sum())
 print(f"{wrong} of {len(inputs)} training points wrong")
 
 found = measure_off_sample(network, inputs, labels, held_out=(data.test_inputs, data.test_labels))
-print(f"held-out digits: {100 * found.held_out.right:.1f} % right")  # it memorizes, and does not generalize
+print(f"held-out digits: {100 * found.held_out.right:.1f} % accuracy")  # it memorizes, and does not generalize
 
 batch = torch.export.Dim("batch")
 exported = torch.export.export(network, (inputs[:8],), dynamic_shapes=({0: batch},)).module()

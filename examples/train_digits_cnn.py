@@ -15,7 +15,7 @@ schedule = on.Schedule(epochs=20, batch_size=64, lr=0.1, seed=0)
 on.fit(model, (data.train_inputs, data.train_labels), schedule=schedule)
 
 correct = 100 * accuracy(model, (data.test_inputs, data.test_labels))
-print(f"{len(data.test_inputs)} test images: {correct:.1f} % right")
+print(f"{len(data.test_inputs)} test images: {correct:.1f} % accuracy")
 path = Path("digits_cnn.safetensors")
 save_file(model.state_dict(), path)
 print(f"wrote {path}, {path.stat().st_size:,} bytes")

@@ -83,6 +83,17 @@ def test_a_memorizer_fits_the_sample_and_nothing_else(capsys: pytest.CaptureFixt
     assert "the same outputs after export: True" in text
 
 
+@pytest.mark.slow
+def test_repaired_networks_are_ahead_of_batch_norm_in_depth(capsys: pytest.CaptureFixture[str]) -> None:
+    script = runpy.run_path(str(EXAMPLES / "accuracy_over_depth.py"))
+    figure = script["draw"]((8, 48), 1, (0.01,))
+    found = {curve.label: curve.y[-1] for curve in figure.curves if curve.panel == "accuracy"}
+    assert found["repaired"] > 80 > 2 * found["batch norm"]
+    assert found["as it is"] < 20
+    assert {curve.panel for curve in figure.curves} == {"accuracy", "rank"}
+    assert capsys.readouterr().out.count("layers, repaired") == 2
+
+
 def test_every_example_is_run_here() -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))

@@ -114,4 +114,4 @@ def test_wrong_use_is_one_line_and_code_two(run: RunCli, tmp_path: Path) -> None
 def test_help_has_examples(run: RunCli) -> None:
     ran = run("--help")
     assert ran.code == 0
-    assert "onlynorm repair my.models:deep" in " ".join(ran.stdout.split())
+    assert "onlynorm repair mlp_deep" in " ".join(ran.stdout.split())

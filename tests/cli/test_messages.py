@@ -137,7 +137,7 @@ def test_values_out_of_range_are_refused_under_the_name_of_their_option(run: Run
         ("reconstruct mlp --data pictures", "pictures is a folder. Only tune, diagnose and repair read folders"),
         ("reconstruct mlp --data notes.txt", "got notes.txt. Save it as notes.safetensors."),
         ("memorize photos", "there is no file or folder photos"),
-        ("memorize batch.npy", "got batch.npy. Save it as batch.npz."),
+        ("memorize batch.npy", "batch.npy needs labels in a second"),
         ("diagnose mlp --weights none.pt", "--weights need a file; got none at none.pt"),
         (
             "diagnose pictures",

@@ -151,7 +151,7 @@ def test_a_file_with_another_shape_is_refused(tmp_path: Path, shape: object) -> 
     document, tensors = read_tensors(path, kind="factorization", format=1, cure="")
     document["factorization"]["shape"] = shape
     write_tensors(path, tensors, kind="factorization", format=1, document=document)
-    with pytest.raises(FormatError, match="factors need the tensors and facts of their runs"):
+    with pytest.raises(FormatError, match="a factorization needs matching tensors and metadata"):
         on.load(path)
 
 
@@ -163,7 +163,7 @@ def test_a_file_with_another_bias_is_refused(tmp_path: Path, bias: Tensor | None
     tensors = {name: tensor for name, tensor in tensors.items() if name != "bias"}
     tensors |= {} if bias is None else {"bias": bias}
     write_tensors(path, tensors, kind="factorization", format=1, document=document)
-    with pytest.raises(FormatError, match="factors need the tensors and facts of their runs"):
+    with pytest.raises(FormatError, match="a factorization needs matching tensors and metadata"):
         on.load(path)
 
 

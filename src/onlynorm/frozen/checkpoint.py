@@ -104,7 +104,7 @@ def save_network(
         "blocks": entries, "folded": folded_places(network), "aliases": aliases,
         "dtype": str(dtype or precision(network)).removeprefix("torch."),
         "folded_axes": {place: network.get_submodule(place).n_axes for place in folded_places(network)},
-        **describe_structure(network),
+        **describe_structure(network, casts={} if dtype is None else {precision(network): dtype}),
     }  # fmt: skip
     write_tensors(path, tensors, kind=KIND, format=FORMAT, document=document)
 
@@ -590,9 +590,11 @@ def _output_shape(module: nn.Module, layer: nn.Module, *, n_missing: int = 0) ->
     return tuple(output.shape)
 
 
-def describe_structure(network: nn.Module) -> dict[str, dict[str, Any]]:
+def describe_structure(
+    network: nn.Module, *, casts: Mapping[torch.dtype, torch.dtype] | None = None
+) -> dict[str, dict[str, Any]]:
     """Classes, hyperparameters and hooks of the modules, except frozen layers and folded norms, as JSON types."""
-    return structure.describe(network, opaque=_OPAQUE, kind_of=plain_kind)
+    return structure.describe(network, opaque=_OPAQUE, kind_of=plain_kind, casts=casts)
 
 
 def structure_differences(

@@ -35,10 +35,15 @@ KindOf = Callable[[nn.Module], type[nn.Module]]
 
 
 def describe(
-    network: nn.Module, *, opaque: tuple[type[nn.Module], ...] = (), kind_of: KindOf = type
+    network: nn.Module,
+    *,
+    opaque: tuple[type[nn.Module], ...] = (),
+    kind_of: KindOf = type,
+    casts: Mapping[torch.dtype, torch.dtype] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Structure, details and hooks by place, as JSON types; modules inside `opaque` ones are left out.
 
+    `casts` are the dtypes to which tensors are cast when they are saved or loaded.
     `hooks` are [forward pre-hooks, forward hooks] of every module with any; they may change its output.
     """
     structure: dict[str, Any] = {}
@@ -48,7 +53,7 @@ def describe(
         if isinstance(module, opaque):
             inside.append(f"{place}." if place else "")
         elif not place.startswith(tuple(inside)) or not inside:
-            structure[place], found = _describe_module(module, kind_of)
+            structure[place], found = _describe_module(module, kind_of, casts or {})
             if found:
                 details[place] = found
     counts = {place: [len(m._forward_pre_hooks), len(m._forward_hooks)] for place, m in network.named_modules()}
@@ -140,7 +145,9 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, float | int) and math.isfinite(value)
 
 
-def _describe_module(module: nn.Module, kind_of: KindOf) -> tuple[dict[str, Any], dict[str, Any]]:
+def _describe_module(
+    module: nn.Module, kind_of: KindOf, casts: Mapping[torch.dtype, torch.dtype]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(class and plain attributes, details) of a module."""
     if "_orig_mod" in module._modules:  # a wrapper of torch.compile
         return {"class": type(module).__name__}, {}
@@ -151,8 +158,9 @@ def _describe_module(module: nn.Module, kind_of: KindOf) -> tuple[dict[str, Any]
     plain = {name: _plain(value) for name, value in values.items() if name not in SKIPPED}
     unclear = {name: values[name] for name, value in plain.items() if value is _NOT_PLAIN}
     for name in module._non_persistent_buffers_set:
-        if module._buffers.get(name) is not None:
-            unclear[name] = module._buffers[name]
+        buffer = module._buffers.get(name)
+        if buffer is not None:
+            unclear[name] = buffer.to(casts.get(buffer.dtype, buffer.dtype))
     details = {name: _detail(value) for name, value in unclear.items()}
     return (
         {"class": kind_of(module).__name__, **{name: v for name, v in plain.items() if v is not _NOT_PLAIN}},

@@ -19,7 +19,7 @@ from onlynorm.errors import MemoryLimitError, OnlynormError, visible
 from onlynorm.features.distributions import STRUCTURED
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.memory import memory_limit, need_memory, readable
-from onlynorm.modules.layers import Left, TargetLayer, find_layers
+from onlynorm.modules.layers import Left, TargetLayer, find_layers, need_open
 from onlynorm.modules.tree import ModuleTree, recording
 from onlynorm.modules.walk import Inputs, accepted_samples, as_inputs, cast, copy_network, need_batch, run
 from onlynorm.reconstruction.activation_memory import Activations, measure_activations
@@ -266,6 +266,7 @@ def plan(
     settings = Settings(seed=seed, tolerance=tolerance, storage=storage)
     model = as_network("a plan", model)
     given = inputs = as_inputs("a plan", inputs)
+    need_open("a plan", model)
     need_batch("a plan", model, inputs)
     copied = set_fast_paths(copy_network(model).float().eval(), calibrating=True)
     few = accepted_samples(copied, cast(inputs, torch.float32), 1)

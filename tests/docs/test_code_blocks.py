@@ -98,7 +98,9 @@ def run_line(words: list[str], example: Example) -> str | None:
     elif program == "python":
         assert (ROOT / arguments[0]).is_file()
     else:
-        assert program in ("pip", "export", "git", "cd"), f"the test does not know how to run {program}"
+        assert program in ("pip", "export", "git", "cd", "python3", "source"), (
+            f"the test does not know how to run {program}"
+        )
     return None
 
 
