@@ -13,7 +13,7 @@ import torch
 from commands import RunCli
 
 from onlynorm.cli.commands import demo as demonstrating
-from onlynorm.cli.commands.demo import Demo, Lesson
+from onlynorm.cli.commands.demo import Demo, RepairDemo
 from onlynorm.errors import ToleranceError
 from onlynorm.models import mlp
 from onlynorm.rank import Repaired, repair
@@ -39,9 +39,9 @@ def a_repair() -> Repaired:
     return repair(mlp((8, *[8] * 12, 4), seed=0), inputs, labels)
 
 
-def a_lesson(after: float = 0.9) -> Lesson:
+def a_repair_demo(after: float = 0.9) -> RepairDemo:
     """The repair of a small network, with made-up accuracies."""
-    return Lesson("toy data", a_repair(), ((0, 0.1), (6, 0.1)), ((0, 0.1), (6, after)), 0.5)
+    return RepairDemo("toy data", a_repair(), ((0, 0.1), (6, 0.1)), ((0, 0.1), (6, after)), 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both parts of the demo without training, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demonstrating, "run_demo", lambda **_: a_demo())
-    monkeypatch.setattr(demonstrating, "run_lesson", lambda **_: a_lesson())
+    monkeypatch.setattr(demonstrating, "run_repair", lambda **_: a_repair_demo())
 
 
 # ------------------------------------------------------------------------------- demo
@@ -71,7 +71,7 @@ def test_demo_exits_with_1_when_the_functions_differ(
 def test_demo_exits_with_1_when_the_repaired_network_does_not_learn(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, after: float, code: int
 ) -> None:
-    monkeypatch.setattr(demonstrating, "run_lesson", lambda **_: a_lesson(after))
+    monkeypatch.setattr(demonstrating, "run_repair", lambda **_: a_repair_demo(after))
     ran = run("demo", "--json")
     assert ran.code == code
     assert ran.json()["repair"]["has_learned"] is (code == 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onlynorm.cli.commands import demo as demo_module
-from onlynorm.cli.commands.demo import SCHEDULE, Demo, make_target, run_demo, run_lesson, train
+from onlynorm.cli.commands.demo import SCHEDULE, Demo, make_target, run_demo, run_repair, train
 from onlynorm.data import Split, digits
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
 from onlynorm.frozen.form import Block
@@ -141,7 +141,7 @@ def test_wrong_use_is_refused_before_the_training(
 @pytest.mark.slow
 def test_the_deep_network_learns_after_the_repair_and_not_before() -> None:
     told: list[tuple[int, int, str]] = []
-    made = run_lesson(progress=lambda *news: told.append(news))
+    made = run_repair(progress=lambda *news: told.append(news))
     assert [(done, total) for done, total, _ in told] == [(done, 8) for done in (5, 6, 7)]
     before, after = made.accuracies
     assert before < 0.2

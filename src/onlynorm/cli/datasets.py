@@ -74,6 +74,12 @@ AnyData = Annotated[
         choices=DATA_SETS,
     ),
 ]
+ImageSize = Annotated[
+    int | None,
+    option(
+        MODEL_AND_DATA, "N", "Size to which images of a folder are scaled (default: that of the model, or 32).", min=1
+    ),
+]
 _CIFAR = ((3, 32, 32), CIFAR_MEAN, CIFAR_STD)
 IMAGES: dict[str, tuple[tuple[int, ...], Sequence[float], Sequence[float]]] = {
     "digits": ((1, 8, 8), (0.0,), (1.0,)),

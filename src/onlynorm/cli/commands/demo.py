@@ -53,7 +53,7 @@ STAGES = 8
 
 
 @dataclass(frozen=True, repr=False)
-class Lesson(ShownResult):
+class RepairDemo(ShownResult):
     """A deep network before and after repair: both diagnoses, and (step, accuracy) of both during training."""
 
     data: str
@@ -195,7 +195,7 @@ class Demo(ShownResult):
         }
 
 
-def run_lesson(*, seed: int = 0, progress: Progress | None = None) -> Lesson:
+def run_repair(*, seed: int = 0, progress: Progress | None = None) -> RepairDemo:
     """Repairs a deep network on the digits, and trains it as it was and repaired."""
     start = time.perf_counter()
     status = _stages(progress, first=5)
@@ -207,7 +207,7 @@ def run_lesson(*, seed: int = 0, progress: Progress | None = None) -> Lesson:
     before = _measure_training(deep, data, seed=seed)
     status("training the repaired network in the same way")
     after = _measure_training(repaired.model, data, seed=seed)
-    return Lesson(str(data), repaired, before, after, time.perf_counter() - start)
+    return RepairDemo(str(data), repaired, before, after, time.perf_counter() - start)
 
 
 def _measure_training(network: nn.Module, data: Split, *, seed: int) -> tuple[tuple[int, float], ...]:
@@ -306,7 +306,7 @@ def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def _tell(heading: str, lines: dict[str, str]) -> None:
+def _print_part(heading: str, lines: dict[str, str]) -> None:
     """Prints a part of the demo: a heading, and lines with a word in front."""
     screen.print(f"\n[bold]{heading}[/]")
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -317,27 +317,27 @@ def _tell(heading: str, lines: dict[str, str]) -> None:
     screen.print(grid, highlight=False)
 
 
-def _tell_lesson(lesson: Lesson) -> None:
-    before, after = lesson.accuracies
-    old, new = lesson.repaired.before.verdict, lesson.repaired.after.verdict
+def _print_repair(deep: RepairDemo) -> None:
+    before, after = deep.accuracies
+    old, new = deep.repaired.before.verdict, deep.repaired.after.verdict
     how = f"after {SCHEDULE.epochs} epochs of SGD"
-    _tell(
-        f"1. A network of {lesson.repaired.before.n_layers} layers that does not learn",
+    _print_part(
+        f"1. A network of {deep.repaired.before.n_layers} layers that does not learn",
         {
             "as it is": f"{_percent(before)} of the test images correct {how}",
             "diagnosis": f"{old.word}, score {old.score:.2f}: {old.findings[0]}",
-            "repair": f"{lesson.repaired.remark} ({lesson.repaired.seconds:.1f} s)",
+            "repair": f"{deep.repaired.remark} ({deep.repaired.seconds:.1f} s)",
             "diagnosis now": f"{new.word}, score {new.score:.2f}",
             "repaired": f"{_percent(after)} of the test images correct {how}",
         },
     )
 
 
-def _tell_demo(made: Demo) -> None:
+def _print_rebuilding(made: Demo) -> None:
     check, seconds = made.comparison.check, sum(layer.seconds for layer in made.result.layers)
     n_features = sum(layer.n_features for layer in made.result.layers)
     word = "same function" if made.is_same_function else "NOT the same function"
-    _tell(
+    _print_part(
         "2. A trained network, rebuilt from random weights by its norms",
         {
             "trained": f"{_percent(made.comparison.target_accuracy)} of the test images correct",
@@ -374,15 +374,13 @@ def demo(
             status(f"{message} ({done + 1} of {total})")
 
         made = run_demo(seed=seed, features=features, excess=excess, progress=progress)
-        lesson = run_lesson(seed=seed, progress=progress)
-    write_page(
-        page, [lesson, made], title="What norms can do", text="Made by onlynorm demo on the embedded digits data."
-    )
+        deep = run_repair(seed=seed, progress=progress)
+    write_page(page, [deep, made], title="What norms can do", text="Made by onlynorm demo on the embedded digits data.")
     if as_json:
-        print_json(made.as_dict() | {"repair": lesson.as_dict(), "page": str(page)})
+        print_json(made.as_dict() | {"repair": deep.as_dict(), "page": str(page)})
     else:
-        _tell_lesson(lesson)
-        _tell_demo(made)
+        _print_repair(deep)
+        _print_rebuilding(made)
         screen.print(f"\nPage with figures: {escape(str(page))}", soft_wrap=True)
-    if not (made.is_same_function and lesson.has_learned):
+    if not (made.is_same_function and deep.has_learned):
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import ModelName, Weights
-from onlynorm.cli.datasets import AnyData, find_batch
+from onlynorm.cli.datasets import AnyData, ImageSize, find_batch
 from onlynorm.cli.help import MODEL_AND_DATA, OUTPUT, RUN, TRAIN, examples, option
 from onlynorm.cli.terminal import make_table, print_json, screen, spinner
 from onlynorm.display import ENDINGS
@@ -40,15 +40,7 @@ def diagnose_command(
     data: AnyData = None,
     weights: Weights = None,
     batch: Annotated[int, option(MODEL_AND_DATA, "N", "Number of random samples.", min=2)] = 128,
-    image_size: Annotated[
-        int | None,
-        option(
-            MODEL_AND_DATA,
-            "N",
-            "Size to which images of a folder are scaled (default: that of the model, or 32).",
-            min=1,
-        ),
-    ] = None,
+    image_size: ImageSize = None,
     mode: Annotated[
         str,
         option(RUN, "NAME", f"{' or '.join(MODES)}: which statistics batch norms use.", choices=MODES),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import ModelName, Weights
-from onlynorm.cli.datasets import AnyData, Parts, corrupt_split, find_parts
+from onlynorm.cli.datasets import AnyData, ImageSize, Parts, corrupt_split, find_parts
 from onlynorm.cli.help import MODEL_AND_DATA, OUTPUT, RUN, TRAIN, TRAINED, TRAINING, examples, flag, option
 from onlynorm.cli.terminal import counter, errors, print_facts, print_json, spinner
 from onlynorm.data import CORRUPTIONS
@@ -98,15 +98,7 @@ def tune_command(
     severity: Annotated[
         float, option(MODEL_AND_DATA, "X", "Severity of the corruption, from 0 to 5.", min=0.0, max=5.0)
     ] = 3.0,
-    image_size: Annotated[
-        int | None,
-        option(
-            MODEL_AND_DATA,
-            "N",
-            "Size to which images of a folder are scaled (default: that of the model, or 32).",
-            min=1,
-        ),
-    ] = None,
+    image_size: ImageSize = None,
     skip_unreadable: Annotated[
         bool, flag(MODEL_AND_DATA, "Skip images that cannot be read.", "--skip-unreadable")
     ] = False,
