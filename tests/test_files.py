@@ -552,15 +552,28 @@ def test_a_repaired_model_is_not_loaded_onto_other_hyperparameters(tmp_path: Pat
         on.load(tmp_path / "file", like=other)
 
 
-def test_a_repaired_model_with_two_precisions_in_one_module_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["running_mean", "2."])
+def test_a_repaired_model_with_a_precision_that_its_layers_do_not_share_is_refused(tmp_path: Path, part: str) -> None:
     on.save(repaired("batch_norm"), tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
     tensors = safetensors.torch.load(data)
-    name = next(name for name in tensors if name.endswith("running_mean"))
-    tensors[name] = tensors[name].half()
+    for name in [name for name in tensors if part in name and tensors[name].is_floating_point()]:
+        tensors[name] = tensors[name].half()
     (tmp_path / "file").write_bytes(forged(data, tensors=tensors))
     with pytest.raises(FormatError, match=r"several dtypes .*float16"):
         on.load(tmp_path / "file", like=fresh())
+
+
+def test_a_repaired_model_with_two_precisions_is_loaded_onto_one_with_the_same_two(tmp_path: Path) -> None:
+    result = repaired("batch_norm")
+    result.model[-1].half()
+    on.save(result, tmp_path / "file")
+    with pytest.raises(FormatError, match=r"several dtypes .*float16"):
+        on.load(tmp_path / "file", like=fresh())
+    like = fresh()
+    like[-1].half()
+    loaded = on.load(tmp_path / "file", like=like)
+    assert {str(p.dtype) for p in loaded.parameters()} == {str(p.dtype) for p in result.model.parameters()}
 
 
 def doubled(network: nn.Sequential) -> nn.Sequential:

@@ -605,14 +605,15 @@ def structure_differences(
 
 
 def mixed_precision(state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Modules whose tensors have one floating-point dtype in the network and several in the file."""
-    dtypes: dict[tuple[str, torch.dtype], set[torch.dtype]] = {}
-    for name in state.keys() & tensors.keys():
+    """Floating-point dtypes of the network that are several in the file: its layers could not call each other."""
+    dtypes: dict[torch.dtype, dict[torch.dtype, str]] = {}
+    for name in sorted(state.keys() & tensors.keys()):
         if state[name].is_floating_point():
-            dtypes.setdefault((name.rpartition(".")[0], state[name].dtype), set()).add(tensors[name].dtype)
+            dtypes.setdefault(state[name].dtype, {}).setdefault(tensors[name].dtype, name)
     return [
-        f"tensors of {place!r} have several dtypes in the file ({', '.join(sorted(str(dtype) for dtype in found))})"
-        for (place, _), found in sorted(dtypes.items(), key=lambda item: item[0][0])
+        f"{held} tensors of the model have several dtypes in the file "
+        f"({', '.join(f'{dtype} at {name!r}' for dtype, name in list(found.items())[:3])})"
+        for held, found in dtypes.items()
         if len(found) > 1
     ]
 
