@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from onlynorm.data import digits
 from onlynorm.errors import (
     ConversionError,
     InsufficientFeaturesError,
+    OnlynormError,
     ShapeError,
     ToleranceError,
     UnknownNameError,
@@ -240,6 +242,21 @@ def test_wrong_use_is_refused(sample: tuple[Tensor, Tensor], network: NormMemori
         memorize_norms(x[[0, 1, 0]], torch.arange(3))
     with pytest.raises(ShapeError, match="needs samples of 64 real numbers"):
         network(torch.zeros(3, 5))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_errors_name_the_function_that_was_called() -> None:
+    labels = torch.tensor([0, 1, 0])
+    for points, own in [
+        (torch.ones(3, 2), labels),
+        (torch.tensor([[0.0], [1.0], [math.nan]]), labels),
+        (torch.empty(3, 0), labels),
+        (torch.eye(3), labels[:2]),
+        (torch.eye(3), torch.full((3,), math.inf)),
+    ]:
+        for memorizing in (memorize, memorize_norms):
+            with pytest.raises(OnlynormError, match=rf"^{memorizing.__name__} needs "):
+                memorizing(points, own)
 
 
 def test_a_memorizer_rebuilt_by_its_norms_is_right_everywhere_too(sample: tuple[Tensor, Tensor]) -> None:

@@ -166,6 +166,12 @@ def test_the_watch_asks_for_less_rank_until_gradients_are_within_bounds() -> Non
     assert "ascent to 100 %" not in watched.remark
 
 
+def test_an_ascent_that_no_rank_allows_says_so() -> None:
+    result = repair(deep(depth=12), batch(), method="rank", target_rank=6.0, max_ratio=1e-9)
+    assert result.remark.startswith("zero biases and unit scales without any ascent")
+    assert "0 %" not in result.remark
+
+
 def test_the_ascent_of_all_layers_at_once_raises_ranks_and_takes_back_the_step_too_far() -> None:
     none, some = (repair(deep(), batch(), method="whole", n_steps=n, max_ratio=1e9) for n in (0, 8))
     assert "8 ascent steps" in some.remark

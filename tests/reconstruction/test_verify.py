@@ -11,6 +11,7 @@ from rebuilding import reconstruct_with
 from tensors import normal
 from torch import Tensor, nn
 
+from onlynorm import Wide, plan
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError
 from onlynorm.frozen.form import find_blocks
 from onlynorm.intervals.tensor import Box
@@ -48,6 +49,24 @@ def test_errors_are_those_of_the_outputs() -> None:
     assert check.n_samples == 30
     assert check.is_same(check.relative_error)
     assert not check.is_same(0.99 * check.relative_error)
+
+
+@pytest.mark.parametrize("with_images", [False, True])
+def test_a_sample_without_a_batch_axis_is_one_sample(with_images: bool) -> None:
+    network, inputs = net(), X[0]
+    if with_images:
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)).double().eval()
+        inputs = normal(3, 7, 7)
+    other = reconstruct(network, inputs, Wide(activation=nn.ReLU()))
+    assert other.calibration is not None
+    assert other.calibration.n_samples == 1
+    for target in (network, other):
+        check = verify(target, other, inputs)
+        assert check.n_samples == len(check.sample_errors) == 1
+        assert str(check).startswith("1 sample: ")
+    assert verify(network, other, inputs[None]).n_samples == 1
+    assert verify(network, other, torch.stack([inputs] * 3)).n_samples == 3
+    assert plan(network, inputs).n_samples == plan(network, inputs[None]).n_samples == 64
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 100])

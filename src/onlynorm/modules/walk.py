@@ -120,6 +120,29 @@ def accepted_samples(network: nn.Module, inputs: tuple[Tensor, ...], n_samples: 
     return few
 
 
+@contextlib.contextmanager
+def counting_samples(network: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[Callable[[], int]]:
+    """Yields a function that returns the number of samples after a pass of the network inside the context.
+
+    Inputs are one sample without a batch axis if the first linear or convolutional layer receives an axis less than a
+    batch has.
+    """
+    is_single: list[bool] = []
+
+    def record(layer: nn.Module, args: tuple[Any, ...]) -> None:
+        if not is_single and args and isinstance(args[0], Tensor):
+            n_axes = len(vars(layer)["kernel_size"]) + 2 if "in_channels" in vars(layer) else 2
+            is_single.append(args[0].ndim < n_axes)
+
+    layers = [module for module in network.modules() if vars(module).keys() & {"in_features", "in_channels"}]
+    hooks = [layer.register_forward_pre_hook(record) for layer in layers]
+    try:
+        yield lambda: 1 if any(is_single) or not inputs[0].ndim else len(inputs[0])
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def as_tuple(inputs: Inputs) -> tuple[Tensor, ...]:
     """The inputs as the positional arguments of the network."""
     return inputs if isinstance(inputs, tuple) else (inputs,)

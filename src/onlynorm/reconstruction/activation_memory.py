@@ -36,9 +36,12 @@ class Activations:
 
 
 def measure_activations(
-    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: Inputs, n_samples: int
+    network: nn.Module, layers: tuple[TargetLayer, ...], inputs: Inputs, n_samples: int, *, n_given: int | None = None
 ) -> Activations:
-    """The activations of a batch of `n_samples`, extrapolated from passes of one and two samples."""
+    """The activations of a batch of `n_samples`, extrapolated from passes of one and two samples.
+
+    `n_given` is the number of samples of `inputs`, by default the length of the first axis.
+    """
     # A copy in evaluation mode, so that the statistics of the target do not change.
     copied = copy_network(network).float().eval()
     given = cast(inputs, torch.float32)
@@ -52,6 +55,7 @@ def measure_activations(
             raise OnlynormError("the calls depend on the batch")
     except OnlynormError:  # the first axis is not the batch axis, so the whole batch is measured
         whole = _pass(copied, layers, given)
+        counted = counted if n_given is None else n_given
         return whole.scaled(n_samples / counted, n_samples, counted)
     return single.extrapolated(double, n_samples)
 

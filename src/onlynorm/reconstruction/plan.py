@@ -21,7 +21,16 @@ from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.memory import memory_limit, need_memory, readable
 from onlynorm.modules.layers import Left, TargetLayer, find_layers, need_open
 from onlynorm.modules.tree import ModuleTree, recording
-from onlynorm.modules.walk import Inputs, accepted_samples, as_inputs, cast, copy_network, need_batch, run
+from onlynorm.modules.walk import (
+    Inputs,
+    accepted_samples,
+    as_inputs,
+    cast,
+    copy_network,
+    counting_samples,
+    need_batch,
+    run,
+)
 from onlynorm.reconstruction.activation_memory import Activations, measure_activations
 from onlynorm.reconstruction.constructions import find_builder
 from onlynorm.reconstruction.constructions.options import Construction, Settings, Wide, to_json
@@ -271,13 +280,13 @@ def plan(
     copied = set_fast_paths(copy_network(model).float().eval(), calibrating=True)
     few = accepted_samples(copied, cast(inputs, torch.float32), 1)
     found = find_layers(copied, strict=need_flag("strict", strict), call=lambda: run(copied, few), what="a plan")
-    with recording(copied) as shapes:
+    with recording(copied) as shapes, counting_samples(copied, given) as n_given:
         run(copied, few)
-    counted = len(given[0]) if given[0].ndim else 1
+    counted = n_given()
     if n_samples is None:
         n_samples = counted if counted > 1 else ENOUGH
     n_samples = need_integer("n_samples", n_samples, low=1, cure=f"Leave it out, or pass {ENOUGH}.")
-    measured = measure_activations(copied, found.layers, inputs, n_samples)
+    measured = measure_activations(copied, found.layers, inputs, n_samples, n_given=counted)
     rows = tuple(_plan_layer(layer, construction, settings, measured) for layer in found.layers)
     own = {
         "network": sum(8 * x.numel() for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()),

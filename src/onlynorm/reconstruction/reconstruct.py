@@ -40,6 +40,7 @@ from onlynorm.modules.walk import (
     carry_hooks,
     cast,
     copy_network,
+    counting_samples,
     need_batch,
     need_evaluation,
     outputs_of,
@@ -167,7 +168,9 @@ def _reconstruct(
     rebuilt = set_fast_paths(copy_network(model).double().eval(), calibrating=True)
     few = given if error is None else accepted_samples(rebuilt, given, N_MEASURED)
     calls = Calls()
-    found = find_layers(rebuilt, strict=strict, call=lambda: calls.count(rebuilt, given))
+    with counting_samples(rebuilt, given) as n_given:
+        found = find_layers(rebuilt, strict=strict, call=lambda: calls.count(rebuilt, given))
+    n_samples = min(n_given(), count_samples(given))
     need_room(found.layers, construction, settings)
     folded: tuple[str, ...] = ()
     if fold_norms:
@@ -231,7 +234,7 @@ def _reconstruct(
     folder = None if saved is None else saved.folder
     checked = None
     if is_calibrated:
-        checked = Calibration.of(results, n_samples=count_samples(given), margin=_margin(construction, settings))
+        checked = Calibration.of(results, n_samples=n_samples, margin=_margin(construction, settings))
     return Reconstruction(
         rebuilt, tuple(results), found.left, construction, settings, folded, reached, folder, checked, mismatch
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from onlynorm.frozen.maps import FrozenMap
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules.affine import Affine
 from onlynorm.modules.norms import NORMS
-from onlynorm.modules.walk import Inputs, as_inputs, cast, need_batch, need_evaluation, precision, run
+from onlynorm.modules.walk import Inputs, as_inputs, cast, counting_samples, need_batch, need_evaluation, precision, run
 from onlynorm.progress import with_progress
 from onlynorm.reconstruction.ranges import count_outside, is_outside
 from onlynorm.reconstruction.result import Reconstruction, as_network
@@ -114,9 +114,10 @@ class Verification(ShownResult):
         box = "" if self.outside_box is None else f", {100 * self.outside_box:.2f} % outside the certified box"
         named = ", ".join(self.others[:5]) + (", ..." if len(self.others) > 5 else "")
         others = f"{self.n_other:,} neither ({named})" if self.others else "no others"
+        noun = "sample" if self.n_samples == 1 else "samples"
         broken = f"NaN OR INFINITY IN THE OUTPUT OF {self.n_not_finite} OF " if self.n_not_finite else ""
         return (
-            f"{broken}{self.n_samples} samples: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}"
+            f"{broken}{self.n_samples} {noun}: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}"
             f", same prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated "
             f"range{box}; {frozen}: {self.n_frozen:,} entries, {self.n_norm:,} in norms, {others}"
         )
@@ -148,9 +149,9 @@ def verify(
     rest_size = wanted_size = largest = 0.0
     n_same = n_samples = n_not_finite = 0
     by_output, by_sample = list[Tensor](), list[Tensor]()
-    with count_outside(network) as outside:
+    with count_outside(network) as outside, counting_samples(model, given) as n_given:
         for part in _parts(given, batch_size):
-            made, wanted = _outputs(network, model, part)
+            made, wanted = _outputs(network, model, part, n_given)
             rest = made - wanted
             rest_size = math.hypot(rest_size, float(torch.linalg.vector_norm(rest)))
             wanted_size = math.hypot(wanted_size, float(torch.linalg.vector_norm(wanted)))
@@ -164,7 +165,7 @@ def verify(
             n_not_finite += int((~is_finite).sum())
             n_samples += len(made)
             if progress is not None:
-                done, total = min(n_samples, len(given[0])), len(given[0])
+                done, total = min(n_samples, n_given()), n_given()
                 progress(done, total, f"{done} of {total} samples compared")
     n_frozen, n_norm, others = count_entries(network)
     return Verification(
@@ -217,8 +218,10 @@ def _parts(inputs: tuple[Tensor, ...], batch_size: int | None) -> Iterator[tuple
         yield tuple(x[start : start + batch_size] for x in inputs)
 
 
-def _outputs(network: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The outputs of both, as (samples, entries) in float64."""
+def _outputs(
+    network: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...], n_given: Callable[[], int]
+) -> tuple[Tensor, Tensor]:
+    """The outputs of both, as (samples, entries) in float64; one row for one sample without a batch axis."""
     made, wanted = (run(one, cast(inputs, precision(one))) for one in (network, model))
     if not isinstance(made, Tensor) or not isinstance(wanted, Tensor) or made.shape != wanted.shape or not made.numel():
         raise ShapeError(
@@ -231,7 +234,7 @@ def _outputs(network: nn.Module, model: nn.Module, inputs: tuple[Tensor, ...]) -
             f"verify needs networks with real outputs; got {wanted.dtype} and {made.dtype}. Wrap them so that they "
             "return torch.view_as_real(output)."
         )
-    n_samples = len(made) if made.ndim else 1
+    n_samples = 1 if not made.ndim or (inputs[0].ndim and n_given() < len(inputs[0])) else len(made)
     return made.double().reshape(n_samples, -1), wanted.double().reshape(n_samples, -1)
 
 

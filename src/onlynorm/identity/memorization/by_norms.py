@@ -191,7 +191,7 @@ def memorize_norms(
         raise InsufficientFeaturesError(
             f"memorize_norms needs a feature per equation, excess >= 1; got {excess}. Try 1.25."
         )
-    sample = collect(inputs, labels, n_classes=None)
+    sample = collect(inputs, labels, n_classes=None, what="memorize_norms")
     targets = _as_outputs(sample, code)
     n, outputs = targets.shape
     n_features = max(n * outputs, round(excess * n * outputs))

@@ -37,11 +37,14 @@ class Sample:
     n_given: int
 
 
-def collect(x: Any, labels: Any, *, n_classes: int | None) -> Sample:
-    """The distinct points with their targets; raises if equal points have different targets."""
-    points = _need_points(as_tensor("points", x))
-    targets, n_outputs = _need_targets(as_tensor("labels", labels), len(points), n_classes)
-    places = merge(points, targets, torch.arange(len(points)))
+def collect(x: Any, labels: Any, *, n_classes: int | None, what: str = "memorize") -> Sample:
+    """The distinct points with their targets; raises if equal points have different targets.
+
+    `what` names the caller in errors.
+    """
+    points = _need_points(what, as_tensor("points", x))
+    targets, n_outputs = _need_targets(what, as_tensor("labels", labels), len(points), n_classes)
+    places = merge(points, targets, torch.arange(len(points)), what=what)
     places = places.to(points.device)
     n_given = len(points)
     points = points if len(places) == n_given else points[places]  # avoids a copy of large data
@@ -55,7 +58,12 @@ def relative_errors(outputs: Float[Tensor, "n outputs"], targets: Float[Tensor, 
 
 
 def merge(
-    rows: Float[Tensor, "n size"], targets: Tensor, places: Tensor, *, are_projected: bool = False
+    rows: Float[Tensor, "n size"],
+    targets: Tensor,
+    places: Tensor,
+    *,
+    are_projected: bool = False,
+    what: str = "memorize",
 ) -> Int[Tensor, " distinct"]:
     """Indices of the first row of every set of equal rows, in order; equal rows must have equal targets.
 
@@ -81,7 +89,7 @@ def merge(
                 'them to about one, choose a larger width, or use projection="random".'
             )
         raise ValueRangeError(
-            f"memorize needs one target per point; got equal points with different targets at {_named(pairs)}{more}. "
+            f"{what} needs one target per point; got equal points with different targets at {_named(pairs)}{more}. "
             "Remove one of each pair, or give both the same target."
         )
     return (first == torch.arange(len(first))).nonzero().flatten()
@@ -91,26 +99,26 @@ def _named(pairs: list[tuple[int, int]]) -> str:
     return ", ".join(f"{a} and {b}" for a, b in pairs)
 
 
-def _need_points(x: Tensor) -> Tensor:
+def _need_points(what: str, x: Tensor) -> Tensor:
     if x.ndim == 1:
         x = x[:, None]
     if x.ndim < 2 or not x.numel() or x.is_complex():
         raise ShapeError(
-            f"memorize needs real points (n, ...), at least one point with one feature; got {x.dtype} of shape "
+            f"{what} needs real points (n, ...), at least one point with one feature; got {x.dtype} of shape "
             f"{tuple(x.shape)}. Put the points along the first axis."
         )
     points = x.detach().flatten(1).double()
-    _need_finite("points", points)
+    _need_finite(what, "points", points)
     return points
 
 
-def _need_targets(labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor, int]:
+def _need_targets(what: str, labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor, int]:
     """(class indices (n,), classes) for integers, (real targets (n, outputs), outputs) for floating-point labels."""
     is_real = not is_class_labels(labels)
     axes = (1, 2) if is_real else (1,)
     if labels.is_complex() or labels.ndim not in axes or len(labels) != n or not labels.numel():
         raise ShapeError(
-            f"memorize needs one label per point, {n} integers, or real targets ({n},) or ({n}, outputs); got "
+            f"{what} needs one label per point, {n} integers, or real targets ({n},) or ({n}, outputs); got "
             f"{labels.dtype} of shape {tuple(labels.shape)}. Convert one-hot labels with labels.argmax(1)."
         )
     if is_real:
@@ -120,7 +128,7 @@ def _need_targets(labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor
                 "pass labels.long()."
             )
         targets = labels.detach().double().reshape(n, -1)
-        _need_finite("targets", targets)
+        _need_finite(what, "targets", targets)
         return targets, targets.shape[1]
     classes = labels.detach().long()
     low, high = int(classes.min()), int(classes.max())
@@ -135,10 +143,10 @@ def _need_targets(labels: Tensor, n: int, n_classes: int | None) -> tuple[Tensor
     return classes, n_outputs
 
 
-def _need_finite(what: str, values: Tensor) -> None:
+def _need_finite(what: str, name: str, values: Tensor) -> None:
     bad = (~torch.isfinite(values)).any(1).nonzero().flatten()
     if len(bad):
         raise ValueRangeError(
-            f"memorize needs finite {what}; got NaN or infinity at {', '.join(str(int(i)) for i in bad[:SHOWN])} "
+            f"{what} needs finite {name}; got NaN or infinity at {', '.join(str(int(i)) for i in bad[:SHOWN])} "
             f"({len(bad)} in total). Remove or fix them."
         )

@@ -120,6 +120,11 @@ def _run_mirrored(job: _Job) -> str:
 
 def _run_rank(job: _Job) -> str:
     fraction, _ = rank_ascent(job.route, **job.ascent)
+    if not fraction:
+        return (
+            "zero biases and unit scales without any ascent, since the gradient ratio exceeds its bound at every "
+            "higher rank tried"
+        )
     return f"ascent to {100 * fraction:.3g} % of the target rank above one, limited by the gradient ratio"
 
 
