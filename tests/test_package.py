@@ -240,6 +240,12 @@ def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) 
     assert silent == []
 
 
+def test_no_two_classes_have_the_same_name() -> None:
+    nodes = (node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef))
+    counts = collections.Counter(node.name for node in nodes)
+    assert [name for name, n in counts.items() if n > 1] == []
+
+
 def test_nothing_registers_itself_when_it_is_imported() -> None:
     """Tables of checks and artifacts are written out, so that an editor finds who uses a function."""
     assert set(table.ARTIFACTS) == set(artifacts())
