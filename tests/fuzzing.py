@@ -56,7 +56,7 @@ from onlynorm.data import cifar10, cifar100, fashion_mnist, load_data
 from onlynorm.data.matrices import read_matrix
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import MemoryLimitError, OnlynormError
-from onlynorm.evidence.bench.sweeps.frozen import Trained
+from onlynorm.evidence.bench.sweeps.frozen import FrozenOutcome
 from onlynorm.evidence.cache import PIECE, Cache, read_piece
 from onlynorm.evidence.records import (
     RECORD,
@@ -558,8 +558,8 @@ def record_kinds(samples: Samples) -> None:
     made_of = {"network": "a", "seed": 1}
     fresh = {"accuracy": 0.5, "n_trained": 3, "n_total": 4, "gammas": [1.0, 2.0], "is_frozen": True, "seconds": 1.0}
 
-    def check(stored: object) -> Trained:
-        return parse(Trained, stored, what="a run", cure="It is computed again.")
+    def check(stored: object) -> FrozenOutcome:
+        return parse(FrozenOutcome, stored, what="a run", cure="It is computed again.")
 
     cache.get_or_compute("row", made_of, lambda: fresh, check=check)
     (stored,) = (samples.folder / "rows").iterdir()

@@ -217,7 +217,8 @@ def test_the_rule_of_public_names_would_notice_a_breach() -> None:
 
 
 def test_no_folder_has_more_files_than_one_takes_in_at_a_glance() -> None:
-    counts = collections.Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES)
+    files = (path for path in SOURCE.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    counts = collections.Counter(path.parent.relative_to(SOURCE).as_posix() for path in files)
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
@@ -238,6 +239,12 @@ def test_modules_and_public_functions_and_classes_say_what_they_are(path: Path) 
         if is_named and not node.name.startswith("_") and not ast.get_docstring(node) and node.name not in checks:
             silent.append(node.name)
     assert silent == []
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    nodes = (node for path in FILES for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef))
+    counts = collections.Counter(node.name for node in nodes)
+    assert [name for name, n in counts.items() if n > 1] == []
 
 
 def test_nothing_registers_itself_when_it_is_imported() -> None:

@@ -31,7 +31,7 @@ SYSTEMS = (
     System("convolution", "conv 3x3, 2 ch", (2, 2, 3, 3), 1.25),
 )
 RESNET = diagnose.Network("ResNet-18, tiny", 18, 4, 2, 32)
-TRAINING = scratch_training.Training(
+TRAINING = scratch_training.ScratchTraining(
     "toy", ((3,), (4,)), image_size=4, n_train=48, n_validation=20, n_test=30, epochs=2, batch_size=16, warmup=0.0
 )
 

@@ -13,7 +13,7 @@ from onlynorm.cli.commands import demo as demo_module
 from onlynorm.cli.commands.demo import SCHEDULE, Demo, make_target, run_demo, run_repair, train
 from onlynorm.data import Split, digits
 from onlynorm.errors import MemoryLimitError, UnknownNameError, ValueRangeError
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.reconstruction import Reconstruction, Verification, plan, reconstruct
 from onlynorm.reconstruction.verify import Comparison
 
@@ -56,7 +56,7 @@ def test_the_steps_are_told_in_order_and_the_sizes_are_those_of_the_networks() -
     words = [message.split()[0].rstrip(":") for _, _, message in told]
     assert words == ["planning", "training", "rebuilding", "saving", "comparing"]
     check = made.comparison.check
-    blocks = [module for module in made.result.network.modules() if isinstance(module, Block)]
+    blocks = [module for module in made.result.network.modules() if isinstance(module, FrozenBlock)]
     frozen = sum(source.n_frozen for block in blocks for source in block.sources())
     assert check.n_frozen == frozen
     assert made.whole_size == made.file_size + 8 * frozen
@@ -89,7 +89,7 @@ def test_too_few_features_are_reported_not_hidden() -> None:
 def test_a_perturbed_norm_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def rebuild_badly(*args: Any, **options: Any) -> Reconstruction:
         made = reconstruct(*args, **options)
-        block = next(module for module in made.network.modules() if isinstance(module, Block))
+        block = next(module for module in made.network.modules() if isinstance(module, FrozenBlock))
         with torch.no_grad():
             next(block.parameters()).mul_(1.0 + 1e-6)
         return made

@@ -48,7 +48,7 @@ from onlynorm.evidence.bench.races import reconstruct as rebuilding
 from onlynorm.evidence.bench.races import solve as solving
 from onlynorm.evidence.bench.races.reconstruct import RebuiltRow
 from onlynorm.evidence.harness import Goal, goal_table
-from onlynorm.evidence.papers.reproduce import Progress as Stage
+from onlynorm.evidence.papers.reproduce import PieceProgress
 from onlynorm.evidence.records import Record, RecordVerdict
 from onlynorm.evidence.registry import Finding
 from onlynorm.reconstruction import plan, reconstruct
@@ -327,11 +327,11 @@ def test_rebuilt_layers_are_shown_with_their_evidence(capsys: Output) -> None:
 # ---------------------------------------------------------------------------------------------- progress
 
 
-def show_stages(show: Callable[[Stage], None]) -> None:
-    show(Stage("toy:fig-1", "k=1", "started", 0, None))
-    show(Stage("toy:fig-1", "k=1", "computed", 1, 2))
-    show(Stage("toy:fig-2", "k=1", "reloaded", 1, 1))
-    show(Stage("toy:fig-1", "", "finished", 1, 2))
+def show_stages(show: Callable[[PieceProgress], None]) -> None:
+    show(PieceProgress("toy:fig-1", "k=1", "started", 0, None))
+    show(PieceProgress("toy:fig-1", "k=1", "computed", 1, 2))
+    show(PieceProgress("toy:fig-2", "k=1", "reloaded", 1, 1))
+    show(PieceProgress("toy:fig-1", "", "finished", 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from onlynorm.features import draw
 from onlynorm.frozen.form import find_blocks
 from onlynorm.frozen.maps import features_from_settings, kind_of
 from onlynorm.frozen.pair import CHUNK_BYTES, LowRankBlock, NormOnlyBlock
-from onlynorm.frozen.residual import ResidualBlock
+from onlynorm.frozen.residual import SkipBlock
 from onlynorm.modules.affine import set_affine
 from onlynorm.modules.convolution import explicit_padding
 from onlynorm.modules.layers import layer_options
@@ -34,7 +34,7 @@ def make(layer: nn.Module, *, storage: str = "dense", kernel: str = "first", mor
     groups = getattr(layer, "groups", 1)
     shape = (layer.weight.shape[0] // groups, layer.weight.shape[1], *(size + more for size in layer.weight.shape[2:]))
     features = [draw("he_normal", shape, n_features=11, layer=f"{i}", kernel=kernel) for i in range(groups)]
-    cls = ResidualBlock if "place" in options else NormOnlyBlock
+    cls = SkipBlock if "place" in options else NormOnlyBlock
     block = cls(layer_options(layer), features, activation=nn.ReLU(), storage=storage, **options)
     fill(block)
     return block

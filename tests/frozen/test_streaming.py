@@ -17,10 +17,10 @@ from torch.nn import functional
 from onlynorm import Multilayer, Wide
 from onlynorm.features import draw
 from onlynorm.frozen import pair, streaming
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.frozen.sequence import DeepBlock, MultilayerBlock
-from onlynorm.frozen.streaming import Patches
+from onlynorm.frozen.streaming import ConvPatches
 from onlynorm.reconstruction import reconstruct, verify
 from onlynorm.reconstruction.constructions.slices import draw_layers
 
@@ -45,7 +45,7 @@ def by_convolutions(block: NormOnlyBlock, inputs: Tensor, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("kernel", "stride", "dilation"), [(1, 1, 1), (3, 1, 1), (3, 2, 1), (2, 1, 2), (3, 2, 2)])
 def test_a_convolution_is_its_weight_times_the_patches(axes: int, kernel: int, stride: int, dilation: int) -> None:
     x, weight = normal(2, 3, *range(7, 7 + axes)), normal(4, 3, *(kernel,) * axes, seed=1)
-    seen = Patches((kernel,) * axes, (stride,) * axes, (dilation,) * axes)
+    seen = ConvPatches((kernel,) * axes, (stride,) * axes, (dilation,) * axes)
     columns = seen.columns(x)
     expected = CONVOLVE[axes](x, weight, stride=stride, dilation=dilation)
     made = (weight.reshape(4, -1) @ columns).reshape(4, 2, *seen.positions(x)).movedim(0, 1)
@@ -118,7 +118,7 @@ N_FROZEN = 5 * 2**23
 """Frozen numbers of the blocks below: 336 MB in float64, five times what a chunk may take."""
 
 
-def seeded_blocks() -> dict[str, tuple[Callable[[str], Block], Tensor]]:
+def seeded_blocks() -> dict[str, tuple[Callable[[str], FrozenBlock], Tensor]]:
     """Blocks by name, made for a storage, and the smallest batch for each."""
     wide = draw("uniform", (64, 192), n_features=N_FROZEN // 256)
     image = draw("uniform", (40, 24, 3, 3), n_features=N_FROZEN // 256)
@@ -126,7 +126,7 @@ def seeded_blocks() -> dict[str, tuple[Callable[[str], Block], Tensor]]:
                "padding_mode": "zeros"}  # fmt: skip
     deep = draw_layers("uniform", (64, 192), inputs_per_slice=192, n_features=N_FROZEN // 256)
     rows = [draw("uniform", (1, 192), n_features=N_FROZEN // 256), draw("uniform", (1, N_FROZEN // 256), n_features=64)]
-    made: dict[str, tuple[Callable[[str], Block], Tensor]] = {
+    made: dict[str, tuple[Callable[[str], FrozenBlock], Tensor]] = {
         "linear": (lambda storage: NormOnlyBlock({}, [wide], activation=nn.ReLU(), storage=storage), normal(1, 192)),
         "convolution": (lambda storage: NormOnlyBlock(options, [image], storage=storage), normal(1, 24, 3, 3)),
         "deep": (lambda storage: DeepBlock({}, deep, activation=nn.ReLU(), storage=storage), normal(1, 192)),

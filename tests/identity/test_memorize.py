@@ -19,7 +19,7 @@ from onlynorm.data import digits
 from onlynorm.errors import ConversionError, FormatError, ShapeError, ValueRangeError
 from onlynorm.identity.memorization.generalization import activation_distances, class_radii, measure_off_sample
 from onlynorm.identity.memorization.memorize import FACTOR, memorize
-from onlynorm.identity.memorization.memorizer import SILENT, Block, Memorizer
+from onlynorm.identity.memorization.memorizer import SILENT, Memorizer, MemorizerBlock
 from onlynorm.identity.memorization.thresholds import by_length
 
 
@@ -293,7 +293,7 @@ def test_gradients_reach_the_input_and_all_weights_that_fire() -> None:
     assert x.grad is not None
     assert bool((x.grad.abs().sum(1) > 0).all())
     first = network.blocks[0]
-    assert isinstance(first, Block)
+    assert isinstance(first, MemorizerBlock)
     assert first.inner.weight.grad is not None
 
 
@@ -329,7 +329,7 @@ def test_inside_its_activation_distance_a_point_meets_the_same_neurons(
         h, found = network.enter(points).detach(), []
         waits = torch.ones(len(h), dtype=torch.bool)
         for block in network.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, MemorizerBlock)
             fires = block.inner(h) > 0
             found.append(fires & waits[:, None])
             waits &= ~fires.any(1)
@@ -345,7 +345,7 @@ def test_the_activation_distance_is_that_to_the_boundary_itself(
     x = images[0][:600].double()
     at = network.enter(x).detach()
     block = network.blocks[0]
-    assert isinstance(block, Block)
+    assert isinstance(block, MemorizerBlock)
     said, steep = block.inner(at).detach(), block.inner.weight.detach() @ network.lift.weight.detach()
     first = int(by_length(at[:, :-1])[0])  # the longest point has its neuron in the first block
     expected = (said[first].abs() / torch.linalg.vector_norm(steep, dim=1)).min()

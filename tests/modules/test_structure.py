@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from onlynorm.errors import FormatError
+from onlynorm.identity import Memorizer
 from onlynorm.modules.structure import describe, differences
 from onlynorm.storage import from_plain
 
@@ -118,3 +119,16 @@ def test_forged_structures_are_refused(key: str, value: object) -> None:
 )
 def test_forged_details_differ(forged: object) -> None:
     assert len(differences({"details": {"": {"option": forged}}}, Net(torch.ones(3)))) == 1
+
+
+def test_a_class_renamed_since_a_file_was_written_is_the_same_class() -> None:
+    network = Memorizer(2, 2, width=3, n_blocks=1, n_cues=2)
+    written = from_plain(describe(network))
+    place = "blocks.0"
+    assert written["structure"][place]["class"] == "MemorizerBlock"
+    written["structure"][place]["class"] = "Block"
+    assert differences(written, network) == []
+    written["structure"][place]["class"] = "BasicBlock"
+    (found,) = differences(written, network)
+    assert "'MemorizerBlock'" in found
+    assert "'BasicBlock'" in found

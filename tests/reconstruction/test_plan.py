@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from onlynorm import Wide
 from onlynorm.errors import ConversionError, MemoryLimitError, ValueRangeError
 from onlynorm.features import draw
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.memory import MemoryMeter, release_free_memory
 from onlynorm.models import mlp
 from onlynorm.modules.layers import find_layers
@@ -72,7 +72,7 @@ def test_what_is_planned_is_what_reconstruct_makes(choices: dict[str, Any]) -> N
     network, inputs = Varied().double().eval(), images().double()
     planned = plan_with(network, inputs, **choices)
     made = reconstruct_with(network, inputs, **choices)
-    blocks = {name: module for name, module in made.network.named_modules() if isinstance(module, Block)}
+    blocks = {name: module for name, module in made.network.named_modules() if isinstance(module, FrozenBlock)}
     for row, layer in zip(planned.layers, made.layers, strict=True):
         assert row.costs is not None
         block, target = blocks[row.name], network.get_submodule(row.name)

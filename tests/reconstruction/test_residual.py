@@ -15,7 +15,7 @@ from tensors import normal
 from torch import Tensor, nn
 
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError
-from onlynorm.frozen.residual import ResidualBlock
+from onlynorm.frozen.residual import SkipBlock
 from onlynorm.models import mlp
 from onlynorm.modules import find_layers
 from onlynorm.modules.affine import affine
@@ -72,7 +72,7 @@ def test_every_layer_is_rebuilt(name: str, skip: str, choices: dict[str, Any]) -
     assert check.outside == 0.0
     assert made.layers[0].residual <= EXACT
     block = made.network[0]
-    assert isinstance(block, ResidualBlock)
+    assert isinstance(block, SkipBlock)
     assert (block.skips == []) == (name in IDENTITY)
 
     plain = collapse(made.network)
@@ -90,7 +90,7 @@ def test_every_layer_is_rebuilt(name: str, skip: str, choices: dict[str, Any]) -
 
     for storage in ("dense", "seed"):
         words = json.loads(json.dumps(block.settings()))
-        again = ResidualBlock.from_settings(words, activation=choices["activation"], storage=storage)
+        again = SkipBlock.from_settings(words, activation=choices["activation"], storage=storage)
         again.load_state_dict(block.state_dict())
         assert torch.equal(again(inputs), block(inputs))
 

@@ -24,7 +24,7 @@ from onlynorm.errors import (
     UnknownNameError,
     ValueRangeError,
 )
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.models import mlp
 from onlynorm.modules import find_layers
 from onlynorm.modules.affine import affine
@@ -250,7 +250,7 @@ def test_a_network_of_convolutions_takes_every_choice_at_once() -> None:
     inputs = normal(8, 2, 6, 6)
     made = rebuilt(network, inputs, source_kernel=(3, 4), width="minimum", activation=nn.LeakyReLU(0.1), storage="seed")
     assert verify(network, made.network, inputs).relative_error <= EXACT
-    assert all(isinstance(made.network[i], Block) for i in (0, 2, 4))
+    assert all(isinstance(made.network[i], FrozenBlock) for i in (0, 2, 4))
     assert verify(network, made.network, 20.0 * inputs).outside == 1.0
 
 

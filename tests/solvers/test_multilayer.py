@@ -25,7 +25,7 @@ from onlynorm.features import draw
 from onlynorm.models import CifarResNet, load_weights
 from onlynorm.solvers import solve_multilayer, widths_for
 from onlynorm.solvers.multilayer.damped import DenseDamped, KroneckerDamped
-from onlynorm.solvers.multilayer.product import Chain, product
+from onlynorm.solvers.multilayer.product import LayerProduct, product
 from onlynorm.solvers.operator import KhatriRao
 
 EPS = torch.finfo(torch.float64).eps
@@ -128,7 +128,7 @@ def test_outputs_that_are_zero_are_switched_off() -> None:
 
 def test_the_jacobian_is_the_derivative_of_the_product() -> None:
     weights = layers((3, 5, 6, 4))
-    chain = Chain.of(weights, tilt=1.3)
+    chain = LayerProduct.of(weights, tilt=1.3)
     values = [normal(len(w), seed=i) for i, w in enumerate(weights)]
     slow = torch.autograd.functional.jacobian(lambda *v: chain.product(list(v)).flatten(), tuple(values))
     made = chain.jacobian(values).materialise()
@@ -146,7 +146,9 @@ def test_the_product_is_the_same_from_either_side(shape: tuple[int, int]) -> Non
 @pytest.mark.parametrize("shift", [1e-8, 1e-2, 10.0])
 def test_matrix_free_steps_agree_with_factored_ones(shift: float) -> None:
     weights = frozen((6, 9), 4)
-    jacobian = Chain.of(weights, tilt=1.2).jacobian([1.0 + 0.3 * normal(len(w), seed=i) for i, w in enumerate(weights)])
+    jacobian = LayerProduct.of(weights, tilt=1.2).jacobian(
+        [1.0 + 0.3 * normal(len(w), seed=i) for i, w in enumerate(weights)]
+    )
     rest = normal(6, 9, seed=9)
     slow = DenseDamped(jacobian).solve(rest, shift=shift, tolerance=1e-12)
     fast = KroneckerDamped(jacobian, dtype=torch.float64).solve(rest, shift=shift, tolerance=1e-12)

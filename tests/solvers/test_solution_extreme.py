@@ -203,8 +203,8 @@ def test_the_features_it_names_reach_the_tolerance_with_rows_of_unequal_size(see
 
 def test_a_huge_gamma_that_seems_to_leave_less_is_not_preferred() -> None:
     target = normal(3, 4)
-    small = fallback.Attempt(normal(12), "qr", 1, 1e16, "", 0.4)
-    huge = fallback.Attempt(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
+    small = fallback.SolverRun(normal(12), "qr", 1, 1e16, "", 0.4)
+    huge = fallback.SolverRun(1e16 * normal(12), "lu", 1, 1e17, "", 0.2, is_singular=True)
     assert fallback._is_better(small, huge, target, 1e-10)
     assert not fallback._is_better(huge, small, target, 1e-10)
     assert fallback._is_better(replace(small, error=0.1), replace(small, error=0.2), target, 1e-10)

@@ -93,7 +93,7 @@ TEST_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainTest:
     """Training and test samples, the number of classes, and paths of unreadable images."""
 
     train: batches.Pairs
@@ -130,7 +130,7 @@ def find_parts(
     seed: int = 0,
     skip_unreadable: bool = False,
     alter: Callable[[Split], Split] | None = None,
-) -> Parts:
+) -> TrainTest:
     """The given data set, or the default one of a built-in model; images are scaled to its input size.
 
     `alter` is applied to a data set by name.
@@ -189,7 +189,7 @@ def draw_indices(n_samples: int, n_drawn: int, seed: int) -> list[int]:
     return sorted(torch.randperm(n_samples, generator=seeded(seed))[:n_drawn].tolist())
 
 
-def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -> Parts:
+def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -> TrainTest:
     """The images in train/ and test/, or one folder of classes with a random fifth as the test set."""
     if (folder / "train").is_dir() and (folder / "test").is_dir():
         train, test = (
@@ -201,12 +201,14 @@ def folder_parts(folder: Path, *, size: int, seed: int, skip_unreadable: bool) -
                 f"train and test need the same classes; got {', '.join(odd[:3])} in one of them only. Add an empty "
                 "folder to the other, or remove it."
             )
-        return Parts(_Images(train), _Images(test), len(train.classes), (*train.unreadable, *test.unreadable))
+        return TrainTest(_Images(train), _Images(test), len(train.classes), (*train.unreadable, *test.unreadable))
     images = batches.ImageFolder(folder, size=size, skip_unreadable=skip_unreadable)
-    return Parts(*_split(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable))
+    return TrainTest(
+        *_split(_Images(images), seed=seed, where=str(folder)), len(images.classes), tuple(images.unreadable)
+    )
 
 
-def factory_parts(spec: str, *, seed: int) -> Parts:
+def factory_parts(spec: str, *, seed: int) -> TrainTest:
     """The result of "package.module:factory": (train, test), or one data set with a random fifth as the test set.
 
     A data set has a length and returns (input, label) by index, or is a pair of tensors (inputs, labels).
@@ -221,10 +223,10 @@ def factory_parts(spec: str, *, seed: int) -> Parts:
         train, test = _split(_data_set(made, spec), seed=seed, where=spec)
     classes = getattr(made[0] if is_split else made, "classes", None)
     n_classes = len(classes) if classes is not None else 1 + max(_labels(train, spec) | _labels(test, spec))
-    return Parts(train, test, n_classes)
+    return TrainTest(train, test, n_classes)
 
 
-def split_parts(split: Split) -> Parts:
+def split_parts(split: Split) -> TrainTest:
     """Training and test samples of a split with labels."""
     if not split.has_labels or not len(split.train_labels):
         raise ValueRangeError(
@@ -236,7 +238,7 @@ def split_parts(split: Split) -> Parts:
         batches.TensorPairs(split.train_inputs, split.train_labels),
         batches.TensorPairs(split.test_inputs, split.test_labels),
     )
-    return Parts(train, test, n_classes)
+    return TrainTest(train, test, n_classes)
 
 
 def _split(pairs: batches.Pairs, *, seed: int, where: str) -> tuple[batches.Pairs, batches.Pairs]:

@@ -27,12 +27,16 @@ WIDTH = 76
 """Columns of an example: those that a terminal of 80 columns has room for."""
 
 
-class Command(TyperCommand):
-    """A command whose errors name its options instead of arguments of Python functions."""
+class _ReadableHelp:
+    """Base class of commands and groups with a table of options in their help that is easy to read."""
 
     def get_params(self, ctx: Any) -> Any:
         """All parameters including --help."""
-        return _readable(super().get_params(ctx))
+        return _readable(super().get_params(ctx))  # type: ignore[misc]
+
+
+class Command(_ReadableHelp, TyperCommand):
+    """A command whose errors name its options instead of arguments of Python functions."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -40,12 +44,8 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
 
-class Group(TyperGroup):
+class Group(_ReadableHelp, TyperGroup):
     """A group of commands."""
-
-    def get_params(self, ctx: Any) -> Any:
-        """All parameters including --help."""
-        return _readable(super().get_params(ctx))
 
 
 class App(typer.Typer):

@@ -39,7 +39,7 @@ from onlynorm.reconstruction import Plan, Reconstruction
 from onlynorm.solvers import DEFAULT_TOLERANCE
 
 if TYPE_CHECKING:  # evidence is imported only by the commands that need it
-    from onlynorm.evidence.papers.reproduce import Progress as Stage
+    from onlynorm.evidence.papers.reproduce import PieceProgress
     from onlynorm.evidence.records import Record
     from onlynorm.evidence.registry import Finding, Statement
 
@@ -325,7 +325,7 @@ def layer_bars(names: Sequence[str], *, hidden: bool) -> Iterator[Callable[[str,
 
 
 @contextmanager
-def stages(*, hidden: bool) -> Iterator[Callable[[Stage], None]]:
+def stages(*, hidden: bool) -> Iterator[Callable[[PieceProgress], None]]:
     """One progress bar per artifact; its total is set when the artifact has counted its pieces."""
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=errors,
@@ -333,7 +333,7 @@ def stages(*, hidden: bool) -> Iterator[Callable[[Stage], None]]:
     ) as progress:  # fmt: skip
         tasks: dict[str, Any] = {}
 
-        def show(stage: Stage) -> None:
+        def show(stage: PieceProgress) -> None:
             if stage.artifact not in tasks:
                 tasks[stage.artifact] = progress.add_task(stage.artifact, total=None)
             total = stage.total if stage.state != "finished" else stage.done

@@ -172,7 +172,7 @@ def _int(value: float | None) -> int | None:
 # ------------------------------------------------------------------------------- benchmarks
 
 
-class Result(typing.Protocol):
+class BenchmarkResult(typing.Protocol):
     """The result of a benchmark."""
 
     @property
@@ -186,12 +186,12 @@ class Result(typing.Protocol):
         """Plain data for --json."""
 
 
-def is_met(result: Result) -> bool:
+def is_met(result: BenchmarkResult) -> bool:
     """Whether all measured goals were met."""
     return all(goal.is_met for goal in result.goals)
 
 
-def goal_table(result: Result) -> Table:
+def goal_table(result: BenchmarkResult) -> Table:
     """The goals as a table."""
     return Table(GOAL_COLUMNS, [(goal.aim, goal.measured, "yes" if goal.is_met else "no") for goal in result.goals])
 
@@ -277,7 +277,7 @@ class Benchmark(ABC, Generic[_S]):
         force: bool = False,
         progress: OnMessage | None = None,
         on_row: OnMessage | None = None,
-    ) -> Result:
+    ) -> BenchmarkResult:
         """Runs the benchmark; `out` is the folder of cached pieces and figures, `force` computes every piece again.
 
         `progress` is called with status messages, `on_row` with one line for each finished part.
@@ -296,7 +296,7 @@ class Benchmark(ABC, Generic[_S]):
         """Name of the module with the measuring function; cached pieces depend on its code."""
 
     @abstractmethod
-    def work(self, sizes: _S, session: Session) -> Result:
+    def work(self, sizes: _S, session: Session) -> BenchmarkResult:
         """Runs the benchmark with validated arguments."""
 
 

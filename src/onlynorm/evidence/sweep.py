@@ -7,10 +7,10 @@ and computes intervals, tables and a figure. The artifacts of a paper run sweeps
     sweep = Sweep("repair", "Deep networks after every repair.", RepairSizes, cases=cases, lrs=(0.01, 0.1))
 
     @sweep.trial
-    def validation_accuracy(case: Case, run: TrainingRun, sizes: RepairSizes) -> float: ...
+    def validation_accuracy(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> float: ...
 
     @sweep.measure
-    def train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Trained: ...  # a dataclass of what was measured
+    def train(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> RepairOutcome: ...  # a dataclass
 
     @sweep.goals
     def goals(results: Results) -> Iterator[Goal]: ...  # results.runs is a DataFrame

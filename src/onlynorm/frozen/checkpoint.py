@@ -35,12 +35,12 @@ from onlynorm.errors import (
     ValueRangeError,
 )
 from onlynorm.frozen.fast_paths import plain_kind, set_fast_paths
-from onlynorm.frozen.form import Block, FrozenLayer, find_frozen
+from onlynorm.frozen.form import FrozenBlock, FrozenLayer, find_frozen
 from onlynorm.frozen.maps import LOWEST, make_map
 from onlynorm.frozen.norm_only import NormOnlyLayer
 from onlynorm.frozen.options import PRECISIONS, STORAGES, FrozenOptions, need_precision
 from onlynorm.frozen.pair import LowRankBlock, NormOnlyBlock
-from onlynorm.frozen.residual import ResidualBlock
+from onlynorm.frozen.residual import SkipBlock
 from onlynorm.frozen.sequence import DeepBlock, MultilayerBlock
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.modules import need_model, structure, unwrap
@@ -58,7 +58,7 @@ EARLIER_KIND = "norm-only model"
 """Earlier kind of files, for networks with norm-only layers."""
 CURE = "Save it again from the network."
 KINDS: dict[str, type[FrozenLayer]] = {
-    "wide": NormOnlyBlock, "low_rank": LowRankBlock, "residual": ResidualBlock, "deep": DeepBlock,
+    "wide": NormOnlyBlock, "low_rank": LowRankBlock, "residual": SkipBlock, "deep": DeepBlock,
     "multilayer": MultilayerBlock, "norm_only": NormOnlyLayer,
 }  # fmt: skip
 """The classes of frozen layers by their kind in a file."""
@@ -397,7 +397,7 @@ def make_layer(
             cure = "Load with storage='seed', which stores no frozen weights."
             need_memory(f"the layer at {entry.name!r}", 8 * empty.n_frozen, memory_limit(), cure)
         made = make(storage)
-        if isinstance(made, Block):
+        if isinstance(made, FrozenBlock):
             dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float64)
             if dtype.itemsize < LOWEST.itemsize:
                 raise FormatError(f"its tensors are {dtype}; blocks need float32 or float64")
@@ -495,7 +495,7 @@ _EPS = nn.BatchNorm1d(1).eps
 def _activation_of(layer: FrozenLayer) -> nn.Module | None:
     """The activation of the block, or of the blocks inside it."""
     for module in layer.modules():
-        if isinstance(module, Block) and isinstance(activation := getattr(module, "activation", None), nn.Module):
+        if isinstance(module, FrozenBlock) and isinstance(activation := getattr(module, "activation", None), nn.Module):
             return activation
     return None
 
@@ -538,7 +538,7 @@ def _need_fit(block: FrozenLayer, name: str, layer: nn.Module) -> None:
                 f"the network needs a layer at {name!r} with the {option} of {layer}, {mine.get(option)}; the file has "
                 f"{theirs.get(option)}. Pass a network of the saved architecture."
             )
-    inner = [module for module in block.modules() if isinstance(module, Block) and hasattr(module, "activation")]
+    inner = [module for module in block.modules() if isinstance(module, FrozenBlock) and hasattr(module, "activation")]
     activations = [module.activation for module in inner]
     try:
         for module in inner:

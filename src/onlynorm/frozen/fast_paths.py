@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 
 
 class PaddedEncoder(nn.TransformerEncoder):
@@ -90,7 +90,7 @@ def set_fast_paths(network: nn.Module, *, calibrating: bool = False) -> nn.Modul
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    return any(isinstance(inner, Block) for inner in module.modules())
+    return any(isinstance(inner, FrozenBlock) for inner in module.modules())
 
 
 def _set_layer(layer: nn.TransformerEncoderLayer, *, is_open: bool) -> None:

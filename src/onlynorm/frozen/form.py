@@ -85,7 +85,7 @@ class FrozenLayer(nn.Module):
         return self
 
 
-class Block(FrozenLayer):
+class FrozenBlock(FrozenLayer):
     """Base class of blocks, which replace a Linear or Conv layer and have norms with computed parameters.
 
     A block computes in float32 or float64, because large terms cancel in it. `half()`, `bfloat16()` and `to(dtype)`
@@ -148,7 +148,7 @@ def find_frozen(network: nn.Module) -> dict[str, FrozenLayer]:
     return found
 
 
-def find_blocks(network: nn.Module) -> dict[str, Block]:
+def find_blocks(network: nn.Module) -> dict[str, FrozenBlock]:
     """The blocks of a network by place, without those inside other frozen layers."""
     found = find_frozen(need_model("find_blocks", network))
-    return {name: layer for name, layer in found.items() if isinstance(layer, Block)}
+    return {name: layer for name, layer in found.items() if isinstance(layer, FrozenBlock)}

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.frozen.maps import FrozenMap, GridMap, features_from_settings, make_maps
 from onlynorm.frozen.streaming import (
     PATCH_BYTES,
     Chunk,
-    Patches,
+    ConvPatches,
     Rows,
     align_step,
     find_sharing,
@@ -57,7 +57,7 @@ DRAWN = torch.float64
 """The dtype in which frozen weights are drawn."""
 
 
-class NormOnlyBlock(Block):
+class NormOnlyBlock(FrozenBlock):
     """A Linear or Conv layer rebuilt from frozen random features.
 
     Its parameters are those of `first_norm` (one pair per feature) and `second_norm` (one pair per output). `low` and
@@ -238,8 +238,8 @@ class NormOnlyBlock(Block):
         fits = self.storage == "dense" or self._patches(features).n_bytes(inputs) <= CHUNK_BYTES
         return features.kernel != "second" and is_fixed and not learns and fits and len(inputs) > 0
 
-    def _patches(self, features: Features) -> Patches:
-        return Patches(tuple(features.shape[2:]), self.options["stride"], self.options["dilation"])
+    def _patches(self, features: Features) -> ConvPatches:
+        return ConvPatches(tuple(features.shape[2:]), self.options["stride"], self.options["dilation"])
 
     def _stream(self, inputs: Tensor, features: Features, group: int) -> Tensor:
         """The output of a group's second layer; samples are split into parts if frozen weights are stored."""
@@ -389,7 +389,7 @@ class NormOnlyBlock(Block):
         return slope * scale, slope * shift + offset
 
 
-class LowRankBlock(Block):
+class LowRankBlock(FrozenBlock):
     """Two blocks in sequence that replace one layer: the first computes the factor B, the second A.
 
     Samples outside the range are counted for each block separately.

@@ -16,7 +16,7 @@ from onlynorm.modules.convolution import embed, explicit_padding
 from onlynorm.modules.layers import options_from_settings, per_output
 
 
-class ResidualBlock(NormOnlyBlock):
+class SkipBlock(NormOnlyBlock):
     """A block with a frozen skip connection. `skips` are its features, empty for the identity."""
 
     kind = "residual"
@@ -45,7 +45,7 @@ class ResidualBlock(NormOnlyBlock):
         return {**super().settings(), "skips": skips, "place": self.place}
 
     @classmethod
-    def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> ResidualBlock:
+    def from_settings(cls, settings: dict[str, Any], *, activation: nn.Module | None, storage: str) -> SkipBlock:
         features, skips = ([features_from_settings(one) for one in settings[name]] for name in ("features", "skips"))
         return cls(
             options_from_settings(settings["options"]), features, skips=skips, place=settings["place"],

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.frozen.maps import FrozenMap, features_from_settings, make_maps
 from onlynorm.frozen.pair import CHUNK_BYTES
 from onlynorm.frozen.streaming import align_step
@@ -88,7 +88,7 @@ def linear_maps(
 EVERYTHING = slice(None)
 
 
-class SequenceBlock(Block):
+class SequenceBlock(FrozenBlock):
     """Frozen layers in sequence with a norm after each.
 
     `low` and `high` are the ranges of the inputs of each activation. Inside them it is slope * z + offset.

@@ -37,7 +37,7 @@ PATCH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Patches:
+class ConvPatches:
     """The patches of padded inputs (samples, channels, *positions) of a convolution."""
 
     kernel: tuple[int, ...]

@@ -34,7 +34,7 @@ Plain = Callable[..., Any]
 # ---------------------------------------------------------------------------------------------- elementwise functions
 
 
-class Curve(NamedTuple):
+class PiecewiseMonotone(NamedTuple):
     """An elementwise function, monotone between its `turns`; `slope` is its Lipschitz constant, or a function for it.
 
     Computed values have errors of a few units in the last place; with `cancels`, relative to one.
@@ -51,7 +51,7 @@ class Curve(NamedTuple):
         return 0.0 * values if self.is_exact else 16 * EPS * (values.abs() + float(self.cancels))
 
 
-def elementwise(curve: Curve, x: Interval, *args: Any, **options: Any) -> Interval:
+def elementwise(curve: PiecewiseMonotone, x: Interval, *args: Any, **options: Any) -> Interval:
     """Applies an elementwise function with these options to an interval."""
     if any(isinstance(value, Interval) for value in (*args, *options.values())):
         raise no_rule(curve.function)
@@ -91,43 +91,43 @@ def _steepest(alpha: float = 1.0) -> float:
 
 # The turns of both forms of GELU, of SiLU and of Mish are the only zeros of their derivatives; slopes are rounded up.
 CURVES = {
-    "sigmoid": Curve(torch.sigmoid, slope=0.25),
-    "tanh": Curve(torch.tanh, slope=1.0),
-    "logsigmoid": Curve(functional.logsigmoid, slope=1.0),
-    "softsign": Curve(functional.softsign, slope=1.0),
-    "hardsigmoid": Curve(functional.hardsigmoid, slope=0.16667, cancels=True),
-    "leaky_relu": Curve(functional.leaky_relu, (0.0,), _leak),
-    "prelu": Curve(functional.prelu, (0.0,), _channel_leak),
-    "elu": Curve(functional.elu, (0.0,), _steepest, cancels=True),
-    "celu": Curve(functional.celu, (0.0,), 1.0, cancels=True),
-    "selu": Curve(functional.selu, (0.0,), 1.7581, cancels=True),
-    "gelu": Curve(functional.gelu, (-0.7517915246935645, -0.7524614220710162), 1.129, cancels=True),
-    "silu": Curve(functional.silu, (-1.278464542761074,), 1.0999),
-    "mish": Curve(functional.mish, (-1.1924312145154956,), 1.0885),
-    "hardswish": Curve(functional.hardswish, (-1.5,), 1.5, cancels=True),
-    "exp": Curve(torch.exp),
-    "expm1": Curve(torch.expm1),
-    "log": Curve(torch.log),
-    "log1p": Curve(torch.log1p),
-    "sqrt": Curve(torch.sqrt),
-    "rsqrt": Curve(torch.rsqrt),
-    "erf": Curve(torch.erf, slope=1.1284),
-    "atan": Curve(torch.atan, slope=1.0),
-    "square": Curve(torch.square, (0.0,)),
-    "relu": Curve(torch.relu, slope=1.0, is_exact=True),
-    "relu6": Curve(functional.relu6, slope=1.0, is_exact=True),
-    "hardtanh": Curve(functional.hardtanh, slope=1.0, is_exact=True),
-    "clamp": Curve(torch.clamp, slope=1.0, is_exact=True),
-    "clip": Curve(torch.clip, slope=1.0, is_exact=True),
-    "clamp_min": Curve(torch.clamp_min, slope=1.0, is_exact=True),
-    "clamp_max": Curve(torch.clamp_max, slope=1.0, is_exact=True),
-    "abs": Curve(torch.abs, (0.0,), 1.0, is_exact=True),
+    "sigmoid": PiecewiseMonotone(torch.sigmoid, slope=0.25),
+    "tanh": PiecewiseMonotone(torch.tanh, slope=1.0),
+    "logsigmoid": PiecewiseMonotone(functional.logsigmoid, slope=1.0),
+    "softsign": PiecewiseMonotone(functional.softsign, slope=1.0),
+    "hardsigmoid": PiecewiseMonotone(functional.hardsigmoid, slope=0.16667, cancels=True),
+    "leaky_relu": PiecewiseMonotone(functional.leaky_relu, (0.0,), _leak),
+    "prelu": PiecewiseMonotone(functional.prelu, (0.0,), _channel_leak),
+    "elu": PiecewiseMonotone(functional.elu, (0.0,), _steepest, cancels=True),
+    "celu": PiecewiseMonotone(functional.celu, (0.0,), 1.0, cancels=True),
+    "selu": PiecewiseMonotone(functional.selu, (0.0,), 1.7581, cancels=True),
+    "gelu": PiecewiseMonotone(functional.gelu, (-0.7517915246935645, -0.7524614220710162), 1.129, cancels=True),
+    "silu": PiecewiseMonotone(functional.silu, (-1.278464542761074,), 1.0999),
+    "mish": PiecewiseMonotone(functional.mish, (-1.1924312145154956,), 1.0885),
+    "hardswish": PiecewiseMonotone(functional.hardswish, (-1.5,), 1.5, cancels=True),
+    "exp": PiecewiseMonotone(torch.exp),
+    "expm1": PiecewiseMonotone(torch.expm1),
+    "log": PiecewiseMonotone(torch.log),
+    "log1p": PiecewiseMonotone(torch.log1p),
+    "sqrt": PiecewiseMonotone(torch.sqrt),
+    "rsqrt": PiecewiseMonotone(torch.rsqrt),
+    "erf": PiecewiseMonotone(torch.erf, slope=1.1284),
+    "atan": PiecewiseMonotone(torch.atan, slope=1.0),
+    "square": PiecewiseMonotone(torch.square, (0.0,)),
+    "relu": PiecewiseMonotone(torch.relu, slope=1.0, is_exact=True),
+    "relu6": PiecewiseMonotone(functional.relu6, slope=1.0, is_exact=True),
+    "hardtanh": PiecewiseMonotone(functional.hardtanh, slope=1.0, is_exact=True),
+    "clamp": PiecewiseMonotone(torch.clamp, slope=1.0, is_exact=True),
+    "clip": PiecewiseMonotone(torch.clip, slope=1.0, is_exact=True),
+    "clamp_min": PiecewiseMonotone(torch.clamp_min, slope=1.0, is_exact=True),
+    "clamp_max": PiecewiseMonotone(torch.clamp_max, slope=1.0, is_exact=True),
+    "abs": PiecewiseMonotone(torch.abs, (0.0,), 1.0, is_exact=True),
 }
 
 
 def softplus(x: Interval, beta: float = 1.0, threshold: float = 20.0) -> Interval:
     """log(1 + exp(beta x)) / beta; torch returns x above the threshold, and is slightly smaller there."""
-    made = elementwise(Curve(functional.softplus, slope=1.0, cancels=True), x, beta, threshold)
+    made = elementwise(PiecewiseMonotone(functional.softplus, slope=1.0, cancels=True), x, beta, threshold)
     room = 8 * EPS * abs(threshold)
     is_passed = (beta * x.low <= threshold + room) & (beta * x.high >= threshold - room)
     drop = torch.where(is_passed, math.log1p(math.exp(room - threshold)) / beta, 0.0)
@@ -146,7 +146,7 @@ def power(x: Any, exponent: Any) -> Any:
     if exponent != int(exponent) or exponent < 1:
         raise no_rule(torch.pow)
     turns = (0.0,) if int(exponent) % 2 == 0 else ()
-    return elementwise(Curve(torch.pow, turns), x, exponent)
+    return elementwise(PiecewiseMonotone(torch.pow, turns), x, exponent)
 
 
 # --------------------------------------------------------------------------------------------------------- arithmetic

@@ -29,6 +29,8 @@ LONGEST = 1000
 """Longer lists are data, not hyperparameters."""
 N_ENTRIES = 8
 """Entries of a floating-point tensor in its fingerprint."""
+FORMER_CLASSES = {"MemorizerBlock": "Block"}
+"""Names of classes in files of earlier versions."""
 _NOT_PLAIN = object()
 _TENSOR = "$tensor"
 KindOf = Callable[[nn.Module], type[nn.Module]]
@@ -104,7 +106,8 @@ def _compare_modules(
             yield f"{place!r} is {'missing' if mine is None else mine['class']} in the network"
             continue
         for name in sorted(theirs.keys() | mine.keys()):
-            if theirs.get(name) != mine.get(name):
+            is_renamed = name == "class" and FORMER_CLASSES.get(mine["class"]) == theirs.get("class")
+            if theirs.get(name) != mine.get(name) and not is_renamed:
                 values = [f"{side.get(name, 'not set')!r:.40}" for side in (mine, theirs)]
                 yield f"{name} of {place!r} is {values[0]} in the network and {values[1]} in the file"
 

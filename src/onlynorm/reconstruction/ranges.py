@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.intervals.propagate import propagate
 from onlynorm.intervals.tensor import Box, Interval
@@ -233,14 +233,14 @@ class Outside:
     """Samples with at least one feature outside its range, by block and call."""
 
     def __init__(self) -> None:
-        self._calls: dict[Block, list[Tensor]] = {}
+        self._calls: dict[FrozenBlock, list[Tensor]] = {}
 
     @property
     def fraction(self) -> float:
         """The fraction of samples outside a range, the maximum over the blocks."""
         return max((float(torch.cat(calls).double().mean()) for calls in self._calls.values()), default=0.0)
 
-    def record(self, block: Block, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
+    def record(self, block: FrozenBlock, hidden: Tensor, low: Tensor, high: Tensor, *, is_first: bool) -> None:
         """Records a chunk of features; `is_first` starts a new call."""
         by_sample = hidden[..., None].flatten(2)
         lowest, highest = by_sample.amin(2), by_sample.amax(2)  # many times faster than aminmax on a CPU
@@ -256,7 +256,7 @@ class Outside:
 def count_outside(network: nn.Module) -> Iterator[Outside]:
     """A context manager that records which samples are outside the range of a block in forward passes."""
     outside = Outside()
-    blocks = [module for module in network.modules() if isinstance(module, Block)]
+    blocks = [module for module in network.modules() if isinstance(module, FrozenBlock)]
     for block in blocks:
         block.observer = functools.partial(outside.record, block)
     try:

@@ -27,7 +27,7 @@ from onlynorm.errors import (
     ValueRangeError,
 )
 from onlynorm.frozen.fast_paths import set_fast_paths
-from onlynorm.frozen.form import Block, FrozenLayer, find_blocks, find_frozen
+from onlynorm.frozen.form import FrozenBlock, FrozenLayer, find_blocks, find_frozen
 from onlynorm.memory import aligned, release_free_memory
 from onlynorm.modules import without_autocast
 from onlynorm.modules.fold import cast_network, find_pairs, fold_pairs, same_pairs
@@ -195,7 +195,7 @@ def _reconstruct(
     numbers = {target.name: number for number, target in enumerate(found.layers)}
     finished: dict[int, LayerResult] = {}
 
-    def visit(target: TargetLayer, layer: nn.Module, received: LayerInputs) -> Block:
+    def visit(target: TargetLayer, layer: nn.Module, received: LayerInputs) -> FrozenBlock:
         release_free_memory()  # returns the memory of earlier layers to the system
         number = numbers[target.name]
         resumed = None
@@ -291,7 +291,7 @@ def _rebuild(
     construction: Construction,
     settings: Settings,
     on_step: OnLayerStep | None,
-) -> tuple[Block, LayerResult]:
+) -> tuple[FrozenBlock, LayerResult]:
     """The block of one layer, and its evidence; errors name the layer."""
 
     def report(iterations: int, residual: float) -> None:

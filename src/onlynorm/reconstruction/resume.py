@@ -23,7 +23,7 @@ from onlynorm.frozen.checkpoint import (
     make_layer,
     parse_entry,
 )
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.modules.layers import TargetLayer
 from onlynorm.reconstruction.constructions.options import Construction, Settings
 from onlynorm.storage import (
@@ -71,7 +71,7 @@ class Partial:
         if folder.exists() and not folder.is_dir():
             raise StorageError(f"partial needs the path of a folder; {folder} is a file. Choose another path.")
 
-    def save(self, number: int, target: TargetLayer, block: Block, evidence: Mapping[str, Any]) -> None:
+    def save(self, number: int, target: TargetLayer, block: FrozenBlock, evidence: Mapping[str, Any]) -> None:
         """Writes the layer with this index."""
         entry, _ = describe_layer(block, target.names)
         document = {"run": self.run, "block": entry.as_dict(), "evidence": evidence}
@@ -80,7 +80,7 @@ class Partial:
 
     def load(
         self, number: int, target: TargetLayer, layer: nn.Module, *, storage: str, activation: nn.Module | None
-    ) -> tuple[Block, dict[str, Any]] | None:
+    ) -> tuple[FrozenBlock, dict[str, Any]] | None:
         """Block and evidence of the layer with this index; None if it is not finished."""
         path = self._path(number)
         if not path.exists():
@@ -100,7 +100,7 @@ class Partial:
         if entry.places != target.names or evidence.get("shape") != list(target.shape):
             raise FormatError(f"{path.name} needs to hold {target.name!r}; it holds {entry.name!r}. {cure}")
         block = make_layer(entry, tensors, layer=layer, storage=storage, activation=activation)
-        assert isinstance(block, Block)
+        assert isinstance(block, FrozenBlock)
         return block, evidence
 
     def _need_same(self, run: dict[str, Any], cure: str) -> None:

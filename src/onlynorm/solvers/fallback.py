@@ -49,7 +49,7 @@ LARGEST_QR = 8000
 
 @lazy("condition")
 @dataclass
-class Attempt:
+class SolverRun:
     """The result of one method, its relative residual `error`, and the methods tried so far.
 
     `missing_memory` is the memory needed by the first more robust method that did not fit. `rank` is set if a
@@ -105,7 +105,7 @@ def solve_with_fallback(
     prediction: Prediction | None = None,
     precondition: bool | None = None,
     on_step: OnStep | None = None,
-) -> Attempt:
+) -> SolverRun:
     """The first attempt that reaches the tolerance, or the best one within `limit` bytes.
 
     The operator has columns of unit length. A `method` other than "auto" is run without fallback. `prediction` is the
@@ -137,7 +137,7 @@ def solve_with_fallback(
             memory_limit(),
             "Close other programs, or pass solve(..., memory=...) to select a method that needs less.",
         )
-    best: Attempt | None = None
+    best: SolverRun | None = None
     tried: list[str] = []
     missing, is_incomplete = 0.0, False
     for step in _steps(choice, operator, method):
@@ -158,7 +158,7 @@ def solve_with_fallback(
             best = found
     if best is None:
         gamma = target.new_zeros(*target.shape[:-2], operator.n_features)
-        best = Attempt(gamma, choice.method, 0, math.inf, f"{choice.method} cannot factorize this system", 1.0)
+        best = SolverRun(gamma, choice.method, 0, math.inf, f"{choice.method} cannot factorize this system", 1.0)
     best.tried, best.missing_memory, best.equations = tuple(tried), math.ceil(missing), operator.equations
     return best
 
@@ -201,13 +201,13 @@ def _iterations(choice: Choice, limit: int) -> int:
     return int(min(MAX_ITERATIONS, max(2 * krylov.iterations + 20, affordable)))
 
 
-def _is_better(other: Attempt, best: Attempt, target: Tensor, tolerance: float) -> bool:
+def _is_better(other: SolverRun, best: SolverRun, target: Tensor, tolerance: float) -> bool:
     if best.is_singular and other.error <= tolerance:
         return True  # LU of a singular matrix may not give the minimum-norm solution
     return other.error + _rounding(other, target) < best.error + _rounding(best, target)
 
 
-def _rounding(attempt: Attempt, target: Tensor) -> float:
+def _rounding(attempt: SolverRun, target: Tensor) -> float:
     """Rounding error of M gamma relative to the target, the maximum over the batch.
 
     A huge gamma, such as that of LU of a singular matrix, may have a small residual by chance: it is only accurate to
@@ -226,7 +226,7 @@ def _run(
     precondition: bool | None,
     limit: int,
     on_step: OnStep | None,
-) -> Attempt | None:
+) -> SolverRun | None:
     """Runs one method; None if its factorization fails."""
     found: DirectResult | KrylovResult | None
     if step.method == "krylov":
@@ -247,7 +247,7 @@ def _run(
         kappa = found.condition if math.isfinite(found.condition) else math.inf
         is_wide = operator.n_features >= operator.equations and not step.is_least_squares
         # The residual of the normal equations is multiplied by M^T: it can be kappa times larger in the target.
-        return Attempt(
+        return SolverRun(
             found.gamma,
             "krylov",
             found.iterations,
@@ -270,7 +270,7 @@ def _run(
     left = found.error if math.isfinite(found.error) else math.inf
     smaller = min(operator.equations, operator.n_features)
     full = FULL_RANK / torch.finfo(step.dtype).eps ** (0.5 if step.method == "cholesky" else 1.0)
-    attempt = Attempt(
+    attempt = SolverRun(
         found.gamma, step.method, found.iterations, math.nan, "", left, singular, rank=found.rank,
         optimality=found.optimality, full_rank=smaller, full_below=full,
     )  # fmt: skip

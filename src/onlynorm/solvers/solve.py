@@ -23,7 +23,7 @@ from onlynorm.features import Features
 from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable, release_free_memory
 from onlynorm.modules import without_autocast
 from onlynorm.solvers.choose import METHODS, choose
-from onlynorm.solvers.fallback import TINY, Attempt, solve_with_fallback
+from onlynorm.solvers.fallback import TINY, SolverRun, solve_with_fallback
 from onlynorm.solvers.lazy import MAX_HELD, copy_lazy, lazy, set_lazy
 from onlynorm.solvers.methods.closed_form import solve_closed_form
 from onlynorm.solvers.methods.direct import relative_residual
@@ -334,7 +334,7 @@ def _attempt(
     options: dict[str, Any],
     *,
     least_norm: bool,
-) -> Attempt:
+) -> SolverRun:
     """The best attempt on the target minus M offset, restricted to the live outputs and inputs.
 
     The third mask, if given, selects the nonzero features; the others are removed from the system.
@@ -352,7 +352,7 @@ def _attempt(
     if not bool(rest.any()):  # also if no outputs or inputs remain
         gamma = target.new_zeros(*target.shape[:-2], system.n_features)
         rank = None if bool(outputs.any() and inputs.any()) else 0
-        attempt = Attempt(gamma, "none", 0, 1.0, "the target is zero where features are nonzero", 0.0, rank=rank)
+        attempt = SolverRun(gamma, "none", 0, 1.0, "the target is zero where features are nonzero", 0.0, rank=rank)
     else:
         n_features = system.n_features
         if rest.shape != target.shape or features is not None:
@@ -380,7 +380,7 @@ def _attempt(
     return attempt
 
 
-def _solve_first(system: KhatriRao, target: Tensor, options: dict[str, Any]) -> Attempt | None:
+def _solve_first(system: KhatriRao, target: Tensor, options: dict[str, Any]) -> SolverRun | None:
     """LU of the first features, a square system; None if that is slower than the minimum norm, or not exact."""
     n, sizes = system.equations, (system.out, system.inp)
     if options["method"] != "auto" or system.n_features <= n or not system.is_stored:
@@ -402,7 +402,9 @@ def _solve_first(system: KhatriRao, target: Tensor, options: dict[str, Any]) -> 
     return found
 
 
-def _solve_minimum_width(operator: KhatriRao, target: Tensor, options: dict[str, Any]) -> tuple[Attempt, float, Tensor]:
+def _solve_minimum_width(
+    operator: KhatriRao, target: Tensor, options: dict[str, Any]
+) -> tuple[SolverRun, float, Tensor]:
     """Gamma, the residual and one scale per output, with features and target rows scaled to unit length.
 
     Zero rows of the target get output_gamma = 0 and are removed from the system. Rows of left that are much smaller
@@ -413,7 +415,7 @@ def _solve_minimum_width(operator: KhatriRao, target: Tensor, options: dict[str,
     on = largest > 0
     if not bool(on.any()):
         gamma, output_gamma = target.new_zeros(operator.n_features), target.new_zeros(operator.out)
-        attempt = Attempt(gamma, "none", 0, 1.0, "the target is zero", 0.0)
+        attempt = SolverRun(gamma, "none", 0, 1.0, "the target is zero", 0.0)
         return attempt, 0.0, output_gamma
     everything = torch.ones(operator.inp, dtype=torch.bool, device=operator.device)
     features = operator if bool(on.all()) else operator.restrict(on, everything)
@@ -423,7 +425,7 @@ def _solve_minimum_width(operator: KhatriRao, target: Tensor, options: dict[str,
     rows = (target[on] / largest[on, None]).norm(dim=1) * largest[on]  # squares of a tiny row would underflow
     system = MinimumWidth(unit, target[on] / rows[:, None])
 
-    def attempt_with(tolerance: float) -> tuple[Attempt, float, Tensor]:
+    def attempt_with(tolerance: float) -> tuple[SolverRun, float, Tensor]:
         found = solve_with_fallback(system, system.target, **{**options, "tolerance": tolerance})
         output_gamma = torch.zeros(operator.out, dtype=target.dtype, device=target.device)
         output_gamma[on] = times_power(rows / system.row_factors(found.gamma), row_powers)
@@ -480,7 +482,7 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
 
 
 def _add_shortfall(
-    operator: KhatriRao, solution: Solution, attempt: Attempt, tolerance: float | None, method: str, *, has_near: bool
+    operator: KhatriRao, solution: Solution, attempt: SolverRun, tolerance: float | None, method: str, *, has_near: bool
 ) -> Solution:
     found = [solution.gamma] if solution.output_gamma is None else [solution.gamma, solution.output_gamma]
     if not all(bool(torch.isfinite(values).all()) for values in found):
@@ -516,7 +518,7 @@ def _add_shortfall(
     return solution
 
 
-def _cure(operator: KhatriRao, solution: Solution, attempt: Attempt, method: str, *, has_near: bool) -> str:
+def _cure(operator: KhatriRao, solution: Solution, attempt: SolverRun, method: str, *, has_near: bool) -> str:
     """A sentence with the change that makes the tolerance reachable."""
     is_minimum_width = solution.output_gamma is not None
     # No method can improve an optimum with a residual above rounding error.

@@ -75,7 +75,7 @@ class Adapters:
         current = self._current()
         self._set_base()  # adapters are compared with the base model before merges
         try:
-            self._need_same_elsewhere(made)
+            self._need_same_elsewhere()
             need_fit(self.model, made)
         finally:
             self._write(current)
@@ -200,7 +200,7 @@ class Adapters:
             self._bare.add(key)
         remove()
 
-    def _need_same_elsewhere(self, adapter: Adapter) -> None:
+    def _need_same_elsewhere(self) -> None:
         """Raises if a tensor without a stored base value changed since `Adapters(model)`."""
         outside = {key: value for key, value in state_of(self.model).items() if key not in self._base}
         changed = [key for key, found in digests(outside).items() if self._digests.get(key, found) != found]

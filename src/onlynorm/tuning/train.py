@@ -52,16 +52,16 @@ from onlynorm.tuning.batches import (
 )
 from onlynorm.tuning.fingerprint import base_tensors, digests, encode
 from onlynorm.tuning.training_state import (
-    Progress,
     Randomness,
+    TrainingProgress,
     drop_remainders,
     load_state,
     optimized_tensors,
     save_state,
     state_tensors,
 )
-from onlynorm.validate import Progress as ProgressCallback
 from onlynorm.validate import (
+    Progress,
     need_callable,
     need_choice,
     need_flag,
@@ -191,7 +191,7 @@ def fit(
     save_every: int | None = None,
     logs: Path | str | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
-    progress: ProgressCallback | bool | None = None,
+    progress: Progress | bool | None = None,
     accelerator: str = "auto",
     devices: int | str = 1,
     strategy: str = "auto",
@@ -392,7 +392,7 @@ def _has_classes(pairs: Pairs) -> bool:
 
 
 def _with_progress(
-    on_step: Callable[[int, int, float], None] | None, progress: ProgressCallback | None
+    on_step: Callable[[int, int, float], None] | None, progress: Progress | None
 ) -> Callable[[int, int, float], None] | None:
     """The function that is called after each step: `on_step`, then `progress` with the loss as its message."""
     if progress is None:
@@ -413,7 +413,7 @@ class _Run:
                  pairs: Pairs, test: Pairs | None, loss: Loss) -> None:  # fmt: skip
         self.fabric, self.model, self.wrapped, self.optimizer = fabric, model, wrapped, optimizer
         self.schedule, self.pairs, self.test, self.loss = schedule, pairs, test, loss
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.randomness = Randomness(schedule.seed, fabric.device)
         self.has_classes = test is None or _has_classes(test)
         self.checkpoint: Path | None = None

@@ -39,7 +39,7 @@ _DIGESTS = {"data_digest": "other inputs or labels", "frozen_digest": "other val
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """Progress of a run: epoch, batch in the epoch, steps, best score, and epochs without improvement.
 
     `total` is the sum of the `n_losses` losses of the current epoch.
@@ -134,7 +134,7 @@ def save_state(
     path: Path,
     model: nn.Module,
     optimizer: Optimizer,
-    progress: Progress,
+    progress: TrainingProgress,
     *,
     settings: dict[str, Any],
     randomness: Randomness,
@@ -157,7 +157,7 @@ def save_state(
 
 def load_state(
     path: Path, model: nn.Module, optimizer: Optimizer, *, settings: dict[str, Any], randomness: Randomness
-) -> Progress:
+) -> TrainingProgress:
     """Loads a checkpoint; raises, without changes, if the settings or the model differ."""
     cure = "Delete it to start again."
     document, tensors = read_tensors(path, kind=KIND, format=FORMAT, cure=cure)
@@ -240,9 +240,9 @@ def _need_whole_slots(optimizer: Optimizer, slots: list[tuple[Tensor, str, Any]]
             raise ValueError(f"the optimizer state of a parameter has {', '.join(sorted(names))}")
 
 
-def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> Progress:
+def _progress(saved: dict[str, Any], settings: dict[str, Any]) -> TrainingProgress:
     """The saved progress, validated against the settings."""
-    progress = make_checked(Progress, saved)
+    progress = make_checked(TrainingProgress, saved)
     per_epoch = n_batches(settings["n_samples"], settings["batch_size"])
     is_possible = (
         0 <= progress.epoch <= settings["epochs"]

@@ -24,9 +24,9 @@ from onlynorm.evidence.bench.sweeps.adapt import (
     NOTHING,
     STATISTICS,
     TRAINED,
+    AdaptCase,
     Adapted,
     AdaptSizes,
-    Case,
     adapt,
     recovered,
     sweep,
@@ -99,14 +99,14 @@ def test_every_method_is_measured_on_every_corruption(tmp_path: Path, monkeypatc
     sizes = dataclasses.replace(TINY["adapt"](monkeypatch), corruptions=("noise", "invert"), seeds=2)
     found: Any = sweep.run(sizes, out=tmp_path)
     counts = {case: len(found.of(case)) for case in found.cases}
-    assert counts[Case(CLEAN, NOTHING)] == 1
+    assert counts[AdaptCase(CLEAN, NOTHING)] == 1
     for images in ("noise", "invert"):
-        assert [counts[Case(images, method)] for method in METHODS] == [1, 2, 2, 2, 2, 2]
+        assert [counts[AdaptCase(images, method)] for method in METHODS] == [1, 2, 2, 2, 2, 2]
     assert {(one.case, one.run.lr) for one in found.tried} == {
-        (Case(images, method), lr) for images in ("noise", "invert") for method in TRAINED for lr in (0.01, 0.1)
+        (AdaptCase(images, method), lr) for images in ("noise", "invert") for method in TRAINED for lr in (0.01, 0.1)
     }
     assert found.runs["is_exact"].all()
-    sizes_of = {method: found.of(Case("noise", method))["file_size"].iloc[0] for method in METHODS}
+    sizes_of = {method: found.of(AdaptCase("noise", method))["file_size"].iloc[0] for method in METHODS}
     assert 0 == sizes_of[NOTHING] < sizes_of[HEAD] < sizes_of[STATISTICS] < sizes_of[NORMS] < sizes_of[BOTH]
     assert sizes_of[BOTH] < sizes_of[FULL]
     other = sweep.run(dataclasses.replace(sizes, severity=1.0), out=tmp_path)
@@ -118,7 +118,7 @@ def test_validation_images_are_never_trained_on_and_seeds_draw_others(monkeypatc
     sizes = dataclasses.replace(TINY["adapt"](monkeypatch), severity=0.0)
     monkeypatch.setattr(module, "adapt", lambda base, method, *, data, schedule: drawn.append(data[0]) or base)
     for seed in (0, 1):
-        module.adapted(Case("blur", FULL), TrainingRun(seed, 0.1), sizes)
+        module.adapted(AdaptCase("blur", FULL), TrainingRun(seed, 0.1), sizes)
     aside = {
         tuple(i.flatten().tolist())
         for i in validation_subset(normalised(), sizes.n_validation, split_seed=module.VALIDATION_SEED)[0]
@@ -131,7 +131,7 @@ def test_validation_images_are_never_trained_on_and_seeds_draw_others(monkeypatc
 
 def test_a_learning_rate_at_which_training_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["adapt"](monkeypatch)
-    assert module.validation_accuracy(Case("noise", FULL), TrainingRun(0, 1e30), sizes) == 0.0
+    assert module.validation_accuracy(AdaptCase("noise", FULL), TrainingRun(0, 1e30), sizes) == 0.0
 
 
 def test_unknown_corruptions_are_refused() -> None:
@@ -145,34 +145,37 @@ def test_unknown_corruptions_are_refused() -> None:
 def made_up(n_seeds: int = 3, *, clean: float = 0.9, is_exact: bool = True, **accuracies: float) -> Any:
     """Seeds of every method on one corruption that costs 0.4; seeds differ by one percent."""
     level = {STATISTICS: 0.7, HEAD: 0.6, NORMS: 0.8, BOTH: 0.8, FULL: 0.85, **accuracies}
-    runs = [Measured(Case(CLEAN, NOTHING), TrainingRun(0, math.nan), Adapted(clean, 0, True, 0.0))]
-    runs += [Measured(Case("blur", NOTHING), TrainingRun(0, math.nan), Adapted(0.5, 0, True, 0.0))]
+    runs = [Measured(AdaptCase(CLEAN, NOTHING), TrainingRun(0, math.nan), Adapted(clean, 0, True, 0.0))]
+    runs += [Measured(AdaptCase("blur", NOTHING), TrainingRun(0, math.nan), Adapted(0.5, 0, True, 0.0))]
     runs += [
-        Measured(Case("blur", method), TrainingRun(seed, math.nan if method == STATISTICS else 0.1),
+        Measured(AdaptCase("blur", method), TrainingRun(seed, math.nan if method == STATISTICS else 0.1),
                  Adapted(at + 0.01 * (seed - 1), 10, is_exact or method != FULL or seed > 0, 1.0))
         for method, at in level.items() for seed in range(n_seeds)
     ]  # fmt: skip
-    trials = [Trial(Case("blur", method), TrainingRun(0, lr), lr) for method in TRAINED for lr in (0.1, 0.01)]
+    trials = [Trial(AdaptCase("blur", method), TrainingRun(0, lr), lr) for method in TRAINED for lr in (0.1, 0.01)]
     return sweep.results(runs, trials)
 
 
 def test_the_recovered_fraction_is_of_the_accuracy_that_was_lost() -> None:
-    found = recovered(made_up(), Case("blur", NORMS))
+    found = recovered(made_up(), AdaptCase("blur", NORMS))
     assert found.mean == pytest.approx(0.75)
     # t(0.975, 2) = 4.30265 from a table; the seeds' fractions are 0.725, 0.75, 0.775.
     assert found.half == pytest.approx(4.30265 * 0.025 / math.sqrt(3), rel=1e-5)
     shown = {row[1]: row for row in made_up().tables()[0].rows if row[0] == "blur"}
     assert shown[NORMS][2:5] == ("80.0 ± 2.5", "75.0 ± 6.2", "10")
     assert shown[NOTHING][2:5] == ("50.0", "0.0", "0")
-    assert recovered(made_up(clean=0.5), Case("blur", NORMS)).percent() == "-"
+    assert recovered(made_up(clean=0.5), AdaptCase("blur", NORMS)).percent() == "-"
 
 
 def test_the_learning_rate_of_a_method_is_the_best_on_average_over_the_corruptions() -> None:
-    found: Results[AdaptSizes, Case] = made_up()
-    assert found.lr(Case("blur", FULL)) == 0.1
-    more = [Trial(Case("noise", FULL), TrainingRun(0, 0.1), 0.0), Trial(Case("noise", FULL), TrainingRun(0, 0.01), 0.2)]
-    assert sweep.results([], [*found.tried, *more]).lr(Case("blur", FULL)) == 0.01
-    assert math.isnan(found.lr(Case("blur", STATISTICS)))
+    found: Results[AdaptSizes, AdaptCase] = made_up()
+    assert found.lr(AdaptCase("blur", FULL)) == 0.1
+    more = [
+        Trial(AdaptCase("noise", FULL), TrainingRun(0, 0.1), 0.0),
+        Trial(AdaptCase("noise", FULL), TrainingRun(0, 0.01), 0.2),
+    ]
+    assert sweep.results([], [*found.tried, *more]).lr(AdaptCase("blur", FULL)) == 0.01
+    assert math.isnan(found.lr(AdaptCase("blur", STATISTICS)))
     assert found.tables()[1].rows[0] == (HEAD, "1.0", "10.0")
 
 

@@ -18,9 +18,9 @@ from onlynorm.evidence.bench.sweeps.frozen import (
     NETWORKS,
     NORMS,
     NORMS_FROM_ONES,
-    Case,
+    FrozenCase,
+    FrozenOutcome,
     FrozenSizes,
-    Trained,
     cases,
     draw,
     sweep,
@@ -59,9 +59,9 @@ def part_of(name: str) -> str:
 def test_one_run_counts_what_it_trained_and_leaves_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["frozen"](monkeypatch)
 
-    def train(method: str, seed: int = 0) -> Trained:
+    def train(method: str, seed: int = 0) -> FrozenOutcome:
         return dataclasses.replace(
-            bench_module.train(Case(8, 2, method), TrainingRun(seed, math.nan), sizes), seconds=0.0
+            bench_module.train(FrozenCase(8, 2, method), TrainingRun(seed, math.nan), sizes), seconds=0.0
         )
 
     made = {method: train(method) for method in METHODS}
@@ -85,7 +85,7 @@ def test_norms_alone_take_the_higher_learning_rate(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(bench_module, "fit", fit)
     for method in METHODS:
-        bench_module.train(Case(8, 2, method), TrainingRun(0, math.nan), sizes)
+        bench_module.train(FrozenCase(8, 2, method), TrainingRun(0, math.nan), sizes)
     assert lrs == [sizes.norm_lr, sizes.norm_lr, sizes.lr, sizes.lr]
 
 
@@ -93,16 +93,16 @@ def test_the_networks_grow_by_one_size_at_a_time() -> None:
     assert [width for depth, width in NETWORKS if depth == 8] == [4, 8, 16, 32]
     assert [depth for depth, width in NETWORKS if width == 8] == [8, 14, 20, 32]
     ones = [case for case in cases(FrozenSizes()) if case.method == NORMS_FROM_ONES]
-    assert ones == [Case(*bench_module.FROM_ONES, NORMS_FROM_ONES)]
-    assert Case(8, 2, NORMS_FROM_ONES) in cases(FrozenSizes.make(quick=True))
+    assert ones == [FrozenCase(*bench_module.FROM_ONES, NORMS_FROM_ONES)]
+    assert FrozenCase(8, 2, NORMS_FROM_ONES) in cases(FrozenSizes.make(quick=True))
 
 
 def made_up(n_seeds: int = 3, *, is_frozen: bool = True, gammas: tuple[float, ...] = (0.0, -0.02, 0.5, 1.5),
             **accuracies: float) -> Any:  # fmt: skip
     level = {"8,2": 0.3, "8,4": 0.4, "14,2": 0.35, **accuracies}
     return sweep.results([
-        Measured(Case(*net, method), TrainingRun(seed, math.nan),
-                 Trained(level[f"{net[0]},{net[1]}"], 8, 80, gammas, is_frozen or seed > 0, 1.0))
+        Measured(FrozenCase(*net, method), TrainingRun(seed, math.nan),
+                 FrozenOutcome(level[f"{net[0]},{net[1]}"], 8, 80, gammas, is_frozen or seed > 0, 1.0))
         for seed in range(n_seeds) for net in SMALL for method in (NORMS, HEAD, FULL)
     ])  # fmt: skip
 

@@ -20,9 +20,9 @@ from onlynorm.evidence.bench.sweeps import predict
 from onlynorm.evidence.bench.sweeps.predict import (
     LEARNED,
     MIN_NETWORKS,
-    Case,
+    PredictCase,
+    PredictOutcome,
     PredictSizes,
-    Trained,
     areas_of,
     cases,
     characteristic,
@@ -46,7 +46,7 @@ def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
 def _results(scores: list[float], learned: list[bool]) -> Any:
     losses = [1.0 if one else math.log(10.0) for one in learned]
     runs = [
-        Measured(Case(f"{i}", FASHION, i), TrainingRun(0, math.nan), Trained(loss, 0.1))
+        Measured(PredictCase(f"{i}", FASHION, i), TrainingRun(0, math.nan), PredictOutcome(loss, 0.1))
         for i, loss in enumerate(losses)
     ]
     found = sweep.results(runs)
@@ -131,7 +131,7 @@ def test_a_shallow_network_learns_and_scores_higher_than_a_deep_one_without_norm
 
 def test_a_training_that_breaks_off_has_no_loss() -> None:
     sizes = dataclasses.replace(TINY, lrs=(1e30,))
-    assert train_network(cases(sizes)[0], TrainingRun(0, math.nan), sizes) == Trained(math.inf, 1e30)
+    assert train_network(cases(sizes)[0], TrainingRun(0, math.nan), sizes) == PredictOutcome(math.inf, 1e30)
 
 
 def test_a_run_resumes_its_trainings_and_diagnoses_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,17 @@ from tiny_benchmarks import TINY
 
 from onlynorm.errors import ValueRangeError
 from onlynorm.evidence.bench.sweeps import repair as module
-from onlynorm.evidence.bench.sweeps.repair import BRIEF, MAIN, METHODS, NORMS, OURS, Case, Repaired, RepairSizes, sweep
+from onlynorm.evidence.bench.sweeps.repair import (
+    BRIEF,
+    MAIN,
+    METHODS,
+    NORMS,
+    OURS,
+    RepairCase,
+    RepairOutcome,
+    RepairSizes,
+    sweep,
+)
 from onlynorm.evidence.harness import is_met
 from onlynorm.evidence.sweep import Measured, Results, TrainingRun
 from onlynorm.evidence.validation import validation_subset
@@ -20,11 +30,11 @@ SMALL = (3, "relu")
 
 
 def made(method: str, accuracy: float, seed: int = 0, network: tuple[int, str] = MAIN) -> Measured:
-    row = Repaired(accuracy, accuracy, 1.0, (5.0, 5.0, 5.0), 1.0, "mirrored", 0.1)
-    return Measured(Case(*network, method), TrainingRun(seed, math.nan), row)
+    row = RepairOutcome(accuracy, accuracy, 1.0, (5.0, 5.0, 5.0), 1.0, "mirrored", 0.1)
+    return Measured(RepairCase(*network, method), TrainingRun(seed, math.nan), row)
 
 
-def results(*runs: Measured) -> Results[RepairSizes, Case]:
+def results(*runs: Measured) -> Results[RepairSizes, RepairCase]:
     return sweep.results(runs)
 
 
@@ -32,7 +42,7 @@ def test_the_main_network_is_repaired_by_all_methods_and_others_by_default_besid
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Any = sweep.run(TINY["repair"](monkeypatch), out=tmp_path)
-    assert found.cases == [*(Case(2, "tanh", m) for m in METHODS), *(Case(3, "relu", m) for m in BRIEF)]
+    assert found.cases == [*(RepairCase(2, "tanh", m) for m in METHODS), *(RepairCase(3, "relu", m) for m in BRIEF)]
     assert len(found.tried) == 2 * len(found.cases)
     for one in found.measured:
         assert one.run.lr in (0.01, 0.1)
@@ -49,7 +59,7 @@ def test_a_quick_run_takes_two_of_the_six_networks() -> None:
 
 def test_a_training_that_diverges_answers_the_same_to_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["repair"](monkeypatch)
-    found = module.repair_and_train(Case(*SMALL, OURS), TrainingRun(0, 1e30), sizes)
+    found = module.repair_and_train(RepairCase(*SMALL, OURS), TrainingRun(0, 1e30), sizes)
     assert found.loss == math.inf
     assert found.accuracy == pytest.approx(0.1)  # every class is a tenth of the images
 
@@ -66,7 +76,7 @@ def test_validation_images_are_never_trained_on(monkeypatch: pytest.MonkeyPatch)
 def test_more_steps_than_images_and_seeds_of_trials_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = TINY["repair"](monkeypatch)
     with pytest.raises(ValueRangeError, match="at most the 50 images outside the validation subset; got 56"):
-        module.train(module.repaired(Case(*SMALL, OURS), 0, sizes)[0], TrainingRun(0, 0.1), sizes, n_steps=7)
+        module.train(module.repaired(RepairCase(*SMALL, OURS), 0, sizes)[0], TrainingRun(0, 0.1), sizes, n_steps=7)
     with pytest.raises(ValueRangeError, match=r"seeds .* from 1 to 100; got 101"):
         RepairSizes(seeds=101)
 

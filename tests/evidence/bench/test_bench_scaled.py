@@ -23,29 +23,33 @@ from onlynorm.evidence.papers.random_features.scaled import (
     ORDINARY,
     SEMICIRCLE,
     TASKS,
-    Case,
+    ScaledCase,
+    ScaledOutcome,
     ScaledSizes,
-    Trained,
     ordinary,
 )
 from onlynorm.evidence.sweep import Measured, Results, TrainingRun, Trial
 
-PLAIN, ONE, LAST = Case("toy", ORDINARY, 1.0), Case("toy", SEMICIRCLE, 1.0), Case("toy", SEMICIRCLE, 1e6)
+PLAIN, ONE, LAST = (
+    ScaledCase("toy", ORDINARY, 1.0),
+    ScaledCase("toy", SEMICIRCLE, 1.0),
+    ScaledCase("toy", SEMICIRCLE, 1e6),
+)
 
 
-def law(case: Case = LAST, gap: float = 1e-15) -> dict[str, Any]:
+def law(case: ScaledCase = LAST, gap: float = 1e-15) -> dict[str, Any]:
     return vars(LawFacts(*case, 4.0, 0.2, 0.06, 0.1, gap))
 
 
 def measured(
     last: tuple[float, ...], *, first: tuple[float, ...] = (0.5, 0.51, 0.49), n: int = 3, gap: float = 1e-15,
     quick: bool = False,
-) -> Results[ScaledSizes, Case]:  # fmt: skip
+) -> Results[ScaledSizes, ScaledCase]:  # fmt: skip
     """An ordinary network at about 50 %, condition 1 and the largest one."""
     given = ((PLAIN, (0.5, 0.51, 0.49)), (ONE, first), (LAST, last))
     trials = [Trial(case, TrainingRun(100, lr), lr) for case, _ in given for lr in (0.03, 0.1)]
     runs = [
-        Measured(c, TrainingRun(seed, 0.1), Trained(x, x, 1.0))
+        Measured(c, TrainingRun(seed, 0.1), ScaledOutcome(x, x, 1.0))
         for c, values in given
         for seed, x in enumerate(values[:n])
     ]
@@ -83,7 +87,7 @@ def test_every_data_set_has_its_seeds_and_every_law_its_conditions() -> None:
     assert set(CONDITIONS) == set(LAWS)
     assert all(sorted(conditions) == list(conditions) for conditions in CONDITIONS.values())
     assert len(cases(ScaledSizes())) == 2 * (1 + 7 + 3)
-    assert [sweep.n_seeds(Case(data, ORDINARY, 1.0), ScaledSizes()) for data in N_SEEDS] == [3, 10]
+    assert [sweep.n_seeds(ScaledCase(data, ORDINARY, 1.0), ScaledSizes()) for data in N_SEEDS] == [3, 10]
 
 
 def test_the_largest_condition_has_to_lie_below_the_first_by_more_than_chance() -> None:

@@ -31,9 +31,9 @@ from onlynorm.evidence.bench.sweeps.scratch import (
 )
 from onlynorm.evidence.papers.random_features import scratch as scratch_training
 from onlynorm.evidence.papers.random_features.scratch import (
-    Case,
     Method,
-    Trained,
+    ScratchCase,
+    ScratchOutcome,
     build,
     make_sweep,
     test_images,
@@ -54,7 +54,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(method: str, accuracy: float, seed: int = 0, losses: tuple[float, ...] = (1.0, 0.5)) -> Measured:
-    return Measured(Case("toy", method), TrainingRun(seed, math.nan), Trained(accuracy, losses, True, 100, 0.1))
+    return Measured(
+        ScratchCase("toy", method), TrainingRun(seed, math.nan), ScratchOutcome(accuracy, losses, True, 100, 0.1)
+    )
 
 
 def goals(*runs: Measured) -> dict[str, tuple[str, bool]]:
@@ -164,29 +166,29 @@ def test_a_learning_rate_is_chosen_with_a_seed_that_is_not_judged(
 ) -> None:
     asked: list[tuple[float, int, bool]] = []
 
-    def pretend(*_: object, lr: float, seed: int, is_trial: bool = False, **__: object) -> Trained:
+    def pretend(*_: object, lr: float, seed: int, is_trial: bool = False, **__: object) -> ScratchOutcome:
         asked.append((lr, seed, is_trial))
-        return Trained(1.0 - abs(lr - 0.1), (), True, 1, 0.0)
+        return ScratchOutcome(1.0 - abs(lr - 0.1), (), True, 1, 0.0)
 
     monkeypatch.setattr(scratch_training, "train", pretend)
     one = make_sweep(
         "one", "One method.", ScratchSizes, methods={"a": Method()}, training=lambda _case, _sizes: TRAINING,
-        cases=lambda _: [Case("toy", "a")], columns={},
+        cases=lambda _: [ScratchCase("toy", "a")], columns={},
     )  # fmt: skip
     found: Any = one.run(ScratchSizes(seeds=1, data=("toy",)), out=tmp_path)
-    assert found.lr(Case("toy", "a")) == 0.1
+    assert found.lr(ScratchCase("toy", "a")) == 0.1
     assert asked == [*((lr, TRIAL_SEED, True) for lr in (0.03, 0.1, 0.3, 1.0)), (0.1, 0, False)]
 
 
 def test_a_learning_rate_is_judged_by_the_mean_of_its_trials() -> None:
     found = {0.1: (0.9, 0.1), 0.3: (0.6, 0.6), 1.0: (0.2, 0.7)}
-    ordinary = Case("toy", ORDINARY)
+    ordinary = ScratchCase("toy", ORDINARY)
     trials = [
         Trial(ordinary, TrainingRun(TRIAL_SEED + place, lr), accuracy)
         for lr, accuracies in found.items()
         for place, accuracy in enumerate(accuracies)
     ]
-    results = sweep.results([], [*trials, Trial(Case("toy", ID_COND), TrainingRun(TRIAL_SEED, 3.0), 1.0)])
+    results = sweep.results([], [*trials, Trial(ScratchCase("toy", ID_COND), TrainingRun(TRIAL_SEED, 3.0), 1.0)])
     assert results.trial_accuracies(ordinary) == pytest.approx({0.1: 0.5, 0.3: 0.6, 1.0: 0.45})
     assert results.lr(ordinary) == 0.3
 

@@ -21,7 +21,7 @@ from onlynorm.evidence.bench.networks import PAD, PaddedClassifier, text_encoder
 from onlynorm.evidence.bench.sweeps import reviews
 from onlynorm.evidence.bench.sweeps import text as bench_module
 from onlynorm.evidence.bench.sweeps.reviews import Texts, divide, read_reviews
-from onlynorm.evidence.bench.sweeps.text import Case, TextSizes, Tuned, sweep
+from onlynorm.evidence.bench.sweeps.text import TextCase, TextSizes, Tuned, sweep
 from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN, PEFT_LORA
 from onlynorm.evidence.harness import is_met
 from onlynorm.evidence.sweep import Measured, TrainingRun
@@ -47,7 +47,7 @@ def test_every_method_has_a_row_with_the_numbers_it_trains(made: Any) -> None:
     encoder = text_encoder(quick=True)
     base = PaddedClassifier(encoder.body, encoder.n_features)
     norms, head = 2 * sum(norm.n_channels for norm in find_norms(base).norms), 2 * encoder.n_features + 2
-    counts = {name: made.of(Case(name))["n_trained"].iloc[0] for name in NAMES}
+    counts = {name: made.of(TextCase(name))["n_trained"].iloc[0] for name in NAMES}
     assert counts[HEAD] == head
     assert counts[NORMS] == counts[PEFT_LN] == norms + head
     assert counts[FULL] == sum(p.numel() for p in base.parameters())
@@ -57,12 +57,12 @@ def test_every_method_has_a_row_with_the_numbers_it_trains(made: Any) -> None:
 
 
 def test_norms_and_head_train_like_peft(made: Any) -> None:
-    assert made.values(Case(NORMS)) == made.values(Case(PEFT_LN)), "same parameters, same head, same order"
+    assert made.values(TextCase(NORMS)) == made.values(TextCase(PEFT_LN)), "same parameters, same head, same order"
 
 
 def test_norms_and_head_learn_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = dataclasses.replace(TINY["text"](monkeypatch), texts=128, epochs=4, batch_size=16)
-    assert bench_module.tune_and_test(Case(NORMS), TrainingRun(1, 5e-3), sizes).accuracy == 1.0
+    assert bench_module.tune_and_test(TextCase(NORMS), TrainingRun(1, 5e-3), sizes).accuracy == 1.0
 
 
 def test_a_training_that_diverges_has_no_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +72,8 @@ def test_a_training_that_diverges_has_no_accuracy(monkeypatch: pytest.MonkeyPatc
         raise TrainingError("the loss is NaN")
 
     monkeypatch.setattr(bench_module, "fit", burst)
-    assert math.isnan(bench_module.validation_accuracy(Case(NORMS), TrainingRun(0, 1.0), sizes))
-    assert math.isnan(bench_module.tune_and_test(Case(NORMS), TrainingRun(1, 1.0), sizes).accuracy)
+    assert math.isnan(bench_module.validation_accuracy(TextCase(NORMS), TrainingRun(0, 1.0), sizes))
+    assert math.isnan(bench_module.tune_and_test(TextCase(NORMS), TrainingRun(1, 1.0), sizes).accuracy)
 
 
 def test_peers_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,8 @@ def fake(*, drift: float = 0.0, file_size: int = 0, is_trained: bool = True, **a
     names = {"head": HEAD, "norms": NORMS, "full": FULL, "peft": PEFT_LN}
     sizes = {"head": 3_000, "norms": 40_000, "full": 90_000_000, "peft": 41_000}
     runs = [
-        Measured(Case(names[key]), TrainingRun(seed, math.nan), Tuned(value, 10, file_size or sizes[key], drift, 1.0))
+        Measured(TextCase(names[key]), TrainingRun(seed, math.nan),
+                 Tuned(value, 10, file_size or sizes[key], drift, 1.0))
         for key, values in accuracies.items() for seed, value in enumerate(values, 1)
     ]  # fmt: skip
     return sweep.results(runs, is_trained=is_trained)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import onlynorm  # noqa: F401, the rooms register their checks on import
 from onlynorm.evidence import registry
 from onlynorm.evidence.papers.burkholz2024 import activations, sources
-from onlynorm.evidence.papers.giannou2023 import deep, linear_systems, low_rank, sparse, wide_networks
+from onlynorm.evidence.papers.giannou2023 import depth, linear_systems, low_rank, sparse, wide_networks
 from onlynorm.evidence.registry import Verdict
 from onlynorm.modules.affine import Affine
 from onlynorm.reconstruction import Construction, LowRank, Ranges
@@ -152,17 +152,17 @@ def the_printed_right_hand_side(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_gamma_that_is_off(patch: pytest.MonkeyPatch) -> None:
-    solve = deep._solve
+    solve = depth._solve
 
     def wrong(*args: Any) -> list[Fraction] | None:
         found = solve(*args)
         return found and [found[0] + Fraction(1, 10**12), *found[1:]]
 
-    patch.setattr(deep, "_solve", wrong)
+    patch.setattr(depth, "_solve", wrong)
 
 
 def a_last_relu(patch: pytest.MonkeyPatch) -> None:
-    rebuild = deep.rebuild
+    rebuild = depth.rebuild
 
     def with_relu(target: nn.Sequential, construction: Construction, *, seed: int) -> Any:
         made, _ = rebuild(target, construction, seed=seed)
@@ -172,7 +172,7 @@ def a_last_relu(patch: pytest.MonkeyPatch) -> None:
             error = float((network(x) - target(x)).norm() / target(x).norm())
         return dataclasses.replace(made, network=network), error
 
-    patch.setattr(deep, "rebuild", with_relu)
+    patch.setattr(depth, "rebuild", with_relu)
 
 
 def layers_that_do_not_fit_together(patch: pytest.MonkeyPatch) -> None:

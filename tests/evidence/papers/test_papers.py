@@ -19,7 +19,7 @@ import pytest
 from onlynorm.errors import FormatError, StorageError, UnknownNameError, ValueRangeError
 from onlynorm.evidence import cache as cache_module
 from onlynorm.evidence.artifacts import Artifact, artifacts, load_artifacts
-from onlynorm.evidence.papers.reproduce import Outcome, Progress, reproduce
+from onlynorm.evidence.papers.reproduce import Outcome, PieceProgress, reproduce
 from onlynorm.evidence.records import RecordVerdict, read_record, read_records
 from onlynorm.storage import digest
 
@@ -300,7 +300,7 @@ def test_an_artifact_that_raises_becomes_a_record_that_says_so(toy: Toy) -> None
 
 
 def test_progress_counts_pieces_and_tells_reloaded_from_computed(toy: Toy) -> None:
-    seen: list[Progress] = []
+    seen: list[PieceProgress] = []
     toy.run(progress=seen.append)
     toy.run(progress=seen.append)
     states = [(event.state, event.done, event.total) for event in seen]

@@ -21,7 +21,14 @@ from onlynorm.evidence.papers.burkholz2024.tables import (
     plan_network,
     solve_layer,
 )
-from onlynorm.evidence.papers.burkholz2024.vgg_targets import ACTIVATIONS, DEPTHS, Training, accuracy, rebuild, trained
+from onlynorm.evidence.papers.burkholz2024.vgg_targets import (
+    ACTIVATIONS,
+    DEPTHS,
+    VggTraining,
+    accuracy,
+    rebuild,
+    trained,
+)
 
 FOUND = artifacts()
 TINY: dict[str, Any] = {"data": "CIFAR-10", "width": 2, "n_train": 200, "n_epochs": 1, "rate": 0.05}
@@ -124,7 +131,7 @@ def test_a_rebuilt_target_keeps_its_accuracy_and_equal_training_gives_equal_targ
         find_data("cifar-10-batches-bin")
     except MissingDataError as error:
         pytest.skip(str(error))
-    chosen = Training(**TINY)
+    chosen = VggTraining(**TINY)
     target = trained("tanh", chosen)
     made = rebuild(
         activation="tanh", distribution="he_uniform", seed=0, excess=1.5, n_exact=2, n_test=100, training=TINY

@@ -22,8 +22,8 @@ from onlynorm.evidence.papers.random_features.scaled import (
     LAWS,
     PAPER,
     SEMICIRCLE,
+    ScaledOutcome,
     Task,
-    Trained,
     build,
     compare,
     fall,
@@ -154,7 +154,7 @@ def test_another_condition_or_seed_trains_to_other_numbers() -> None:
 
 
 def test_a_training_that_diverges_counts_as_guessing() -> None:
-    assert train(condition=10.0, lr=1e30, seed=0, **TRAINING) == Trained(0.1, 0.1, math.log(10))
+    assert train(condition=10.0, lr=1e30, seed=0, **TRAINING) == ScaledOutcome(0.1, 0.1, math.log(10))
 
 
 def test_trials_are_tested_on_validation_images_which_nobody_trains_on() -> None:

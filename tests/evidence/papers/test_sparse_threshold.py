@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onlynorm.evidence.artifacts import Artifact, load_artifacts
-from onlynorm.evidence.papers.giannou2023 import ARTIFACTS, sparse, sparse_threshold
+from onlynorm.evidence.papers.giannou2023 import ARTIFACTS, sparse
 from onlynorm.evidence.papers.giannou2023.sparse import is_full, random_pattern
 from onlynorm.evidence.papers.reproduce import reproduce
 from onlynorm.evidence.records import RecordVerdict as Outcome
@@ -44,14 +44,14 @@ def small(tmp_path: Path) -> Artifact:
 
 
 def test_a_piece_holds_the_densities_of_every_pattern() -> None:
-    found = sparse_threshold.thresholds(d=6, excess=1.5, n_patterns=5, seed=2)
+    found = sparse.thresholds(d=6, excess=1.5, n_patterns=5, seed=2)
     assert found["alive"] == []
     for i, density in enumerate(found["full"]):
         drawn = [
             random_pattern((6, 6), p, seed=200_000 + i, excess=1.5, layer="remark 3") for p in (density, density - 1e-3)
         ]
         assert [is_full(one) for one in drawn] == [True, False]
-    square = sparse_threshold.thresholds(d=6, excess=1.0, n_patterns=5, seed=2)
+    square = sparse.thresholds(d=6, excess=1.0, n_patterns=5, seed=2)
     assert all(alive <= full for alive, full in zip(square["alive"], square["full"], strict=True))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from onlynorm.cli.app import AsJson, app, need_folder
 from onlynorm.cli.arguments import ModelName, Weights
-from onlynorm.cli.datasets import AnyData, ImageSize, Parts, corrupt_split, find_parts
+from onlynorm.cli.datasets import AnyData, ImageSize, TrainTest, corrupt_split, find_parts
 from onlynorm.cli.help import MODEL_AND_DATA, OUTPUT, RUN, TRAIN, TRAINED, TRAINING, examples, flag, option
 from onlynorm.cli.terminal import counter, errors, print_facts, print_json, spinner
 from onlynorm.data import CORRUPTIONS
@@ -59,7 +59,7 @@ SAVE_EVERY = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Schedule):
+class RunSettings(Schedule):
     """A schedule with all other settings of a run, so that a run with other settings does not resume it."""
 
     base: str
@@ -191,7 +191,7 @@ def tune_command(
         parts = find_parts(data, model, image_size=image_size, seed=seed, skip_unreadable=skip_unreadable, alter=alter)
     handle = only_norms(network, also=also or (), statistics=statistics, which=which)
     corrupted = "" if corruption is None else f" {corruption} {severity}"
-    schedule = Command(
+    schedule = RunSettings(
         **vars(plain), base=digest(fingerprint.fingerprint(base, ())), data=f"{data} {image_size}{corrupted}",
         statistics=statistics,
         trained=digest([name for name, _ in handle.named_parameters()]),
@@ -234,7 +234,7 @@ def tune_command(
 
 def _train(
     network: nn.Module,
-    parts: Parts,
+    parts: TrainTest,
     *,
     schedule: Schedule,
     saved: Path,
@@ -274,7 +274,7 @@ def _load_twice(model: str, weights: Path | None) -> tuple[nn.Module, nn.Module]
 
 
 @torch.no_grad()
-def _need_outputs(network: nn.Module, parts: Parts, model: str) -> None:
+def _need_outputs(network: nn.Module, parts: TrainTest, model: str) -> None:
     """Raises unless the model accepts the samples and has one output per class."""
     sample = torch.as_tensor(parts.train[0][0])
     try:

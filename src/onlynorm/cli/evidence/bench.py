@@ -15,7 +15,7 @@ from onlynorm.cli.help import OUTPUT, PAPERS, RUN, App, Group, examples, flag, o
 from onlynorm.cli.terminal import errors, print_bench, print_json, spinner
 
 if TYPE_CHECKING:
-    from onlynorm.evidence.harness import Benchmark, Result
+    from onlynorm.evidence.harness import Benchmark, BenchmarkResult
 
 AsMarkdown = Annotated[bool, flag(OUTPUT, "Print Markdown tables.", "--markdown")]
 Quick = Annotated[bool, flag(RUN, "A small run with fewer and smaller cases.", "--quick")]
@@ -118,7 +118,7 @@ def _plain(hint: Any) -> Any:
     return next((one for one in typing.get_args(hint) if one is not type(None)), hint)
 
 
-def show(result: Result, *, markdown: bool, as_json: bool) -> None:
+def show(result: BenchmarkResult, *, markdown: bool, as_json: bool) -> None:
     """Prints the result of a benchmark; exits with 1 if a goal was not met."""
     from onlynorm.evidence.harness import goal_table, is_met
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from onlynorm.data.downloads.sources import MAX_BYTES, RemoteFile
@@ -77,10 +77,10 @@ def download(
                 failed.append(f"{address}: {error}")
                 break
             if is_right(part, file):
-                with _writing(part):
+                with writing(part):
                     move_atomically(part, folder / file.name)
                 return folder / file.name
-            with _writing(part):
+            with writing(part):
                 part.unlink()
             failed.append(f"{address}: the checksum of what it sent is wrong")
     here = f" {_size(part):,} bytes are in {part}: a new try resumes there." if _size(part) else ""
@@ -140,7 +140,7 @@ def _transfer(
         if file.n_bytes is not None and have == file.n_bytes:
             return
         if have > (file.n_bytes or MAX_BYTES):
-            with _writing(part):
+            with writing(part):
                 part.unlink()
             have = 0
         try:
@@ -152,7 +152,7 @@ def _transfer(
             n_restarts += 1
             if have and is_right(part, file):  # a server that was asked for what follows the last byte
                 return
-            with _writing(part):
+            with writing(part):
                 part.unlink(missing_ok=True)
             validator = ""
             if n_restarts > 2:
@@ -224,7 +224,7 @@ def _receive(
     n_expected = file.n_bytes if total is None else total
     flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if start else os.O_TRUNC)
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    with _writing(part):
+    with writing(part):
         handle = os.open(part, flags, 0o666)
     try:
         done = start
@@ -240,7 +240,7 @@ def _receive(
                 raise _RefusedError(f"it sends more than {limit:,} bytes")
             if not chunk:
                 break
-            with _writing(part):
+            with writing(part):
                 rest = memoryview(chunk)
                 while rest:
                     rest = rest[os.write(handle, rest) :]
@@ -281,24 +281,19 @@ def _size(path: Path) -> int:
 
 def _need_space(file: RemoteFile, part: Path) -> None:
     missing = (file.n_bytes or 0) - _size(part)
-    with _writing(part):
+    with writing(part):
         part.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(part.parent).free < missing:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
     """Raises system errors as `StorageError`."""
     try:
         yield
     except OSError as error:
-        raise_unwritable(path, error)
-
-
-def raise_unwritable(path: Path, error: OSError) -> NoReturn:
-    """Raises `StorageError` for a path of the data folder."""
-    raise StorageError(
-        f"the data folder needs to be writable, with enough free space; got {error.strerror or error} for {path}. "
-        "Free space there, or set ONLYNORM_DATA to another folder. What was downloaded is resumed."
-    ) from error
+        raise StorageError(
+            f"the data folder needs to be writable, with enough free space; got {error.strerror or error} for {path}. "
+            "Free space there, or set ONLYNORM_DATA to another folder. What was downloaded is resumed."
+        ) from error

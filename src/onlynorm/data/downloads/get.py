@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from onlynorm.data.downloads.download import PAUSE, TIMEOUT, download, is_right, raise_unwritable
+from onlynorm.data.downloads.download import PAUSE, TIMEOUT, download, is_right, writing
 from onlynorm.data.downloads.sources import SOURCES, RemoteFile, Source
 from onlynorm.data.split import data_folder
 from onlynorm.display import Result
@@ -82,7 +82,7 @@ def get_data(
     folder = None if source is None else _need_folder(need_path("source", source))
     if _is_complete(name, wanted):
         return _state(name, wanted)
-    with _writing(data_folder()):
+    with writing(data_folder()):
         data_folder().mkdir(parents=True, exist_ok=True)
         if not os.access(data_folder(), os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -170,13 +170,13 @@ def _copy(path: Path, folder: Path, file: RemoteFile, progress: Progress | None)
         _write(path, copy, _size(path) or 0, file.name, progress)
         if not is_right(copy, file):
             raise _wrong_content(path, file)
-        with _writing(folder):
+        with writing(folder):
             move_atomically(copy, folder / file.name)
             (folder / f"{file.name}.part").unlink(missing_ok=True)
 
 
 def _write(path: Path, copy: Path, n_bytes: int, name: str, progress: Progress | None) -> None:
-    with _writing(copy):
+    with writing(copy):
         copy.parent.mkdir(parents=True, exist_ok=True)
     try:
         opened = open_file(path)
@@ -184,7 +184,7 @@ def _write(path: Path, copy: Path, n_bytes: int, name: str, progress: Progress |
         raise MissingDataError(
             f"copying needs readable files; got {error.strerror or error} for {path}. Check the path."
         ) from error
-    with opened as stored, _writing(copy), copy.open("wb") as made:
+    with opened as stored, writing(copy), copy.open("wb") as made:
         _pour(stored, made, n_bytes, name, progress)
 
 
@@ -210,19 +210,11 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 
 def _remove(path: Path) -> None:
-    with _writing(path):
+    with writing(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise_unwritable(path, error)
 
 
 # ------------------------------------------------------------------------------- archives
@@ -245,7 +237,7 @@ def _get_archive(source: Source, given: Path | None, *, timeout: float, progress
                 download(file, root, timeout=timeout, pause=PAUSE, progress=progress)
             _unpack(archive, unpacked, source, progress)
         folder = root / source.folder
-        with _writing(folder):
+        with writing(folder):
             if not folder.exists():
                 os.rename(unpacked, folder)
             else:
@@ -296,7 +288,7 @@ def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | No
     """Writes the expected members of a tar.gz file into a new folder; anything else in it is skipped."""
     total, done = sum(source.members.values()), 0
     left = dict(source.members)
-    with _writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True)
         stored = open_file(archive)
     with stored:
@@ -311,7 +303,7 @@ def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | No
                         raise ValueError(f"{name} twice, as a link, or of {member.size:,} bytes")
                     data = members.extractfile(member)
                     assert data is not None, "a regular file has data"
-                    with _writing(folder / name), (folder / name).open("xb") as made:
+                    with writing(folder / name), (folder / name).open("xb") as made:
                         while chunk := data.read(_CHUNK):
                             made.write(chunk)
                             done += len(chunk)

@@ -52,7 +52,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PieceProgress:
     """One step of a run, passed to the progress callback; `total` is None until the number of pieces is known."""
 
     artifact: str
@@ -70,7 +70,7 @@ class Run:
     scale: Scale
     folder: Path
     is_forced: bool = False
-    report: Callable[[Progress], None] = field(default=lambda _: None)
+    report: Callable[[PieceProgress], None] = field(default=lambda _: None)
     notes: list[PieceNote] = field(default_factory=list)
     total: int | None = None
 
@@ -90,7 +90,7 @@ class Run:
 
     def progress(self, piece: str, state: Literal["started", "computed", "reloaded", "finished"]) -> None:
         """Reports one step to the progress callback."""
-        self.report(Progress(self.artifact.id, piece, state, len(self.notes), self.total))
+        self.report(PieceProgress(self.artifact.id, piece, state, len(self.notes), self.total))
 
     def piece(self, name: str, function: Callable[..., Any], **config: Any) -> Any:
         """The cached result of `function(**config)`, as numbers and lists.
@@ -140,7 +140,7 @@ def reproduce(
     scale: Scale = "quick",
     out: Path | str = RECORDS,
     force: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[PieceProgress], None] | None = None,
 ) -> tuple[Record, ...]:
     """One record per artifact, written with its figure to `out`; finished pieces are reused unless `force`.
 
@@ -174,7 +174,7 @@ def reproduce(
 
 
 def _reproduce(
-    one: Artifact, scale: Scale, out: Path, force: bool, progress: Callable[[Progress], None] | None
+    one: Artifact, scale: Scale, out: Path, force: bool, progress: Callable[[PieceProgress], None] | None
 ) -> Record:
     folder = out.joinpath(*one.id.split(":"))
     run = Run(one, scale, folder, is_forced=force)

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from onlynorm.identity.factorization.factors import Run
+from onlynorm.identity.factorization.factors import LayerRun
 from onlynorm.identity.factorization.matrices import EPS, Decomposition
 from onlynorm.identity.factorization.rotations import Rotation
 
@@ -57,7 +57,7 @@ class Stretching:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class DecomposedMatrix:
     """A matrix with positive determinant and its decompositions, computed lazily."""
 
     found: Decomposition
@@ -85,7 +85,7 @@ class Parts:
         return Stretching(self.found.right.mT, self.found.values.log())
 
 
-def _root(parts: Parts, depth: int) -> tuple[Run, ...]:
+def _root(parts: DecomposedMatrix, depth: int) -> tuple[LayerRun, ...]:
     matrix = parts.matrix
     gap = float((matrix - matrix.mT).abs().max() / matrix.abs().max())
     if gap > len(matrix) * EPS:
@@ -93,10 +93,10 @@ def _root(parts: Parts, depth: int) -> tuple[Run, ...]:
     values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
     if not float(values[0]) > 0.0:
         raise ObstacleError(f"needs positive eigenvalues; got {float(values[0]):.2g}")
-    return (Run(Stretching(vectors, values.log()).step(depth), depth),)
+    return (LayerRun(Stretching(vectors, values.log()).step(depth), depth),)
 
 
-def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
+def _log(parts: DecomposedMatrix, depth: int) -> tuple[LayerRun, ...]:
     import scipy.linalg
 
     values = parts.eigenvalues
@@ -112,10 +112,10 @@ def _log(parts: Parts, depth: int) -> tuple[Run, ...]:
     step = torch.from_numpy(scipy.linalg.expm(grown)).to(parts.matrix)
     if not bool(torch.isfinite(step).all()):
         raise ObstacleError("needs a logarithm within float64; got NaN or infinity")
-    return (Run(step - torch.eye(len(step)).to(step), depth),)
+    return (LayerRun(step - torch.eye(len(step)).to(step), depth),)
 
 
-def need_chance(parts: Parts, depth: int, smallest: float) -> None:
+def need_chance(parts: DecomposedMatrix, depth: int, smallest: float) -> None:
     """Raises if the eigenvalues of the logarithm alone require a norm of at least `smallest`."""
     angles, logs = parts.eigenvalues.angle(), parts.eigenvalues.abs().log()
     needed = float((torch.polar(torch.exp(logs / depth), angles / depth) - 1.0).abs().max())
@@ -123,18 +123,18 @@ def need_chance(parts: Parts, depth: int, smallest: float) -> None:
         raise ObstacleError(f"its eigenvalues alone need {needed:.3g}")
 
 
-def _polar(parts: Parts, depth: int) -> tuple[Run, ...]:
+def _polar(parts: DecomposedMatrix, depth: int) -> tuple[LayerRun, ...]:
     return _in_turn([parts.stretching(), parts.rotation], depth)
 
 
-def _spiral(parts: Parts, depth: int) -> tuple[Run, ...]:
+def _spiral(parts: DecomposedMatrix, depth: int) -> tuple[LayerRun, ...]:
     rotation, step = parts.rotation, parts.stretching().step(depth)
     turned = Rotation(rotation.basis, rotation.angles / depth)
     whole = turned.power(1)
-    return (Run(whole @ step + (whole - torch.eye(len(step)).to(step)), depth, turned),)
+    return (LayerRun(whole @ step + (whole - torch.eye(len(step)).to(step)), depth, turned),)
 
 
-def _svd(parts: Parts, depth: int) -> tuple[Run, ...]:
+def _svd(parts: DecomposedMatrix, depth: int) -> tuple[LayerRun, ...]:
     """Rotations by pi have separate layers, as in the paper; identity factors have none."""
     found = parts.found
     left, right = found.left.clone(), found.right.clone()
@@ -145,7 +145,7 @@ def _svd(parts: Parts, depth: int) -> tuple[Run, ...]:
     return _in_turn([*first.split(), diagonal, *last.split()], depth)
 
 
-def _in_turn(stages: Sequence[Rotation | Stretching], depth: int) -> tuple[Run, ...]:
+def _in_turn(stages: Sequence[Rotation | Stretching], depth: int) -> tuple[LayerRun, ...]:
     """Layers for consecutive stages; layers are assigned one by one to the stage with the largest norm."""
     dim = len(stages[0].basis)
     active = [stage for stage in stages if stage.largest > dim * EPS] or [stages[0]]
@@ -158,7 +158,7 @@ def _in_turn(stages: Sequence[Rotation | Stretching], depth: int) -> tuple[Run, 
         place = waiting[0][1]
         counts[place] += 1
         heapq.heapreplace(waiting, (-active[place].step_norm(counts[place]), place))
-    return tuple(Run(_step(stage, count), count) for stage, count in zip(active, counts, strict=True))
+    return tuple(LayerRun(_step(stage, count), count) for stage, count in zip(active, counts, strict=True))
 
 
 def _step(stage: Rotation | Stretching, count: int) -> Float[Tensor, "dim dim"]:
@@ -167,7 +167,7 @@ def _step(stage: Rotation | Stretching, count: int) -> Float[Tensor, "dim dim"]:
     return stage.power(1.0 / count) - torch.eye(len(stage.basis)).to(stage.basis)
 
 
-METHODS: dict[str, Callable[[Parts, int], tuple[Run, ...]]] = {
+METHODS: dict[str, Callable[[DecomposedMatrix, int], tuple[LayerRun, ...]]] = {
     "root": _root,
     "log": _log,
     "polar": _polar,

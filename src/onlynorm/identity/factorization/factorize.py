@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from onlynorm.errors import ConversionError, ToleranceError, ValueRangeError
 from onlynorm.identity.factorization.bounds import least_norm, paper_bound
-from onlynorm.identity.factorization.decompositions import METHODS, ObstacleError, Parts, need_chance
-from onlynorm.identity.factorization.factors import Factorization, Option, Run
+from onlynorm.identity.factorization.decompositions import METHODS, DecomposedMatrix, ObstacleError, need_chance
+from onlynorm.identity.factorization.factors import Factorization, LayerRun, TriedMethod
 from onlynorm.identity.factorization.matrices import (
     Decomposition,
     Matrix,
@@ -71,7 +71,9 @@ def factorize(
     found = given if not n_extra else pad_as_printed(given) if method == "svd" else pad(given, depth)
     methods = AUTO if method == "auto" else (method,)
     weighed = (
-        _one_layer(given, methods) if given.sign < 0 and depth == 1 else _weigh(Parts(found), original, depth, methods)
+        _one_layer(given, methods)
+        if given.sign < 0 and depth == 1
+        else _weigh(DecomposedMatrix(found), original, depth, methods)
     )
     made = [one for one in weighed if not one.option.obstacle]
     if not made:
@@ -121,26 +123,26 @@ def _weight_and_bias(matrix: Any) -> tuple[Any, Tensor | None]:
 class Weighed:
     """A method that was tried: its layers and their product error, or its obstacle."""
 
-    option: Option
-    runs: tuple[Run, ...] = ()
+    option: TriedMethod
+    runs: tuple[LayerRun, ...] = ()
     error: float = math.inf
 
 
 def _one_layer(given: Decomposition, methods: Sequence[str]) -> list[Weighed]:
     """R - I as the only layer, for depth 1 and a negative determinant."""
     core = given.matrix - torch.eye(len(given.matrix)).to(given.matrix)
-    runs = (Run(core, 1),)
-    whole = Option("spiral", float(torch.linalg.matrix_norm(core, 2)))
+    runs = (LayerRun(core, 1),)
+    whole = TriedMethod("spiral", float(torch.linalg.matrix_norm(core, 2)))
     obstacle = "needs two layers or more for a negative determinant; got depth 1"
     return [
         Weighed(whole, runs, product_error(runs, given.matrix))
         if name == "spiral"
-        else Weighed(Option(name, obstacle=obstacle))
+        else Weighed(TriedMethod(name, obstacle=obstacle))
         for name in methods
     ]
 
 
-def _weigh(parts: Parts, matrix: Matrix, depth: int, methods: Sequence[str]) -> list[Weighed]:
+def _weigh(parts: DecomposedMatrix, matrix: Matrix, depth: int, methods: Sequence[str]) -> list[Weighed]:
     weighed: list[Weighed] = []
     for name in methods:
         smallest = min((one.option.max_norm for one in weighed if one.runs), default=math.inf)
@@ -149,14 +151,14 @@ def _weigh(parts: Parts, matrix: Matrix, depth: int, methods: Sequence[str]) -> 
                 need_chance(parts, depth, smallest)
             runs = METHODS[name](parts, depth)
         except ObstacleError as obstacle:
-            weighed.append(Weighed(Option(name, obstacle=str(obstacle))))
+            weighed.append(Weighed(TriedMethod(name, obstacle=str(obstacle))))
             continue
         norm = max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs)
-        weighed.append(Weighed(Option(name, norm), runs, product_error(runs, matrix)))
+        weighed.append(Weighed(TriedMethod(name, norm), runs, product_error(runs, matrix)))
     return weighed
 
 
-def product_error(runs: Sequence[Run], matrix: Matrix) -> float:
+def product_error(runs: Sequence[LayerRun], matrix: Matrix) -> float:
     """The relative Frobenius error of the product of all layers, of its upper left part if it is larger."""
     whole = runs[0].product()
     for run in runs[1:]:
@@ -165,7 +167,7 @@ def product_error(runs: Sequence[Run], matrix: Matrix) -> float:
     return _relative(whole[:rows, :columns], matrix)
 
 
-def layer_error(runs: Sequence[Run], matrix: Matrix) -> float:
+def layer_error(runs: Sequence[LayerRun], matrix: Matrix) -> float:
     """The relative error for 16 random vectors passed through all layers, as in a network."""
     rows, columns = matrix.shape
     probes = random_matrix(max(columns, N_PROBES), name="probes").to(matrix)[:columns, :N_PROBES]

@@ -32,7 +32,7 @@ MAX_REFACTORED = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Run(Result):
+class LayerRun(Result):
     """`count` layers I + A_j with A_j = G^j core G^-j for a rotation G; equal layers if `rotation` is None.
 
     All layers of a run have the same spectral norm.
@@ -78,7 +78,7 @@ class Run(Result):
 
 
 @dataclass(frozen=True)
-class Option(Result):
+class TriedMethod(Result):
     """A method that was tried: its maximum norm, or why it does not apply."""
 
     method: str
@@ -100,7 +100,7 @@ class Factorization(ShownResult):
     that of a Linear, is added after the last layer.
     """
 
-    runs: tuple[Run, ...] = field(repr=False)
+    runs: tuple[LayerRun, ...] = field(repr=False)
     shape: tuple[int, int]
     method: str
     reason: str
@@ -111,7 +111,7 @@ class Factorization(ShownResult):
     stretch: float
     seconds: float
     n_extra: int = 0
-    options: tuple[Option, ...] = ()
+    options: tuple[TriedMethod, ...] = ()
     bias: Float[Tensor, " out"] | None = field(default=None, repr=False)
 
     @property
@@ -260,12 +260,12 @@ class Factorization(ShownResult):
     def _norms_at(self, depths: Sequence[int]) -> dict[int, float]:
         """The largest norm of factorizations by the same method at other depths, where it applies."""
         # This module is imported by that of the methods.
-        from onlynorm.identity.factorization.decompositions import METHODS, ObstacleError, Parts
+        from onlynorm.identity.factorization.decompositions import METHODS, DecomposedMatrix, ObstacleError
 
         found = Decomposition.of(self.product())
         if not bool(torch.isfinite(found.matrix).all()) or found.is_singular or found.sign < 0:
             return {}
-        parts, norms = Parts(found), {}
+        parts, norms = DecomposedMatrix(found), {}
         for depth in depths:
             with contextlib.suppress(ObstacleError):
                 runs = METHODS[self.method](parts, depth)
@@ -388,7 +388,7 @@ def load_factors(path: Path) -> Factorization:
             n_extra=facts["n_extra"],
             shape=_shape(facts, runs),
             bias=bias,
-            options=tuple(make_checked(Option, option) for option in facts["options"]),
+            options=tuple(make_checked(TriedMethod, option) for option in facts["options"]),
             **{name: float(facts[name]) for name in _NUMBERS},
         )
         _need_facts(made, facts)
@@ -418,7 +418,7 @@ def _need_facts(made: Factorization, facts: dict[str, Any]) -> None:
         raise ValueError(f"a largest norm of {made.max_norm} for factors of {largest}")
 
 
-def _shape(facts: dict[str, Any], runs: tuple[Run, ...]) -> tuple[int, int]:
+def _shape(facts: dict[str, Any], runs: tuple[LayerRun, ...]) -> tuple[int, int]:
     """The shape of the matrix; facts have it only if it is rectangular."""
     if "shape" not in facts:
         return (len(runs[0].core) - facts["n_extra"],) * 2
@@ -435,21 +435,21 @@ def _bias(tensors: dict[str, Tensor]) -> Tensor:
     return bias
 
 
-def _run(tensors: dict[str, Tensor], place: int, count: Any) -> Run:
+def _run(tensors: dict[str, Tensor], place: int, count: Any) -> LayerRun:
     core = tensors[f"core.{place}"]
     if type(count) is not int or not 1 <= count < 2**53 or core.ndim != 2 or core.shape[0] != core.shape[1]:
         raise ValueError(f"a run of {count!r:.40} layers of shape {tuple(core.shape)}")
     if core.dtype != torch.float64 or not bool(core.isfinite().all()):
         raise ValueError("a run of layers that are not finite and float64")
     if f"basis.{place}" not in tensors:
-        return Run(core, count)
+        return LayerRun(core, count)
     basis, angles = tensors[f"basis.{place}"], tensors[f"angles.{place}"]
     is_finite = bool(basis.isfinite().all() and angles.isfinite().all())
     if basis.shape != core.shape or angles.ndim != 1 or 2 * len(angles) > len(core) or not is_finite:
         raise ValueError("a basis that does not fit its angles")
     if {basis.dtype, angles.dtype} != {torch.float64} or not _is_orthogonal(basis):
         raise ValueError("a basis that is not orthogonal and float64")
-    return Run(core, count, Rotation(basis, angles))
+    return LayerRun(core, count, Rotation(basis, angles))
 
 
 def _is_orthogonal(basis: Tensor) -> bool:

@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from onlynorm.identity.factorization.decompositions import METHODS, Parts
+from onlynorm.identity.factorization.decompositions import METHODS, DecomposedMatrix
 from onlynorm.identity.factorization.matrices import Decomposition
 
 SMALL = 64
@@ -108,4 +108,6 @@ def _best_slope(size: float, depth: int) -> float:
 
 
 def _spiral_norm(found: Decomposition, depth: int) -> float:
-    return max(float(torch.linalg.matrix_norm(run.core, 2)) for run in METHODS["spiral"](Parts(found), depth))
+    return max(
+        float(torch.linalg.matrix_norm(run.core, 2)) for run in METHODS["spiral"](DecomposedMatrix(found), depth)
+    )

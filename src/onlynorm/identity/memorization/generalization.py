@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import ConversionError, ShapeError, shown
-from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Block, Memorizer
+from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Memorizer, MemorizerBlock
 from onlynorm.identity.memorization.thresholds import lengths_of
 from onlynorm.modules import is_class_labels
 from onlynorm.progress import with_progress
@@ -283,8 +283,8 @@ def _need_memorizer(network: Memorizer) -> Memorizer:
     return network if is_double else copy.deepcopy(network).double()
 
 
-def _blocks(network: Memorizer) -> list[Block]:
-    return [block for block in network.blocks if isinstance(block, Block)]
+def _blocks(network: Memorizer) -> list[MemorizerBlock]:
+    return [block for block in network.blocks if isinstance(block, MemorizerBlock)]
 
 
 def _spread(values: Tensor) -> tuple[float, float, float]:

@@ -31,7 +31,7 @@ from torch.nn import functional
 
 from onlynorm.errors import ToleranceError, ValueRangeError
 from onlynorm.features.streams import check_seed
-from onlynorm.identity.memorization.memorizer import ROWS, Block, Memorizer, MemorizerFacts
+from onlynorm.identity.memorization.memorizer import ROWS, Memorizer, MemorizerBlock, MemorizerFacts
 from onlynorm.identity.memorization.points import CLASS_LIMIT, REAL_LIMIT, Sample, collect, merge, relative_errors
 from onlynorm.identity.memorization.readout import EPS, Readout, choose_readout, normals
 from onlynorm.identity.memorization.thresholds import Separation, by_length, fit_outgoing, lengths_of, separate
@@ -277,7 +277,7 @@ def _copy_into(network: Memorizer, lift: _Lift, filled: _Filled, read: Readout) 
     network.lift.weight[:-1].copy_(lift.weight)
     network.lift.bias[:-1].copy_(lift.bias)
     for block, inner, shift, outer in zip(network.blocks, filled.inner, filled.shifts, filled.outer, strict=True):
-        assert isinstance(block, Block)
+        assert isinstance(block, MemorizerBlock)
         block.inner.weight.copy_(inner)
         block.inner.bias.copy_(shift)
         block.outer.weight.copy_(outer)
@@ -317,7 +317,7 @@ def _evaluate(network: Memorizer, points: Tensor) -> Tensor:
     for part in points.split(ROWS):
         h = network.enter(part)
         for block in network.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, MemorizerBlock)
             pre = block.inner(h)
             active = (~(pre.amax(1) <= 0.0)).nonzero().flatten()
             if len(active):

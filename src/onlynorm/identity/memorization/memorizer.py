@@ -76,7 +76,7 @@ def in_parts(rows: Tensor, size: int) -> tuple[Tensor, ...]:
     return (rows,) if is_exporting() else rows.split(size)
 
 
-class Block(nn.Module):
+class MemorizerBlock(nn.Module):
     """h -> h + outer(relu(inner(h))); with all weights zero it is the identity."""
 
     def __init__(self, width: int) -> None:
@@ -110,7 +110,7 @@ class Memorizer(nn.Module):
         need_free_memory(f"a memorizer of {n_blocks} blocks of width {width}", size, cure="Choose smaller sizes.")
         self.n_inputs, self.n_outputs, self.width, self.n_cues = n_inputs, n_outputs, width, n_cues
         self.lift = _zero_linear(n_inputs, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(n_blocks))
+        self.blocks = nn.ModuleList(MemorizerBlock(width) for _ in range(n_blocks))
         self.cues = _zero_linear(width, n_cues)
         self.values = _zero_linear(n_cues, n_outputs, bias=False)
         self.facts: MemorizerFacts | None = None

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from onlynorm.frozen.form import Block
+from onlynorm.frozen.form import FrozenBlock
 from onlynorm.modules.layers import TargetLayer
 from onlynorm.reconstruction.constructions.options import Construction, Settings
 from onlynorm.reconstruction.costs import Costs, Load
@@ -22,7 +22,7 @@ _Options = TypeVar("_Options", bound=Construction)
 class Rebuilt:
     """The block of a layer and its evidence. `shortfall` is empty if the solution is exact."""
 
-    block: Block
+    block: FrozenBlock
     method: str
     residual: float
     window_error: float

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ValueRangeError
 from onlynorm.features import Features, draw
-from onlynorm.frozen.residual import ResidualBlock, identity_position
+from onlynorm.frozen.residual import SkipBlock, identity_position
 from onlynorm.modules.convolution import embed
 from onlynorm.modules.layers import TargetLayer, layer_options, per_output, weight_of
 from onlynorm.reconstruction.constructions import wide
@@ -71,7 +71,7 @@ def build(
     weight, bias = weight_of(layer)
     options = layer_options(layer)
     drawn = wide.draw_groups(target, construction, settings, device=weight.device)
-    block = ResidualBlock(
+    block = SkipBlock(
         options, drawn, skips=_draw_skips(target, options, construction, settings), place=construction.skip,
         activation=construction.activation, norms=construction.norms, storage=settings.storage,
     ).to(weight.device)  # fmt: skip

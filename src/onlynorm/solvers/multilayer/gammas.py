@@ -30,7 +30,7 @@ from onlynorm.display import Result
 from onlynorm.errors import InsufficientFeaturesError, ShapeError, ToleranceError, ValueRangeError, shown
 from onlynorm.features.draw import check_shape
 from onlynorm.features.streams import as_integer
-from onlynorm.solvers.multilayer.product import Chain, descend, product, relative, starts
+from onlynorm.solvers.multilayer.product import LayerProduct, descend, product, relative, starts
 from onlynorm.solvers.operator import OnStep, times_power
 from onlynorm.solvers.prepare import need_finite, need_tolerance, to_middle
 from onlynorm.validate import as_real, is_real_number, need_callable, need_choice, need_integer, need_items
@@ -145,7 +145,7 @@ def solve_multilayer(
     steps, iterations, best = 0, 0, math.inf
     for tilt, seed in starts(len(live), rows) if bool(on.any()) else []:
         found = descend(
-            Chain.of(live, tilt=tilt), rows, seed=seed, tolerance=wanted, method=method, steps=steps,
+            LayerProduct.of(live, tilt=tilt), rows, seed=seed, tolerance=wanted, method=method, steps=steps,
             max_steps=max_steps, on_step=on_step,
         )  # fmt: skip
         steps, iterations = found.steps, iterations + found.iterations

@@ -37,7 +37,7 @@ STALLED = 0.2
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerProduct:
     """The product of the layers, with one unit per layer in which its gamma is measured."""
 
     weights: list[Tensor]
@@ -45,7 +45,7 @@ class Chain:
     units: list[float]
 
     @classmethod
-    def of(cls, weights: list[Tensor], *, tilt: float) -> Chain:
+    def of(cls, weights: list[Tensor], *, tilt: float) -> LayerProduct:
         """The chain of W_1, ..., W_L; units decrease by the factor `tilt` from layer to layer."""
         isometric = [math.sqrt(min(w.shape)) / float(torch.linalg.vector_norm(w)) for w in weights]
         return cls(weights, isometric, [size * tilt**-layer for layer, size in enumerate(isometric)])
@@ -85,7 +85,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Descent:
+class ProductSolution:
     """Result of a descent: gammas, relative residual, number of steps and of inner iterations."""
 
     gammas: list[Tensor]
@@ -103,7 +103,7 @@ def starts(n_layers: int, target: Float[Tensor, "out inp"]) -> list[tuple[float,
 
 
 def descend(
-    chain: Chain,
+    chain: LayerProduct,
     target: Float[Tensor, "out inp"],
     *,
     seed: int,
@@ -112,7 +112,7 @@ def descend(
     max_steps: int,
     steps: int = 0,
     on_step: OnStep | None = None,
-) -> Descent:
+) -> ProductSolution:
     """Levenberg-Marquardt from gamma = 1, or from the signs of this seed; no row of the target may be zero.
 
     The rows of the target are scaled to norm `REACH` times that of the initial product, with the sign of their inner
@@ -166,7 +166,7 @@ def descend(
         on_step(steps, history[-1])
     gammas = chain.gammas(values)
     gammas[-1] = gammas[-1] / factor[:, 0]
-    return Descent(gammas, history[-1], steps, iterations)
+    return ProductSolution(gammas, history[-1], steps, iterations)
 
 
 def product(weights: Sequence[Tensor], gammas: Sequence[Tensor]) -> Float[Tensor, "out inp"]:

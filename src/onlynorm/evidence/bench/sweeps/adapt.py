@@ -61,7 +61,7 @@ class AdaptSizes(Sizes):
     batch_size: int = setting(128, quick=16)
 
 
-class Case(NamedTuple):
+class AdaptCase(NamedTuple):
     """Images, clean or with a corruption, and how the network is adapted to them."""
 
     images: str
@@ -83,7 +83,9 @@ base = functools.cache(functools.partial(make_target, quick=False))
 split = functools.cache(cifar10)
 sweep = Sweep(
     "adapt", "A trained ResNet-20 adapted to corrupted images by six methods.", AdaptSizes,
-    cases=lambda sizes: [Case(CLEAN, NOTHING), *(Case(i, method) for i in sizes.corruptions for method in METHODS)],
+    cases=lambda sizes: [
+        AdaptCase(CLEAN, NOTHING), *(AdaptCase(images, method) for images in sizes.corruptions for method in METHODS)
+    ],
     lrs=lambda case: (0.003, 0.01, 0.03, 0.1, 0.3) if case.method in TRAINED else (),
     lr_group=lambda case: case.method,
     seeds=lambda case, sizes: 1 if case.method == NOTHING else sizes.seeds,
@@ -98,7 +100,7 @@ sweep = Sweep(
 
 
 @sweep.trial
-def validation_accuracy(case: Case, run: TrainingRun, sizes: AdaptSizes) -> float:
+def validation_accuracy(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) -> float:
     """The accuracy on corrupted validation images; a training that diverges has none."""
     try:
         tuner = adapted(case, run, sizes)
@@ -109,7 +111,7 @@ def validation_accuracy(case: Case, run: TrainingRun, sizes: AdaptSizes) -> floa
 
 
 @sweep.measure
-def adapt_and_test(case: Case, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
+def adapt_and_test(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
     """Adapts the network, saves what it learned, and tests what comes back from the file."""
     warm_up_training()
     start = time.perf_counter()
@@ -121,7 +123,7 @@ def adapt_and_test(case: Case, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
     return Adapted(accuracy(again, (images, labels)), size, drift == 0.0, seconds)
 
 
-def adapted(case: Case, run: TrainingRun, sizes: AdaptSizes) -> tuners.Tuner:
+def adapted(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) -> tuners.Tuner:
     """The trained network, adapted to images drawn by the seed."""
     images, labels = training_subset(
         split(), sizes.images, n_validation=sizes.n_validation, seed=run.seed, split_seed=VALIDATION_SEED
@@ -147,22 +149,22 @@ def adapt(base: nn.Module, method: str, *, data: tuple[Tensor, Tensor], schedule
     return tuner
 
 
-def recovered(results: Results[AdaptSizes, Case], case: Case) -> Spread:
+def recovered(results: Results[AdaptSizes, AdaptCase], case: AdaptCase) -> Spread:
     """The fraction of the accuracy lost by the corruption that the method recovers, run by run."""
-    clean, without = (results.values(Case(images, NOTHING)) for images in (CLEAN, case.images))
+    clean, without = (results.values(AdaptCase(images, NOTHING)) for images in (CLEAN, case.images))
     lost = clean[0] - without[0]
     return Spread.of([(value - without[0]) / lost for value in results.values(case)] if lost > 0.0 else [])
 
 
 @sweep.facts
-def recoveries(results: Results[AdaptSizes, Case], _: Any) -> dict[str, Any]:
+def recoveries(results: Results[AdaptSizes, AdaptCase], _: Any) -> dict[str, Any]:
     """What every method recovers on every corruption."""
     found = [images for images in results.axis("images") if images != CLEAN]
-    return {"recovered": {i: {m: asdict(recovered(results, Case(i, m))) for m in METHODS} for i in found}}
+    return {"recovered": {i: {m: asdict(recovered(results, AdaptCase(i, m))) for m in METHODS} for i in found}}
 
 
 @sweep.goals
-def goals(results: Results[AdaptSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[AdaptSizes, AdaptCase]) -> Iterator[Goal]:
     """Enough seeds, files that give the network back, and more recovered by norms than by head or statistics."""
     found = [case for case in results.cases if case.method != NOTHING]
     if not found:
@@ -171,7 +173,7 @@ def goals(results: Results[AdaptSizes, Case]) -> Iterator[Goal]:
     yield results.every_run_goal("a reloaded network gives the same outputs to the last bit", "is_exact")
     for other in (HEAD, STATISTICS):
         images = [one for one in results.axis("images") if one != CLEAN]
-        gains = {i: results.gap(Case(i, NORMS), Case(i, other)) for i in images}
+        gains = {i: results.gap(AdaptCase(i, NORMS), AdaptCase(i, other)) for i in images}
         yield Goal(
             f"{NORMS} recovers more than {other}, on every corruption",
             ", ".join(f"{name}: {gain.percent()} points" for name, gain in gains.items()),

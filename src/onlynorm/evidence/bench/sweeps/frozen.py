@@ -58,7 +58,7 @@ class FrozenSizes(Sizes):
     weight_decay: float = 1e-4
 
 
-class Case(NamedTuple):
+class FrozenCase(NamedTuple):
     """A network and what of it is trained."""
 
     depth: int
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
+class FrozenOutcome:
     """One network after training. `is_frozen`: what was not to be trained is as it was, to the last bit."""
 
     accuracy: float
@@ -78,11 +78,11 @@ class Trained:
     seconds: float
 
 
-def cases(sizes: FrozenSizes) -> list[Case]:
+def cases(sizes: FrozenSizes) -> list[FrozenCase]:
     """Every network with every method; scales start at one on a single network."""
     networks = QUICK_NETWORKS if sizes.quick else NETWORKS
     ones = FROM_ONES if FROM_ONES in networks else networks[0]
-    return [Case(*net, how) for net in networks for how in METHODS if how != NORMS_FROM_ONES or net == ones]
+    return [FrozenCase(*net, how) for net in networks for how in METHODS if how != NORMS_FROM_ONES or net == ones]
 
 
 images = functools.lru_cache(maxsize=1)(lambda side: cifar10().smaller(side))
@@ -100,7 +100,7 @@ sweep = Sweep(
 
 
 @sweep.measure
-def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
+def train(case: FrozenCase, run: TrainingRun, sizes: FrozenSizes) -> FrozenOutcome:
     """Trains the network and counts its scales."""
     split = images(sizes.side)
     network = cifar_resnet(case.depth, width=case.width, seed=_FIRST + run.seed)
@@ -112,7 +112,7 @@ def train(case: Case, run: TrainingRun, sizes: FrozenSizes) -> Trained:
     )  # fmt: skip
     warm_up_training()
     fitted = fit(network, random_subset(split, sizes.images, seed=run.seed), schedule=schedule, on_step=run.on_step)
-    return Trained(
+    return FrozenOutcome(
         accuracy=accuracy(network, first_test_images(split, sizes.n_test)),
         n_trained=sum(p.numel() for p in network.parameters() if p.requires_grad),
         n_total=sum(p.numel() for p in network.parameters()),
@@ -137,7 +137,7 @@ def gammas_of(network: nn.Module) -> tuple[float, ...]:
 
 
 @sweep.tables
-def scale_tables(results: Results[FrozenSizes, Case]) -> list[Table]:
+def scale_tables(results: Results[FrozenSizes, FrozenCase]) -> list[Table]:
     """What became of the scales over all networks."""
     rows = [
         (method, *(Spread.of(list(runs[name])).percent() for name in SMALL), f"{runs['gammas'].map(len).sum():,}")
@@ -148,7 +148,7 @@ def scale_tables(results: Results[FrozenSizes, Case]) -> list[Table]:
 
 
 @sweep.goals
-def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[FrozenSizes, FrozenCase]) -> Iterator[Goal]:
     """Enough seeds, weights that stay frozen, and accuracy that grows with the network."""
     yield results.seeds_goal("every method is measured on every network", results.cases)
     yield results.every_run_goal("what is frozen is as it was drawn, to the last bit", "is_frozen")
@@ -159,7 +159,7 @@ def goals(results: Results[FrozenSizes, Case]) -> Iterator[Goal]:
             yield results.growth_goal(aim, small, large)
 
 
-def series(results: Results[FrozenSizes, Case], axis: str) -> list[Case]:
+def series(results: Results[FrozenSizes, FrozenCase], axis: str) -> list[FrozenCase]:
     """The longest series of networks with trained norms that differ only in this axis, ascending."""
     shared = "depth" if axis == "width" else "width"
     found = [results.where(**{"method": NORMS, shared: value}) for value in results.axis(shared)]
@@ -167,7 +167,7 @@ def series(results: Results[FrozenSizes, Case], axis: str) -> list[Case]:
 
 
 @sweep.figures
-def draw(results: Results[FrozenSizes, Case]) -> dict[str, Figure]:
+def draw(results: Results[FrozenSizes, FrozenCase]) -> dict[str, Figure]:
     """Histograms of all scales after training: by width, by depth, and of all networks by method."""
     curves = [
         histogram(f"{axis} {getattr(case, axis)}", results.of(case)["gammas"], EDGES, panel=axis)

@@ -52,7 +52,7 @@ class PredictSizes(Sizes):
     lrs: tuple[float, ...] = setting((0.003, 0.03, 0.3), quick=(0.03,))
 
 
-class Case(NamedTuple):
+class PredictCase(NamedTuple):
     """A network of a set, by its description, and the seed that draws it."""
 
     network: str
@@ -61,16 +61,16 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
+class PredictOutcome:
     """The best loss over all learning rates, and its learning rate."""
 
     loss: float
     best_lr: float
 
 
-def cases(sizes: PredictSizes) -> list[Case]:
+def cases(sizes: PredictSizes) -> list[PredictCase]:
     """The networks of the set; a quick run takes every sixth, with the seed it has in a full one."""
-    found = [Case(str(one), one.data, seed) for seed, one in subjects(sizes.networks).items()]
+    found = [PredictCase(str(one), one.data, seed) for seed, one in subjects(sizes.networks).items()]
     return found[:: 6 if sizes.quick else 1]
 
 
@@ -90,7 +90,7 @@ sweep = Sweep(
 
 
 @sweep.measure
-def train_network(case: Case, run: TrainingRun, sizes: PredictSizes) -> Trained:
+def train_network(case: PredictCase, run: TrainingRun, sizes: PredictSizes) -> PredictOutcome:
     """Trains the network at every learning rate; its loss is the mean of the last fifth of the steps."""
     subject, seed = subjects(sizes.networks)[case.network_seed], case.network_seed
     inputs, labels = random_subset(_split(subject.data), sizes.steps * sizes.batch_size, seed=seed)
@@ -100,7 +100,7 @@ def train_network(case: Case, run: TrainingRun, sizes: PredictSizes) -> Trained:
         steps = plain_sgd(network, (inputs, labels), batch_size=sizes.batch_size, lr=lr, seed=seed)
         losses[lr] = float(np.mean(steps[-max(1, len(steps) // 5) :]))
     lr = min(losses, key=lambda lr: losses[lr])
-    return Trained(losses[lr], lr)
+    return PredictOutcome(losses[lr], lr)
 
 
 def diagnose_network(subject: NetworkSpec, *, n_images: int, seed: int) -> Diagnosis:
@@ -110,7 +110,7 @@ def diagnose_network(subject: NetworkSpec, *, n_images: int, seed: int) -> Diagn
 
 
 @sweep.facts
-def diagnoses(results: Results[PredictSizes, Case], status: Callable[[str], None]) -> dict[str, Any]:
+def diagnoses(results: Results[PredictSizes, PredictCase], status: Callable[[str], None]) -> dict[str, Any]:
     """The score, verdict and lowest part of every network beside its run, and the areas that the scores reach."""
     found = []
     for case in results.cases:
@@ -123,7 +123,7 @@ def diagnoses(results: Results[PredictSizes, Case], status: Callable[[str], None
     return areas_of(results)
 
 
-def areas_of(results: Results[PredictSizes, Case]) -> dict[str, Any]:
+def areas_of(results: Results[PredictSizes, PredictCase]) -> dict[str, Any]:
     """The area under the curve, for every definition of learned.
 
     It is how often a network that learns has the higher score than one that does not; a tie counts half.
@@ -132,7 +132,9 @@ def areas_of(results: Results[PredictSizes, Case]) -> dict[str, Any]:
     return {"area": areas[f"{LEARNED:g}"], "areas": areas}
 
 
-def characteristic(results: Results[PredictSizes, Case], limit: float = LEARNED) -> tuple[list[float], list[float]]:
+def characteristic(
+    results: Results[PredictSizes, PredictCase], limit: float = LEARNED
+) -> tuple[list[float], list[float]]:
     """False and true positive rates, as the lowest score that counts as a prediction of learning falls."""
     learned = results.runs["loss"] < limit * GUESS
     if learned.nunique() < 2:
@@ -142,14 +144,14 @@ def characteristic(results: Results[PredictSizes, Case], limit: float = LEARNED)
 
 
 @sweep.tables
-def area_tables(results: Results[PredictSizes, Case]) -> list[Table]:
+def area_tables(results: Results[PredictSizes, PredictCase]) -> list[Table]:
     """The area under the curve for other definitions of learned."""
     heads = ("fraction of the loss of guessing that counts as learned", "area under the curve")
     return [Table(heads, [(limit, f"{found:.3f}") for limit, found in results.facts["areas"].items()])]
 
 
 @sweep.goals
-def goals(results: Results[PredictSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[PredictSizes, PredictCase]) -> Iterator[Goal]:
     """Enough networks of both kinds, and a score that ranks them."""
     n, n_learned = len(results.runs), int((results.runs["loss"] < LEARNED * GUESS).sum())
     aim, n_fewer = f"{MIN_NETWORKS} networks or more, a quarter or more of either kind", min(n_learned, n - n_learned)
@@ -159,7 +161,7 @@ def goals(results: Results[PredictSizes, Case]) -> Iterator[Goal]:
 
 
 @sweep.figures
-def draw(results: Results[PredictSizes, Case]) -> dict[str, Figure]:
+def draw(results: Results[PredictSizes, PredictCase]) -> dict[str, Figure]:
     """The receiver operating characteristic, and the loss over the score."""
     curves = [
         Curve("diagnosis", *characteristic(results), panel="roc"),

@@ -66,7 +66,7 @@ class RepairSizes(Sizes):
     n_test: int = setting(5000, quick=1000)
 
 
-class Case(NamedTuple):
+class RepairCase(NamedTuple):
     """A network and how it is repaired."""
 
     depth: int
@@ -75,7 +75,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Repaired:
+class RepairOutcome:
     """One network repaired and trained. Ranks and the gradient ratio are those before training."""
 
     train_accuracy: float
@@ -87,10 +87,10 @@ class Repaired:
     seconds: float
 
 
-def cases(sizes: RepairSizes) -> list[Case]:
+def cases(sizes: RepairSizes) -> list[RepairCase]:
     """The main network with all methods, the others with the brief ones; a quick run has two networks."""
     networks = NETWORKS[: 2 if sizes.quick else None]
-    return [Case(*network, m) for network in networks for m in (METHODS if network == MAIN else BRIEF)]
+    return [RepairCase(*network, m) for network in networks for m in (METHODS if network == MAIN else BRIEF)]
 
 
 split = functools.cache(fashion_mnist)
@@ -110,7 +110,7 @@ sweep = Sweep(
 
 
 @sweep.trial
-def validation_accuracy(case: Case, run: TrainingRun, sizes: RepairSizes) -> float:
+def validation_accuracy(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> float:
     """The accuracy on validation images after a short training; one that diverges does as well as guessing."""
     made, _ = repaired(case, run.seed, sizes)
     train(made, run, sizes, n_steps=sizes.trial_steps)
@@ -119,7 +119,7 @@ def validation_accuracy(case: Case, run: TrainingRun, sizes: RepairSizes) -> flo
 
 
 @sweep.measure
-def repair_and_train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Repaired:
+def repair_and_train(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> RepairOutcome:
     """One network, repaired, trained and tested."""
     warm_up_training()
     start = time.process_time()
@@ -130,13 +130,13 @@ def repair_and_train(case: Case, run: TrainingRun, sizes: RepairSizes) -> Repair
     ranks = tuple(layers[place].r for place in (0, (len(layers) - 1) // 2, len(layers) - 2))
     losses = train(made, run, sizes, n_steps=sizes.steps)
     images, labels = first_test_images(split(), sizes.n_test)
-    return Repaired(
+    return RepairOutcome(
         accuracy(made, training_images(run.seed, sizes.n_test, sizes)), accuracy(made, (images.flatten(1), labels)),
         statistics.fmean(losses[-_N_LAST:]), ranks, found.gradient_ratio, chosen, seconds,
     )  # fmt: skip
 
 
-def repaired(case: Case, seed: int, sizes: RepairSizes) -> tuple[nn.Module, str]:
+def repaired(case: RepairCase, seed: int, sizes: RepairSizes) -> tuple[nn.Module, str]:
     """The network as torch draws it, repaired, and the method that `repair` chose."""
     widths = (split().train_inputs[0].numel(), *[sizes.width] * case.depth, _N_CLASSES)
     made: nn.Module = mlp(widths, activation=ACTIVATIONS[case.activation], seed=seed)
@@ -166,10 +166,10 @@ def training_images(seed: int, n: int, sizes: RepairSizes) -> tuple[Tensor, Tens
 
 
 @sweep.goals
-def goals(results: Results[RepairSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[RepairSizes, RepairCase]) -> Iterator[Goal]:
     """More accurate than batch norms on the paper's network, and on no other one less accurate, by more than chance."""
     for depth, activation in results.axis("depth", "activation"):
-        ours, theirs = (Case(depth, activation, method) for method in (OURS, NORMS))
+        ours, theirs = (RepairCase(depth, activation, method) for method in (OURS, NORMS))
         columns = {"training": "train_accuracy", "test": "accuracy"}
         leads = {part: results.gap(ours, theirs, column) for part, column in columns.items()}
         if leads["test"].n < 2:

@@ -57,7 +57,7 @@ Pairs = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Parts:
+class ReviewSplits:
     """Tokens and labels: a pool from which every seed draws its training texts, a validation set and a test set."""
 
     pool: Pairs
@@ -75,7 +75,7 @@ class Parts:
         return tokens[chosen], labels[chosen]
 
 
-def divide(texts: Texts, encoder: Encoder, *, n_validation: int, n_test: int, n_tokens: int) -> Parts:
+def divide(texts: Texts, encoder: Encoder, *, n_validation: int, n_test: int, n_tokens: int) -> ReviewSplits:
     """The texts as tokens in three disjoint parts; the division is always the same."""
     if len(texts) <= n_validation + n_test:
         raise ValueRangeError(
@@ -90,4 +90,4 @@ def divide(texts: Texts, encoder: Encoder, *, n_validation: int, n_test: int, n_
         return tokens[by_length], labels[by_length]
 
     pool = order[n_test + n_validation :]
-    return Parts((tokens[pool], labels[pool]), part(order[n_test : n_test + n_validation]), part(order[:n_test]))
+    return ReviewSplits((tokens[pool], labels[pool]), part(order[n_test : n_test + n_validation]), part(order[:n_test]))

@@ -22,7 +22,7 @@ from onlynorm.evidence.papers.random_features.scaled import (
     LAWS,
     ORDINARY,
     SEMICIRCLE,
-    Case,
+    ScaledCase,
     ScaledSizes,
     images_of,
     ordinary,
@@ -65,11 +65,11 @@ class LawFacts:
     gap: float
 
 
-def cases(sizes: ScaledSizes) -> list[Case]:
+def cases(sizes: ScaledSizes) -> list[ScaledCase]:
     """The ordinary network and every spectrum, for each data set."""
     conditions = QUICK_CONDITIONS if sizes.quick else CONDITIONS
     spectra = [(law, condition) for law in sizes.law for condition in conditions[law]]
-    return [Case(data, *spectrum) for data in sizes.data for spectrum in [(ORDINARY, 1.0), *spectra]]
+    return [ScaledCase(data, *spectrum) for data in sizes.data for spectrum in [(ORDINARY, 1.0), *spectra]]
 
 
 sweep = Sweep(
@@ -94,7 +94,7 @@ sweep.measure(train_case)
 
 
 @sweep.facts
-def spectra(results: Results[ScaledSizes, Case], status: Callable[[str], None]) -> dict[str, Any]:
+def spectra(results: Results[ScaledSizes, ScaledCase], status: Callable[[str], None]) -> dict[str, Any]:
     """What the spectra do to the weights of the networks."""
     made = []
     for data, law in itertools.product(results.sizes.data, results.sizes.law):
@@ -110,15 +110,15 @@ def spectra(results: Results[ScaledSizes, Case], status: Callable[[str], None]) 
 
 
 @sweep.tables
-def law_tables(results: Results[ScaledSizes, Case]) -> list[Table]:
+def law_tables(results: Results[ScaledSizes, ScaledCase]) -> list[Table]:
     """The spectra, with the fall of the accuracy from one condition number to the next."""
     heads = (
         "data", "spectrum", "condition", "largest s²", "weights with s² < 0.1, %", "weights with s² < 0.01, %",
         "mean change of s² from the condition before", "test accuracy below it, points",
     )  # fmt: skip
-    rows, last = [], dict[tuple[str, str], Case]()
+    rows, last = [], dict[tuple[str, str], ScaledCase]()
     for law in (LawFacts(**one) for one in results.facts.get("laws", ())):
-        case = Case(law.data, law.spectrum, law.condition)
+        case = ScaledCase(law.data, law.spectrum, law.condition)
         above = last.get(case[:2], ordinary(case))
         rows.append((
             law.data, law.spectrum, f"{law.condition:g}", f"{law.largest:.3g}", f"{100 * law.below_tenth:.1f}",
@@ -129,10 +129,10 @@ def law_tables(results: Results[ScaledSizes, Case]) -> list[Table]:
 
 
 @sweep.goals
-def goals(results: Results[ScaledSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[ScaledSizes, ScaledCase]) -> Iterator[Goal]:
     """Condition 1 is the ordinary network to the last bit; the largest one of a law is worse by more than chance."""
     for plain in dict.fromkeys(ordinary(case) for case in results.cases):
-        usual, first = results.of(plain), results.of(Case(plain.data, SEMICIRCLE, 1.0), lr=results.lr(plain))
+        usual, first = results.of(plain), results.of(ScaledCase(plain.data, SEMICIRCLE, 1.0), lr=results.lr(plain))
         if len(usual) and len(first):
             names = ["seed", "accuracy", "train_accuracy", "loss"]
             n_equal = int((usual[names].to_numpy() == first[names].to_numpy()).all(axis=1).sum())
@@ -159,7 +159,7 @@ def goals(results: Results[ScaledSizes, Case]) -> Iterator[Goal]:
 
 
 @sweep.figures
-def draw(results: Results[ScaledSizes, Case]) -> dict[str, Figure]:
+def draw(results: Results[ScaledSizes, ScaledCase]) -> dict[str, Figure]:
     """Accuracy over the condition number, at the learning rate of each spectrum and at the ordinary one."""
     curves = []
     for plain in dict.fromkeys(ordinary(case) for case in results.cases):

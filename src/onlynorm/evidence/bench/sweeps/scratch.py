@@ -14,7 +14,7 @@ from typing import Any
 
 from onlynorm.display import Figure, Panel
 from onlynorm.evidence.harness import NARROW, Goal, Sizes, Spread, setting
-from onlynorm.evidence.papers.random_features.scratch import Case, Method, Training, make_sweep
+from onlynorm.evidence.papers.random_features.scratch import Method, ScratchCase, ScratchTraining, make_sweep
 from onlynorm.evidence.sweep import Results, first, mean, percent
 from onlynorm.evidence.validation import TRIAL_SEED
 
@@ -43,10 +43,10 @@ METHODS: dict[str, Method] = {
 }  # fmt: skip
 """What is trained, by name."""
 TRAININGS = {
-    "fashion_mnist": Training(
+    "fashion_mnist": ScratchTraining(
         "fashion_mnist", ((8, 8), (16,)), image_size=14, n_train=8000, n_validation=10_000, n_test=10_000, epochs=8
     ),
-    "cifar10": Training(
+    "cifar10": ScratchTraining(
         "cifar10", ((8, 8), (16, 16)), image_size=16, n_train=8000, n_validation=5000, n_test=10_000, epochs=8
     ),
 }
@@ -66,20 +66,20 @@ class ScratchSizes(Sizes):
     trials: int = setting(3, help="Other networks by which a learning rate is chosen.", is_key=False)
     epochs: int | None = setting(None, help="Epochs of training.", is_key=False)
 
-    def training(self, data: str) -> Training:
+    def training(self, data: str) -> ScratchTraining:
         """Everything that fixes a training on this data but for method, learning rate and seed."""
         one = (QUICK if self.quick else TRAININGS)[data]
         return replace(one, epochs=self.epochs or one.epochs)
 
 
-def cases(sizes: ScratchSizes) -> list[Case]:
+def cases(sizes: ScratchSizes) -> list[ScratchCase]:
     """Every method on every data set."""
-    return [Case(data, method) for data in sizes.data for method in METHODS]
+    return [ScratchCase(data, method) for data in sizes.data for method in METHODS]
 
 
-def deficit(results: Results[ScratchSizes, Case], case: Case) -> Spread:
+def deficit(results: Results[ScratchSizes, ScratchCase], case: ScratchCase) -> Spread:
     """By how much a method is less accurate than the ordinary network, seed by seed."""
-    return results.gap(Case(case.data, ORDINARY), case)
+    return results.gap(ScratchCase(case.data, ORDINARY), case)
 
 
 sweep = make_sweep(
@@ -98,15 +98,15 @@ sweep = make_sweep(
 
 
 @sweep.goals
-def goals(results: Results[ScratchSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[ScratchSizes, ScratchCase]) -> Iterator[Goal]:
     """What holds for every data set."""
     for data in dict.fromkeys(case.data for case in results.cases):
         yield from _goals(results, data)
 
 
-def _goals(results: Results[ScratchSizes, Case], data: str) -> Iterator[Goal]:
-    both = results.of(Case(data, ID_COND)).merge(
-        results.of(Case(data, ORDINARY)), on="seed", suffixes=("", "_ordinary")
+def _goals(results: Results[ScratchSizes, ScratchCase], data: str) -> Iterator[Goal]:
+    both = results.of(ScratchCase(data, ID_COND)).merge(
+        results.of(ScratchCase(data, ORDINARY)), on="seed", suffixes=("", "_ordinary")
     )
     if len(both):
         is_equal = (both["accuracy"] == both["accuracy_ordinary"]) & (both["losses"] == both["losses_ordinary"])
@@ -115,9 +115,9 @@ def _goals(results: Results[ScratchSizes, Case], data: str) -> Iterator[Goal]:
             f"accuracy and the losses of all epochs equal for {int(is_equal.sum())} of {len(both)} seeds",
             bool(is_equal.all()),
         )
-    ordinary = results.spread(Case(data, ORDINARY))
+    ordinary = results.spread(ScratchCase(data, ORDINARY))
     for method in (ORTHO_COND, followed(BOUND), followed(ABOVE)):
-        gap = deficit(results, Case(data, method))
+        gap = deficit(results, ScratchCase(data, method))
         if gap.n > 1:
             yield Goal(
                 f"{data}: {method} is as accurate as the ordinary network, within the interval of its seeds",
@@ -125,7 +125,7 @@ def _goals(results: Results[ScratchSizes, Case], data: str) -> Iterator[Goal]:
                 abs(gap.mean) <= ordinary.half <= NARROW,
             )
     for excess in (BOUND, ABOVE):
-        gap = deficit(results, Case(data, plain(excess)))
+        gap = deficit(results, ScratchCase(data, plain(excess)))
         if gap.n > 1:
             yield Goal(
                 f"{data}: the paper's finding that {plain(excess)} trails the ordinary network",
@@ -141,7 +141,7 @@ def _decided(gap: Spread) -> str:
 
 
 @sweep.figures
-def draw(results: Results[ScratchSizes, Case]) -> dict[str, Figure]:
+def draw(results: Results[ScratchSizes, ScratchCase]) -> dict[str, Figure]:
     """Accuracy against features per weight, a panel for every data set."""
     named: dict[str, Callable[[float], str]] = {
         ORDINARY: lambda _: ORDINARY, "he_normal, steps on weights": followed, "he_normal, steps on gamma": plain,
@@ -150,6 +150,8 @@ def draw(results: Results[ScratchSizes, Case]) -> dict[str, Figure]:
     for data in data_sets:
         for label, name in named.items():
             style: Any = {"style": "law"} if label == ORDINARY else {"kind": "line+points"}
-            curves.append(results.curve(label, EXCESSES, [Case(data, name(e)) for e in EXCESSES], panel=data, **style))
+            curves.append(
+                results.curve(label, EXCESSES, [ScratchCase(data, name(e)) for e in EXCESSES], panel=data, **style)
+            )
     panels = [Panel(data, data, "features per weight", "test accuracy, %") for data in data_sets]
     return {"-".join(("fractions", *data_sets)): Figure(curves, panels)}

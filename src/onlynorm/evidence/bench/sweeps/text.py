@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from onlynorm.errors import TrainingError
 from onlynorm.evidence.bench import tuners
 from onlynorm.evidence.bench.networks import PaddedClassifier, text_encoder
-from onlynorm.evidence.bench.sweeps.reviews import Parts, divide, read_reviews
+from onlynorm.evidence.bench.sweeps.reviews import ReviewSplits, divide, read_reviews
 from onlynorm.evidence.bench.tasks import text_task
 from onlynorm.evidence.bench.tuners import FULL, HEAD, METHODS, NORMS, PEFT_LN
 from onlynorm.evidence.harness import NARROW, Goal, Sizes, number, setting
@@ -51,7 +51,7 @@ class TextSizes(Sizes):
     batch_size: int = setting(32, quick=16)
 
 
-class Case(NamedTuple):
+class TextCase(NamedTuple):
     """What of the network is trained."""
 
     method: str
@@ -73,9 +73,9 @@ def methods() -> dict[str, type[tuners.Tuner]]:
     return {kind.name: kind for kind in tuners.installed(METHODS)}
 
 
-def _fraction(results: Results[TextSizes, Case], case: Case, _: Any) -> str:
+def _fraction(results: Results[TextSizes, TextCase], case: TextCase, _: Any) -> str:
     """The part of full fine-tuning's gain over the head alone."""
-    found, low, high = (results.spread(one).mean for one in (case, Case(HEAD), Case(FULL)))
+    found, low, high = (results.spread(one).mean for one in (case, TextCase(HEAD), TextCase(FULL)))
     return number(100 * (found - low) / (high - low) if high > low else math.nan, ".0f")
 
 
@@ -83,7 +83,7 @@ encoder = functools.lru_cache(maxsize=1)(lambda quick: text_encoder(quick=quick)
 
 
 @functools.lru_cache(maxsize=1)
-def parts(sizes: TextSizes) -> Parts:
+def parts(sizes: TextSizes) -> ReviewSplits:
     """Training, validation and test texts as tokens."""
     return divide(
         read_reviews(), encoder(sizes.quick), n_validation=sizes.n_validation, n_test=sizes.n_test,
@@ -93,7 +93,8 @@ def parts(sizes: TextSizes) -> Parts:
 
 sweep = Sweep(
     "text", "MiniLM on film reviews by its norms, its head, all of it, and PEFT.", TextSizes,
-    cases=lambda _: [Case(name) for name in methods()], lrs=LRS, first_seed=1, trial_seeds=lambda _: (0,), width=120,
+    cases=lambda _: [TextCase(name) for name in methods()], lrs=LRS, first_seed=1, trial_seeds=lambda _: (0,),
+    width=120,
     made_of=lambda _, sizes: {
         "body": tensors_digest(encoder(sizes.quick).body.state_dict()), "data": parts(sizes).digest()
     },
@@ -106,7 +107,7 @@ sweep = Sweep(
 
 
 @sweep.trial
-def validation_accuracy(case: Case, run: TrainingRun, sizes: TextSizes) -> float:
+def validation_accuracy(case: TextCase, run: TrainingRun, sizes: TextSizes) -> float:
     """The accuracy on validation texts; NaN where training diverges."""
     try:
         tuner, _ = tuned(case, run, sizes)
@@ -116,7 +117,7 @@ def validation_accuracy(case: Case, run: TrainingRun, sizes: TextSizes) -> float
 
 
 @sweep.measure
-def tune_and_test(case: Case, run: TrainingRun, sizes: TextSizes) -> Tuned:
+def tune_and_test(case: TextCase, run: TrainingRun, sizes: TextSizes) -> Tuned:
     """One method, trained from the start, tested, and saved."""
     try:
         tuner, seconds = tuned(case, run, sizes)
@@ -127,7 +128,7 @@ def tune_and_test(case: Case, run: TrainingRun, sizes: TextSizes) -> Tuned:
     return Tuned(right, sum(p.numel() for p in tuner.parameters()), size, drift, seconds)
 
 
-def tuned(case: Case, run: TrainingRun, sizes: TextSizes) -> tuple[tuners.Tuner, float]:
+def tuned(case: TextCase, run: TrainingRun, sizes: TextSizes) -> tuple[tuners.Tuner, float]:
     """The trained classifier, and the seconds of its training."""
     made, given = encoder(sizes.quick), parts(sizes)
     inputs, labels = given.draw(sizes.texts, seed=run.seed)
@@ -145,7 +146,7 @@ def tuned(case: Case, run: TrainingRun, sizes: TextSizes) -> tuple[tuners.Tuner,
 
 
 @sweep.facts
-def summary(results: Results[TextSizes, Case], _: Any) -> dict[str, Any]:
+def summary(results: Results[TextSizes, TextCase], _: Any) -> dict[str, Any]:
     """The methods with their intervals, those that could not be run, and whether the encoder has seen language."""
     missing = {kind.name for kind in METHODS} - set(methods())
     return {
@@ -156,14 +157,14 @@ def summary(results: Results[TextSizes, Case], _: Any) -> dict[str, Any]:
 
 
 @sweep.goals
-def goals(results: Results[TextSizes, Case]) -> Iterator[Goal]:
+def goals(results: Results[TextSizes, TextCase]) -> Iterator[Goal]:
     """Differences are taken seed by seed: both methods had the same training texts, head and order."""
-    ours = results.of(Case(NORMS))
+    ours = results.of(TextCase(NORMS))
     if ours.empty:
         return
     drift, size = float(ours["drift"].max()), int(ours["file_size"].max())
     yield Goal("a reloaded classifier gives the same outputs to the last bit", f"drift {drift:.1e}", drift == 0.0)
-    head, peft = (results.gap(Case(NORMS), Case(name)) for name in (HEAD, PEFT_LN))
+    head, peft = (results.gap(TextCase(NORMS), TextCase(name)) for name in (HEAD, PEFT_LN))
     is_trained = results.facts.get("is_trained", True)
     if head.n and is_trained:
         aim = "norms and head are more accurate than the head alone, beyond the interval"
@@ -172,7 +173,7 @@ def goals(results: Results[TextSizes, Case]) -> Iterator[Goal]:
         aim = "they are no less accurate than PEFT's LN tuning, within the interval"
         is_met = -peft.mean <= peft.half <= NARROW
         yield Goal(aim, f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", is_met)
-    full = results.of(Case(FULL))
+    full = results.of(TextCase(FULL))
     if not full.empty:
         fraction = size / float(full["file_size"].max())
         aim = f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning"

@@ -45,7 +45,7 @@ class Line(NamedTuple):
         return max(0.0, self.error(activation, reach) - rounding) / (tolerance * self.m * self.s)
 
 
-class Source(NamedTuple):
+class SourceConvolutions(NamedTuple):
     """Frozen convolutions (c1, c0, k1) and (c2, c1, k2) along one axis, and the scales that reproduce the target."""
 
     first: Tensor
@@ -90,14 +90,14 @@ def _find_line(activation: activations.Activation, reach: float, tolerance: floa
     return Line(*(float(value) for value in (window.scale, window.shift, window.slope, window.offset)))
 
 
-def _random_source(seed: int, kernel: str) -> tuple[Source, Tensor]:
+def _random_source(seed: int, kernel: str) -> tuple[SourceConvolutions, Tensor]:
     """Random features solved for a (3, 2, 3) target, with the kernel in the given convolution, and the target."""
     shape = (3, 2, 3)
     features = draw("he_uniform", shape, excess=1.0, seed=seed, kernel=kernel, layer="activations")
     gamma2 = 0.5 + normal(seed, "output scales", 3, 1).abs()
     target = normal(seed, "target", 3, 6).reshape(shape)
     gamma1 = solve_features(features, target / gamma2[:, :, None]).gamma
-    return Source(features.first_weight(), features.second_weight(), gamma1, gamma2[:, 0]), target
+    return SourceConvolutions(features.first_weight(), features.second_weight(), gamma1, gamma2[:, 0]), target
 
 
 def _cube(n_points: int, channels: int, positions: int, *, seed: int) -> Tensor:
@@ -125,7 +125,7 @@ def almost_any_activation_serves(seed: int) -> Evidence:
     worst = max(measured.values())
     # Equal features and positive weights at three positions: all errors add up, and the bound is reached.
     ones = torch.ones(1, 4, 3, dtype=torch.float64)
-    source = Source(ones[0, :, :1, None], ones / 12, 2.0 * ones[0, :, 0], ones[0, :1, 0])
+    source = SourceConvolutions(ones[0, :, :1, None], ones / 12, 2.0 * ones[0, :, 0], ones[0, :1, 0])
     sharp, printed_q2 = (_largest_error(source, "tanh", eps=eps, q2=q2) / eps for q2 in (source.q2, source.printed_q2))
     is_right = is_assumed and worst <= 1.0 + 1e-6 and 0.98 <= sharp <= 1.0 + 1e-6
     return Evidence(
@@ -142,7 +142,7 @@ def almost_any_activation_serves(seed: int) -> Evidence:
     )
 
 
-def _largest_error(source: Source, name: str, *, eps: float, q2: float) -> float:
+def _largest_error(source: SourceConvolutions, name: str, *, eps: float, q2: float) -> float:
     """The error on constant inputs with the largest scale s that meets the assumption for this Q2."""
     m, c, _ = CUBIC[name]
     activation = ACTIVATIONS[name]
@@ -210,7 +210,7 @@ def _network_error(weights: Sequence[Tensor], eps: float, seed: int) -> float:
         features = draw("he_uniform", (d, d, 1), excess=1.25, seed=seed, layer=f"layer {i}")
         gamma = solve_features(features, weight[..., None]).gamma
         ones = torch.ones(d, dtype=torch.float64)
-        source = Source(features.first_weight(), features.second_weight(), gamma, ones)
+        source = SourceConvolutions(features.first_weight(), features.second_weight(), gamma, ones)
         line = _find_line(nn.Tanh(), source.q1, eps / (len(weights) * later * source.q2))
         made = source.with_activation(made, nn.Tanh(), line)
         wanted = weight @ wanted

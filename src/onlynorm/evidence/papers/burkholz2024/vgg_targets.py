@@ -33,7 +33,7 @@ _WINDOW = 1e-9  # of the activation: wider adds curvature, narrower loses digits
 
 
 @dataclass(frozen=True)
-class Training:
+class VggTraining:
     """The settings of a target; equal settings give equal networks."""
 
     data: str
@@ -52,7 +52,7 @@ def rebuild(
     The rebuilt network is compared with the target on `n_exact` test images in float64. On all `n_test` images the
     collapsed network is used, because a forward pass of the rebuilt one takes about a hundred times as long.
     """
-    chosen = Training(**training)
+    chosen = VggTraining(**training)
     split, target = _data(chosen.data), trained(activation, chosen)
     images, labels = split.test_inputs[:n_test].double(), split.test_labels[:n_test]
     result = on.reconstruct(
@@ -73,7 +73,7 @@ def rebuild(
 
 
 @functools.lru_cache(maxsize=1)
-def trained(activation: str, training: Training) -> nn.Module:
+def trained(activation: str, training: VggTraining) -> nn.Module:
     """The target in float64: 17 convolutions with batch norms and one linear layer, trained by SGD.
 
     The learning rate follows a one-cycle schedule. The last network is cached, because all distributions and seeds of

@@ -111,7 +111,7 @@ def figure_5a(run: Run) -> Outcome:
         "constructed student over SGD, most features": most.over_sgd(FROM_STUDENT),
     }
     note = f"density {run.sizes['density']:g}"
-    return _outcome(values, [View(left, "width", note), View(right, "features", note)])
+    return _outcome(values, [LossPanel(left, "width", note), LossPanel(right, "features", note)])
 
 
 def figure_5b(run: Run) -> Outcome:
@@ -127,7 +127,7 @@ def figure_5b(run: Run) -> Outcome:
         "SGD over the better construction, left panel, largest ratio": worst,
     }
     note = f"density {run.sizes['density']:g}"
-    return _outcome(values, [View(left, "width", note), View(right, "features", note)])
+    return _outcome(values, [LossPanel(left, "width", note), LossPanel(right, "features", note)])
 
 
 def over_widths(run: Run) -> list[Point]:
@@ -168,7 +168,7 @@ def _points(run: Run, width: int, n_features: Sequence[int]) -> list[Point]:
 
 
 @dataclass(frozen=True)
-class View:
+class LossPanel:
     """One panel of a figure: losses against the teacher's width or the number of features.
 
     A logarithmic axis ends at 1e-6: down to rounding errors, all other losses would lie on one line.
@@ -212,11 +212,11 @@ class View:
         return [height if self.floor is None else max(height, self.floor) for height in heights]
 
 
-def _in_both_scales(points: Sequence[Point], over: str) -> list[View]:
-    return [View(points, over, "linear scale", floor=None), View(points, over, "logarithmic scale")]
+def _in_both_scales(points: Sequence[Point], over: str) -> list[LossPanel]:
+    return [LossPanel(points, over, "linear scale", floor=None), LossPanel(points, over, "logarithmic scale")]
 
 
-def _outcome(values: Mapping[str, float], views: Sequence[View]) -> Outcome:
+def _outcome(values: Mapping[str, float], views: Sequence[LossPanel]) -> Outcome:
     rows: list[list[float | str]] = []
     for over, points in {view.over: view.points for view in views}.items():
         for method in (*ALGORITHMS, STUDENT):

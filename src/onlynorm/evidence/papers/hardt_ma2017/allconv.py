@@ -54,7 +54,7 @@ _GUESSING = 90.0  # error of chance in percent
 
 
 @dataclass(frozen=True)
-class Training:
+class AllconvTraining:
     """The settings of a training except the variant and the seed."""
 
     depth: int
@@ -75,7 +75,7 @@ def train(*, variant: str, seed: int, training: dict[str, Any]) -> dict[str, Any
     During training, errors are measured `n_evaluations` times at evenly spaced steps, on `n_evaluation_images` images.
     Training stops if the loss is NaN or infinite; the error is then that of chance.
     """
-    chosen, changed = Training(**training), VARIANTS[variant]
+    chosen, changed = AllconvTraining(**training), VARIANTS[variant]
     split = images(chosen.image_size)
     network = all_convolutional(
         chosen.depth, width=chosen.width, init=changed.init, norm=changed.norm, head=changed.head, seed=seed

@@ -70,7 +70,7 @@ def _stages_at_depth_8() -> tuple[float, float]:
     left = rotations.Rotation(torch.eye(4, dtype=torch.float64), angles).power(1)
     values = torch.linspace(0.1, -0.1, 4, dtype=torch.float64).exp()
     found = matrices.Decomposition(left * values @ left, left, values, left)
-    runs = decompositions.METHODS["svd"](decompositions.Parts(found), 8)
+    runs = decompositions.METHODS["svd"](decompositions.DecomposedMatrix(found), 8)
     return max(float(torch.linalg.matrix_norm(run.core, 2)) for run in runs), paper_bound(found.stretch, 8)
 
 

@@ -105,7 +105,7 @@ def spectrum(n: int, *, condition: float, law: str, seed: int = 0, layer: str = 
 
 
 @dataclass(frozen=True)
-class Trained:
+class ScaledOutcome:
     """Accuracy on training and other images, and the mean loss of the last epoch."""
 
     train_accuracy: float
@@ -116,7 +116,7 @@ class Trained:
 def train(
     *, data: str, condition: float | None, law: str = SEMICIRCLE, lr: float, seed: int, n_train: int, n_epochs: int,
     batch_size: int, is_trial: bool = False,
-) -> Trained:  # fmt: skip
+) -> ScaledOutcome:  # fmt: skip
     """Accuracies of a trained network on test images, or in a trial on validation images; if it diverged, of chance."""
     network = build(data, condition=condition, law=law, seed=seed)
     chosen = training_images(data, n_train=n_train, seed=seed)
@@ -124,11 +124,11 @@ def train(
     try:
         trained = on.fit(network, chosen, schedule=schedule, accelerator="cpu")
     except TrainingError:
-        return Trained(1.0 / _N_CLASSES, 1.0 / _N_CLASSES, math.log(_N_CLASSES))
+        return ScaledOutcome(1.0 / _N_CLASSES, 1.0 / _N_CLASSES, math.log(_N_CLASSES))
     seen = chosen[0][:N_VALIDATION], chosen[1][:N_VALIDATION]
     split = images_of(data)
     others = validation_images(data) if is_trial else (split.test_inputs, split.test_labels)
-    return Trained(accuracy(network, seen), accuracy(network, others), trained.history[-1]["loss"])
+    return ScaledOutcome(accuracy(network, seen), accuracy(network, others), trained.history[-1]["loss"])
 
 
 def training_images(data: str, *, n_train: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ class ScaledSizes(Sizes):
     batch_size: int = 64
 
 
-class Case(NamedTuple):
+class ScaledCase(NamedTuple):
     """A data set, the law of the singular values and their condition number."""
 
     data: str
@@ -227,12 +227,12 @@ class Case(NamedTuple):
     condition: float
 
 
-def ordinary(case: Case) -> Case:
+def ordinary(case: ScaledCase) -> ScaledCase:
     """The ordinary network for the same data."""
-    return Case(case.data, ORDINARY, 1.0)
+    return ScaledCase(case.data, ORDINARY, 1.0)
 
 
-def _train(case: Case, run: TrainingRun, sizes: ScaledSizes, *, is_trial: bool) -> Trained:
+def _train(case: ScaledCase, run: TrainingRun, sizes: ScaledSizes, *, is_trial: bool) -> ScaledOutcome:
     is_ordinary = case.spectrum == ORDINARY
     return train(
         data=case.data, condition=None if is_ordinary else case.condition,
@@ -241,12 +241,12 @@ def _train(case: Case, run: TrainingRun, sizes: ScaledSizes, *, is_trial: bool) 
     )  # fmt: skip
 
 
-def validation_accuracy(case: Case, run: TrainingRun, sizes: ScaledSizes) -> float:
+def validation_accuracy(case: ScaledCase, run: TrainingRun, sizes: ScaledSizes) -> float:
     """The accuracy on validation images after a short training."""
     return _train(case, run, sizes, is_trial=True).accuracy
 
 
-def train_case(case: Case, run: TrainingRun, sizes: ScaledSizes) -> Trained:
+def train_case(case: ScaledCase, run: TrainingRun, sizes: ScaledSizes) -> ScaledOutcome:
     """One network, trained and tested."""
     return _train(case, run, sizes, is_trial=False)
 
@@ -258,8 +258,8 @@ def table_1(run: Run) -> Outcome:
     """Accuracies at the paper's condition numbers, with the learning rate that is best for the ordinary network."""
     training, lrs = run.sizes["training"], run.sizes["lrs"]
     data = training["data"]
-    cases: dict[float | None, Case] = {None: Case(data, ORDINARY, 1.0)}
-    cases |= {condition: Case(data, SEMICIRCLE, condition) for condition in PAPER}
+    cases: dict[float | None, ScaledCase] = {None: ScaledCase(data, ORDINARY, 1.0)}
+    cases |= {condition: ScaledCase(data, SEMICIRCLE, condition) for condition in PAPER}
     sizes = ScaledSizes(
         data=(data,), seeds=len(run.seeds), epochs=training["n_epochs"], images=training["n_train"],
         trial_epochs=run.sizes["n_trial_epochs"], batch_size=training["batch_size"],

@@ -60,7 +60,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Training:
+class ScratchTraining:
     """The settings of a training except method, learning rate and seed: network, images, schedule."""
 
     data: str
@@ -75,7 +75,7 @@ class Training:
     warmup: float = 0.05
 
 
-class Case(NamedTuple):
+class ScratchCase(NamedTuple):
     """A data set and the method of training."""
 
     data: str
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trained:
+class ScratchOutcome:
     """A trained network; `losses` are the mean losses of the epochs."""
 
     accuracy: float
@@ -94,9 +94,9 @@ class Trained:
 
 
 def train(
-    method: Method, training: Training, *, lr: float, seed: int, is_trial: bool = False,
+    method: Method, training: ScratchTraining, *, lr: float, seed: int, is_trial: bool = False,
     on_step: Callable[[int, int, float], None] | None = None,
-) -> Trained:  # fmt: skip
+) -> ScratchOutcome:  # fmt: skip
     """A trained network with its accuracy on test images, or in a trial on validation images; chance if it diverged."""
     network = build(method, training, seed=seed)
     n_trained = sum(p.numel() for p in network.parameters())
@@ -109,19 +109,19 @@ def train(
     try:
         result = on.fit(network, training_images(training, seed), schedule=schedule, on_step=on_step, accelerator="cpu")
     except TrainingError:
-        return Trained(1.0 / N_CLASSES, (), False, n_trained, time.process_time() - start)
+        return ScratchOutcome(1.0 / N_CLASSES, (), False, n_trained, time.process_time() - start)
     found = accuracy(network, validation_images(training) if is_trial else test_images(training))
     losses = tuple(row["loss"] for row in result.history)
-    return Trained(found, losses, True, n_trained, time.process_time() - start)
+    return ScratchOutcome(found, losses, True, n_trained, time.process_time() - start)
 
 
 def make_sweep(
     name: str, about: str, sizes: type[_S], *, methods: Mapping[str, Method],
-    training: Callable[[Case, _S], Training], **options: Any,
-) -> Sweep[_S, Case]:  # fmt: skip
+    training: Callable[[ScratchCase, _S], ScratchTraining], **options: Any,
+) -> Sweep[_S, ScratchCase]:  # fmt: skip
     """The experiment: every method with the training of a case, at its best learning rate."""
 
-    def made_of(case: Case, sizes: _S) -> dict[str, Any]:
+    def made_of(case: ScratchCase, sizes: _S) -> dict[str, Any]:
         one = training(case, sizes)
         how = asdict(methods[case.method])
         return {"training": asdict(one), "how": how, "images": images(one.data, one.image_size)}
@@ -129,12 +129,12 @@ def make_sweep(
     sweep = Sweep(name, about, sizes, lrs=LRS, start=FIRST_LRS, made_of=made_of, **options)
 
     @sweep.trial
-    def validation_accuracy(case: Case, run: TrainingRun, sizes: _S) -> float:
+    def validation_accuracy(case: ScratchCase, run: TrainingRun, sizes: _S) -> float:
         found = train(methods[case.method], training(case, sizes), lr=run.lr, seed=run.seed, is_trial=True)
         return found.accuracy
 
     @sweep.measure
-    def train_case(case: Case, run: TrainingRun, sizes: _S) -> Trained:
+    def train_case(case: ScratchCase, run: TrainingRun, sizes: _S) -> ScratchOutcome:
         return train(
             methods[case.method], training(case, sizes), lr=run.lr, seed=run.seed,
             on_step=lambda now, n_steps, _: run.status(f"step {now} of {n_steps}"),
@@ -143,7 +143,7 @@ def make_sweep(
     return sweep
 
 
-def build(method: Method, training: Training, *, seed: int) -> nn.Module:
+def build(method: Method, training: ScratchTraining, *, seed: int) -> nn.Module:
     """The initial network of this method."""
     split = images(training.data, training.image_size)
     network = vgg(
@@ -155,18 +155,18 @@ def build(method: Method, training: Training, *, seed: int) -> nn.Module:
     return on.to_norm_only(network, features=method.features, excess=method.excess, density=method.density, seed=seed)
 
 
-def training_images(training: Training, seed: int) -> tuple[Tensor, Tensor]:
+def training_images(training: ScratchTraining, seed: int) -> tuple[Tensor, Tensor]:
     """Training images of this seed, and their labels."""
     split = images(training.data, training.image_size)
     return training_subset(split, training.n_train, n_validation=training.n_validation, seed=seed)
 
 
-def validation_images(training: Training) -> tuple[Tensor, Tensor]:
+def validation_images(training: ScratchTraining) -> tuple[Tensor, Tensor]:
     """The validation images for the selection of learning rates, and their labels."""
     return validation_subset(images(training.data, training.image_size), training.n_validation)
 
 
-def test_images(training: Training) -> tuple[Tensor, Tensor]:
+def test_images(training: ScratchTraining) -> tuple[Tensor, Tensor]:
     """The test images, and their labels."""
     split = images(training.data, training.image_size)
     return split.test_inputs[: training.n_test], split.test_labels[: training.n_test]
@@ -211,7 +211,7 @@ def section_5(run: Run) -> Outcome:
 
     Theory: random_features:thm-2.2, random_features:thm-3.1
     """
-    cases = {name: Case("cifar10", name) for name in METHODS}
+    cases = {name: ScratchCase("cifar10", name) for name in METHODS}
     trainings = {name: training_of(name, run.sizes) for name in METHODS}
     sweep = make_sweep(
         "section 5", "Section 5 of random_features.", SectionSizes, methods=METHODS,
@@ -242,12 +242,12 @@ def section_5(run: Run) -> Outcome:
     )
 
 
-def training_of(name: str, sizes: Mapping[str, Any]) -> Training:
+def training_of(name: str, sizes: Mapping[str, Any]) -> ScratchTraining:
     """The training of this method at the sizes of the artifact."""
     is_longer = name == WARMED
     given = {key: value for key, value in sizes.items() if key not in ("epochs", "n_seeds")}
     epochs = round(sizes["epochs"] * (LONGER if is_longer else 1.0))
-    return Training("cifar10", epochs=epochs, warmup=WARMUP if is_longer else 0.0, **given)
+    return ScratchTraining("cifar10", epochs=epochs, warmup=WARMUP if is_longer else 0.0, **given)
 
 
 def _curve(name: str, runs: Sequence[Sequence[float]]) -> Curve:
