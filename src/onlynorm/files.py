@@ -102,6 +102,14 @@ def save(
 
     If saving fails, the previous file is unchanged. Equal objects give equal bytes. The folder `partial` of a
     reconstruction is deleted after the file is written.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> factors = on.factorize(torch.eye(4) * 2, depth=3)
+        >>> on.save(factors, "factors.safetensors")
+        >>> on.load("factors.safetensors").depth
+        3
     """
     path = need_path("save", path)
     progress = need_progress(progress)
@@ -167,6 +175,16 @@ def load(
     format, shapes and the digests of frozen weights are checked first; the digests take as long as drawing the weights.
     The checksum shows that a file is undamaged, not who wrote it. Nothing in a file is executed. To load an adapter
     into a model, call `load_adapter(model, path)`.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4)), torch.rand(64, 8)
+        >>> on.save(on.reconstruct(model, inputs), "rebuilt.safetensors")
+        >>> rebuilt = on.load("rebuilt.safetensors", like=mlp((8, 16, 4)))
+        >>> on.verify(model, rebuilt, inputs).agreement
+        1.0
     """
     path = need_path("load", path)
     need_choice("storage", storage, STORAGES)

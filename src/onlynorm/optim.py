@@ -48,6 +48,17 @@ def follow_weights(
     optimizer after the model was moved to its device and dtype; `release` detaches it.
 
     Theory: random_features:thm-3.1
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> model = on.to_norm_only(torch.nn.Linear(8, 4))
+        >>> optimizer = on.optim.follow_weights(model, torch.optim.SGD, lr=0.1)
+        >>> loss = model(torch.ones(2, 8)).square().mean()
+        >>> loss.backward()
+        >>> optimizer.step()
+        >>> model(torch.ones(2, 8)).square().mean() < loss
+        tensor(True)
     """
     if not callable(kind) or isinstance(kind, nn.Module) or not isinstance(model, nn.Module):
         raise ConversionError(
@@ -108,7 +119,17 @@ def follow_weights(
 
 
 def release(model: nn.Module) -> None:
-    """Detaches the model from `follow_weights`: its layers compute their weights from gamma again."""
+    """Detaches the model from `follow_weights`: its layers compute their weights from gamma again.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> model = on.to_norm_only(torch.nn.Linear(8, 4))
+        >>> optimizer = on.optim.follow_weights(model, torch.optim.SGD, lr=0.1)
+        >>> on.optim.release(model)
+        >>> model(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
+    """
     need_instance("release", model, nn.Module, cure="Pass the model itself.")
     for module in model.modules():
         if isinstance(module, NormOnlyLayer):

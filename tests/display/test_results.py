@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import onlynorm as on
 from onlynorm import identity, models, reconstruction
-from onlynorm.display import Curve, Figure, Result, ShownResult, Table, View
+from onlynorm.display import Curve, Figure, Result, ShownResult, Table, View, write_page
 from onlynorm.display.result import plain
 from onlynorm.errors import MissingDataError
 from onlynorm.solvers import spectrum
@@ -286,3 +286,8 @@ def test_a_handle_of_many_norms_has_a_short_repr_and_a_full_text() -> None:
     assert len(str(handle).splitlines()) > 80
     assert len(repr(handle).splitlines()) < 20
     assert "... 68 more" in repr(handle)
+
+
+def test_a_page_needs_no_text(tmp_path: Path) -> None:
+    page = write_page(tmp_path / "page.html", [public_calls._diagnosis()], title="Without text")
+    assert "Without text" in page.read_text(encoding="utf-8")

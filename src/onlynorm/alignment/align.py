@@ -136,6 +136,18 @@ def align(
 
     "best" runs all applicable methods and returns the result with the smallest error; other names select one method of
     the table above. If the features reach every target, nothing is permuted. Theory: random_features:thm-4.1
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> target = torch.randn(6, 8, generator=generator).double()
+        >>> features = on.draw("he_normal", (6, 8), n_features=40)  # fewer than the 48 equations
+        >>> order = on.align(target, features.left(), features.right())
+        >>> sorted(order.permutation.tolist())
+        [0, 1, 2, 3, 4, 5]
+        >>> order.error < order.unaligned_error
+        True
     """
     start = time.perf_counter()
     target, left, right = _need_matrix("target", target), _need_matrix("left", left), _need_matrix("right", right)
@@ -159,7 +171,20 @@ def align_within(
     seed: int = 0,
     preparation: float = 0.0,
 ) -> Alignment:
-    """`align` with precomputed directions, for many targets with the same features."""
+    """`align` with precomputed directions, for many targets with the same features.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.alignment import align_within, find_directions
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> target = torch.randn(6, 8, generator=generator).double()
+        >>> features = on.draw("he_normal", (6, 8), n_features=40)
+        >>> directions = find_directions(features.left(), features.right())
+        >>> order = align_within(target, directions, method="greedy")
+        >>> sorted(order.permutation.tolist())
+        [0, 1, 2, 3, 4, 5]
+    """
     from scipy.optimize import linear_sum_assignment
 
     start = time.perf_counter()

@@ -204,7 +204,15 @@ class PerOutput(Result):
 
 
 def find_directions(left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"]) -> Directions | PerOutput:
-    """The reached or missed directions of these features, for `align_within`."""
+    """The reached or missed directions of these features, for `align_within`.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.alignment import find_directions
+        >>> features = on.draw("he_normal", (6, 8), n_features=40)  # 48 equations
+        >>> find_directions(features.left(), features.right()).n_missed
+        8
+    """
     left, right = as_real("left", left).detach().double(), as_real("right", right).detach().double()
     operator = KhatriRao(left, right)  # checks the shapes
     left, right = operator.dense()

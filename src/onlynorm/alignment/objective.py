@@ -73,7 +73,21 @@ class Objective(Result):
 
 
 def objective_for(target: Float[Tensor, "out inp"], directions: Directions | PerOutput) -> Objective:
-    """The objective of a target, with tables (rows, rows, directions)."""
+    """The objective of a target, with tables (rows, rows, directions).
+
+    Examples:
+        >>> import numpy as np
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.alignment import find_directions, objective_for
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> target = torch.randn(6, 8, generator=generator).double()
+        >>> features = on.draw("he_normal", (6, 8), n_features=40)
+        >>> directions = find_directions(features.left(), features.right())
+        >>> objective = objective_for(target, directions)
+        >>> objective.missed(np.arange(6)) > 0
+        True
+    """
     need_instance("objective_for", directions, (Directions, PerOutput), cure="Pass the result of find_directions.")
     target = as_real("target", target, is_finite=True, cure="Pass the target weight of the features.").detach()
     if tuple(target.shape) != directions.shape:

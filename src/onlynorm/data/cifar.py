@@ -24,6 +24,15 @@ def cifar10() -> Split:
     """CIFAR-10 images (3, 32, 32), normalized by `CIFAR_MEAN` and `CIFAR_STD`, from all available batches.
 
     The folder is `cifar-10-batches-bin`, else `cifar-10-batches-py`.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import cifar10
+        >>> try:
+        ...     print(cifar10().train_inputs.shape)
+        ... except on.errors.MissingDataError as error:  # unless `onlynorm data get cifar10` was run
+        ...     print(error)
+        cifar-10-batches-bin needs to be in the data folder; got nothing at ... Run `onlynorm data get cifar10`...
     """
     folder, is_binary = _find("cifar-10-batches-bin", "cifar-10-batches-py", get="cifar10")
     ending = ".bin" if is_binary else ""
@@ -47,6 +56,15 @@ def cifar100(*, coarse: bool = False) -> Split:
     """CIFAR-100 images (3, 32, 32), normalized as in `cifar10`, with 100 fine or 20 coarse labels.
 
     The folder is `cifar-100-binary`, else `cifar-100-python`.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import cifar100
+        >>> try:
+        ...     print(cifar100(coarse=True).train_inputs.shape)
+        ... except on.errors.MissingDataError as error:  # unless `onlynorm data get cifar100` was run
+        ...     print(error)
+        cifar-100-binary needs to be in the data folder; got nothing at ... Run `onlynorm data get cifar100`...
     """
     folder, is_binary = _find("cifar-100-binary", "cifar-100-python", get="cifar100")
     n_classes, column = (20, 0) if coarse else (100, 1)

@@ -40,6 +40,13 @@ def corrupt(
     - "invert": values of at least 1 - severity / 5 inverted; at severity 5, all of them.
 
     Pixels are in [0, 1]. For normalized images pass their `mean` and `std` per channel; the result is normalized too.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.data import corrupt
+        >>> images = torch.zeros(1, 1, 2, 2)
+        >>> corrupt(images, "invert", severity=5.0).flatten().tolist()
+        [1.0, 1.0, 1.0, 1.0]
     """
     need_choice("corruption", kind, CORRUPTIONS)
     severity = need_number("severity", severity, low=0.0, high=MOST_SEVERE, cure="Try 3.")

@@ -10,7 +10,14 @@ from onlynorm.validate import need_number
 
 
 def digits(*, seed: int = 0, test_share: float = 0.2) -> Split:
-    """1,797 handwritten digits of 8 x 8 pixels, scaled to [0, 1], shuffled by `seed`."""
+    """1,797 handwritten digits of 8 x 8 pixels, scaled to [0, 1], shuffled by `seed`.
+
+    Examples:
+        >>> from onlynorm.data import digits
+        >>> data = digits()
+        >>> data.train_inputs.shape, data.test_inputs.shape
+        (torch.Size([1438, 64]), torch.Size([359, 64]))
+    """
     from sklearn.datasets import load_digits  # takes a second to import
 
     generator = seeded(seed)

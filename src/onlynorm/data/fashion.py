@@ -18,7 +18,17 @@ FASHION_MEAN, FASHION_STD = 0.286, 0.353
 
 
 def fashion_mnist() -> Split:
-    """Fashion-MNIST images (1, 28, 28), normalized by `FASHION_MEAN` and `FASHION_STD`, from its gzipped idx files."""
+    """Fashion-MNIST images (1, 28, 28), normalized by `FASHION_MEAN` and `FASHION_STD`, from its gzipped idx files.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import fashion_mnist
+        >>> try:
+        ...     print(fashion_mnist().train_inputs.shape)
+        ... except on.errors.MissingDataError as error:  # unless `onlynorm data get fashion_mnist` was run
+        ...     print(error)
+        fashion-mnist needs to be in the data folder; got nothing at ... Run `onlynorm data get fashion_mnist`...
+    """
     folder = find_data("fashion-mnist", get="fashion_mnist")
     parts: list[Tensor] = []
     for part in ("train", "t10k"):

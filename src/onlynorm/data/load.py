@@ -32,6 +32,15 @@ def load_data(spec: str) -> Split:
 
     A .safetensors file has `inputs` and optionally `labels`, `test_inputs` and `test_labels`; without a test set, the
     training set is used. A .npy file has the inputs.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onlynorm.data import load_data
+        >>> np.save("inputs.npy", np.zeros((5, 8), dtype=np.float32))
+        >>> load_data("inputs.npy").train_inputs.shape
+        torch.Size([5, 8])
+        >>> load_data("digits").train_inputs.shape
+        torch.Size([1438, 64])
     """
     need_text("load_data", spec, cure=f"Pass one of {', '.join(DATA_SETS)}, or the path of a file.")
     if spec in DATA_SETS:

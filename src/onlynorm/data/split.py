@@ -64,7 +64,15 @@ class Split(Result):
 
 
 def data_folder() -> Path:
-    """The folder of `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder."""
+    """The folder of `ONLYNORM_DATA`, else `onlynorm` in the user's cache folder.
+
+    Examples:
+        >>> import os
+        >>> from onlynorm.data import data_folder
+        >>> os.environ["ONLYNORM_DATA"] = "my_data"
+        >>> data_folder().name
+        'my_data'
+    """
     given = os.environ.get("ONLYNORM_DATA")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(given) if given else Path(cache) / "onlynorm"
@@ -74,6 +82,16 @@ def find_data(name: str, *, get: str | None = None) -> Path:
     """The path of a file or folder in the data folder; raises `MissingDataError` if it does not exist.
 
     `get` is the name by which `onlynorm data get` knows it, for the message of the error.
+
+    Examples:
+        >>> import os
+        >>> from pathlib import Path
+        >>> from onlynorm.data import find_data
+        >>> os.environ["ONLYNORM_DATA"] = "my_data"
+        >>> Path("my_data").mkdir()
+        >>> Path("my_data", "photos").mkdir()
+        >>> find_data("photos").name
+        'photos'
     """
     need_text("find_data", name, cure="Pass the name of a file or folder of the data folder.")
     folder = data_folder()

@@ -27,6 +27,12 @@ def teacher(
     `widths` are the layer widths of the teacher, the last one the number of classes; its weights are N(0, 2 / fan in).
     Its outputs are centred by their mean over separate inputs, so that classes are balanced and a label depends on its
     input only. Train and test set are disjoint, and a larger set starts with the samples of a smaller one.
+
+    Examples:
+        >>> from onlynorm.data import teacher
+        >>> data = teacher((8, 16, 3), n_train=100, n_test=20)
+        >>> data.train_inputs.shape, data.test_labels.shape
+        (torch.Size([100, 8]), torch.Size([20]))
     """
     cure = "Pass widths such as (64, 64, 10)."
     widths = need_sizes("widths", widths, n_least=2, cure=cure)

@@ -20,7 +20,14 @@ from onlynorm.errors import visible
 
 
 def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
-    """The HTML of a template with these values; `scripts` are added at its end."""
+    """The HTML of a template with these values; `scripts` are added at its end.
+
+    Examples:
+        >>> from onlynorm.display import render
+        >>> page = render("display/results.html", title="Empty", text="", sections=[], signs={})
+        >>> "Empty" in page
+        True
+    """
     return str(_environment().get_template(template).render(policy=_policy(scripts), scripts=scripts, **values))
 
 
@@ -68,7 +75,13 @@ def number(value: float | int | str | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration formatted in milliseconds, seconds, minutes or hours."""
+    """A duration formatted in milliseconds, seconds, minutes or hours.
+
+    Examples:
+        >>> from onlynorm.display import seconds
+        >>> seconds(0.0123), seconds(75.0)
+        ('12 ms', '75.0 s')
+    """
     if value < 1:
         return f"{1000 * value:.0f} ms"
     if value < 120:

@@ -157,12 +157,23 @@ class ShownResult(Result):
 
 
 def write_page(path: Path | str, results: Sequence[ShownResult], *, title: str, text: str = "") -> Path:
-    """Writes one self-contained HTML page with a section for each result and returns its path."""
+    """Writes one self-contained HTML page with a section for each result and returns its path.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.display import write_page
+        >>> from onlynorm.models import mlp
+        >>> found = on.diagnose(mlp((64, 32, 10)), *digits().train)
+        >>> write_page("page.html", [found], title="My network").name
+        'page.html'
+    """
     from onlynorm.display.page import render
 
     path, cure = need_path("write_page", path), "Pass results with a figure, such as a Diagnosis."
     given = [need_instance("results", one, ShownResult, cure=cure) for one in need_items("results", results, cure=cure)]
-    title, text = (need_text(name, one, cure="Pass a string.") for name, one in (("title", title), ("text", text)))
+    title = need_text("title", title, cure="Pass a string.")
+    text = text if text == "" else need_text("text", text, cure="Pass a string.")
     sections = [result._shown() for result in given]
     page = render("display/results.html", title=title, text=text, sections=sections, signs=SIGNS)
     write_atomically(path, page.encode())

@@ -101,6 +101,12 @@ def draw_blocks(
     """Block features for a target weight (out, inp, *kernel) with `n_blocks` groups of outputs.
 
     `name` is any random distribution of `draw`; `excess` is the number of features per equation of a block.
+
+    Examples:
+        >>> from onlynorm.features import draw_blocks
+        >>> blocks = draw_blocks("he_normal", (8, 4), n_blocks=2)
+        >>> blocks.n_features
+        40
     """
     shape, count = check_shape(shape), as_integer(n_blocks)
     if count is None or count < 1 or shape[0] % count:

@@ -89,6 +89,17 @@ def register(name: str, *, density: float | None = None, is_grouped: bool = Fals
 
     With `density`, the default for `draw`, entries outside `side.mask` are set to zero. A file that uses a custom
     distribution can only be loaded if it is registered.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.features import register
+        >>> @register("signs")
+        ... def signs(side, start, stop):
+        ...     rows = torch.arange(start, stop, dtype=torch.float64)[:, None]
+        ...     return torch.sign(torch.sin(1.0 + rows * torch.arange(1, side.width + 1)))
+        >>> on.draw("signs", (2, 3)).right().unique()
+        tensor([-1.,  1.], dtype=torch.float64)
     """
     if not isinstance(name, str) or not name or name in names():
         raise ValueRangeError(
@@ -106,7 +117,13 @@ def register(name: str, *, density: float | None = None, is_grouped: bool = Fals
 
 
 def names() -> tuple[str, ...]:
-    """The names of all distributions, sorted."""
+    """The names of all distributions, sorted.
+
+    Examples:
+        >>> from onlynorm.features import names
+        >>> "he_normal" in names(), "id_cond" in names()
+        (True, True)
+    """
     return tuple(sorted((*_REGISTRY, *STRUCTURED)))
 
 

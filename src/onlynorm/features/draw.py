@@ -351,6 +351,12 @@ def draw(
 
     Distributions with the same seed and layer name use the same random stream, so that he_normal and he_uniform are
     dependent (comonotone). Use another seed or layer name for independent draws.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> features = on.draw("he_normal", (4, 8), excess=1.25, seed=0)
+        >>> features.left().shape, features.right().shape
+        (torch.Size([4, 40]), torch.Size([40, 8]))
     """
     distribution = lookup(name)
     shape = check_shape(shape)
@@ -396,7 +402,13 @@ def _with_own_count(features: Features, n_features: int | None, excess: float | 
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """The shape of a target weight as ints; raises unless it is valid."""
+    """The shape of a target weight as ints; raises unless it is valid.
+
+    Examples:
+        >>> from onlynorm.features import check_shape
+        >>> check_shape([8, 4, 3, 3])
+        (8, 4, 3, 3)
+    """
     is_listed = isinstance(shape, Iterable) and not isinstance(shape, torch.nn.Module)
     is_listed = is_listed and not (isinstance(shape, torch.Tensor) and (shape.is_nested or not shape.ndim))
     sizes = [as_integer(size) for size in itertools.islice(shape, 6)] if is_listed else []  # type: ignore[call-overload]

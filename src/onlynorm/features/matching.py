@@ -61,6 +61,13 @@ def is_generically_invertible(left_mask: Bool[Tensor, "rows feat"], right_mask: 
     """Whether M has full row rank for almost all weights with these nonzeros, so that every target has a solution.
 
     For a square M this is invertibility. Theory: giannou2023:lemma-9
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.features import is_generically_invertible
+        >>> left, right = torch.ones(2, 6, dtype=torch.bool), torch.ones(6, 3, dtype=torch.bool)
+        >>> is_generically_invertible(left, right), is_generically_invertible(left[:, :5], right[:5])
+        (True, False)
     """
     left_mask, right_mask = _check_masks(left_mask, right_mask)
     if left_mask.shape[1] < left_mask.shape[0] * right_mask.shape[1]:
@@ -73,6 +80,13 @@ def structural_rank(left_mask: Bool[Tensor, "rows feat"], right_mask: Bool[Tenso
 
     An upper bound of the rank of M for all weights of the pattern, with equality for almost all.
     Theory: giannou2023:lemma-9
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.features import structural_rank
+        >>> left, right = torch.ones(2, 5, dtype=torch.bool), torch.ones(5, 3, dtype=torch.bool)
+        >>> structural_rank(left, right).rank
+        5
     """
     from scipy.sparse.csgraph import maximum_bipartite_matching
 

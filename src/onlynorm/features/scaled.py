@@ -32,6 +32,12 @@ def semicircle_spectrum(n: int, *, condition: float, seed: int = 0, layer: str =
     They are evenly spaced quantiles, not samples, so that the condition number is exact for every seed; the stream
     "spectrum" of (seed, layer) gives their order. Returned as float64 but rounded to float32, so that they are
     identical on machines whose sines differ in the last bit.
+
+    Examples:
+        >>> from onlynorm.features import semicircle_spectrum
+        >>> values = semicircle_spectrum(8, condition=10.0)
+        >>> round((values.max() / values.min()).item(), 4)
+        10.0
     """
     count = as_integer(n) or 0
     highest = MAX_CONDITION if count > 1 else 1.0

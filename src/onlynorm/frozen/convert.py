@@ -91,6 +91,17 @@ def to_norm_only(
     (`excess` below 1, or a mask): the features are then too sparse, too heavy-tailed or too few.
 
     Theory: random_features:thm-3.1, random_features:conclusion
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4)), torch.rand(5, 8)
+        >>> norm_only = on.to_norm_only(model)
+        >>> torch.allclose(norm_only(inputs), model(inputs), atol=1e-5)
+        True
+        >>> type(norm_only[0]).__name__
+        'NormOnlyLinear'
     """
     options = FrozenOptions(
         features=features, excess=excess, density=density, n_blocks=n_blocks, spectrum=spectrum,
@@ -123,7 +134,16 @@ def to_norm_only(
 
 
 def converted(model: nn.Module) -> Conversion:
-    """The norm-only layers of a model, and what `to_norm_only` left as it was."""
+    """The norm-only layers of a model, and what `to_norm_only` left as it was.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.frozen import converted
+        >>> from onlynorm.models import mlp
+        >>> model = on.to_norm_only(mlp((8, 16, 4)), keep="2")
+        >>> [layer.names for layer in converted(model).layers]
+        [('0',)]
+    """
     model = unwrap(need_model("converted", model))
     layers = [
         ConvertedLayer(

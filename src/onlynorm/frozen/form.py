@@ -149,6 +149,16 @@ def find_frozen(network: nn.Module) -> dict[str, FrozenLayer]:
 
 
 def find_blocks(network: nn.Module) -> dict[str, FrozenBlock]:
-    """The blocks of a network by place, without those inside other frozen layers."""
+    """The blocks of a network by place, without those inside other frozen layers.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.frozen import find_blocks
+        >>> from onlynorm.models import mlp
+        >>> rebuilt = on.reconstruct(mlp((8, 16, 4)), torch.rand(64, 8))
+        >>> sorted(find_blocks(rebuilt.network))
+        ['0', '2']
+    """
     found = find_frozen(need_model("find_blocks", network))
     return {name: layer for name, layer in found.items() if isinstance(layer, FrozenBlock)}

@@ -206,6 +206,15 @@ class NormOnlyLinear(NormOnlyLayer):
     """An `nn.Linear` with norms as its only parameters; takes its arguments, the fields of `FrozenOptions` and a seed.
 
     `layer` names the frozen features: those of different names are independent.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> layer = on.NormOnlyLinear(16, 8)
+        >>> layer(torch.rand(5, 16)).shape
+        torch.Size([5, 8])
+        >>> {name: tuple(p.shape) for name, p in layer.named_parameters()}
+        {'gamma': (128,), 'beta': (8,)}
     """
 
     def __init__(
@@ -351,7 +360,15 @@ class NormOnlyConv1d(NormOnlyConv):
 
 
 class NormOnlyConv2d(NormOnlyConv):
-    """An `nn.Conv2d` with norms as its only parameters, see `NormOnlyConv`."""
+    """An `nn.Conv2d` with norms as its only parameters, see `NormOnlyConv`.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> layer = on.NormOnlyConv2d(3, 8, kernel_size=3, padding=1)
+        >>> layer(torch.rand(2, 3, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
+    """
 
     axes = 2
 
@@ -374,7 +391,16 @@ def wrap(
     layer: str = "",
     is_filled: bool = True,
 ) -> NormOnlyLayer:
-    """The norm-only layer that replaces a Linear or Conv layer, with the same weight."""
+    """The norm-only layer that replaces a Linear or Conv layer, with the same weight.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.frozen import FrozenOptions, wrap
+        >>> plain, inputs = torch.nn.Linear(8, 4), torch.rand(5, 8)
+        >>> layer = wrap(plain, FrozenOptions(features="he_normal"))
+        >>> torch.allclose(layer(inputs), plain(inputs), atol=1e-4)
+        True
+    """
     need_instance("wrap", plain, PLAIN, cure="Pass a Linear or Conv layer.")
     kind = KINDS[plain.weight.ndim - 2]
     made = kind.__new__(kind)

@@ -45,6 +45,13 @@ def all_convolutional(
     `depth` is 6 n + 1: n blocks in each of three stages, of width, 2 width and 4 width channels. Images may have any
     size. For comparison, `init="standard"` uses the usual initialization, `norm="batch"` adds a batch norm after every
     convolution, and `head="trained"` makes the projection trainable, with the same initial values.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.identity import all_convolutional
+        >>> network = all_convolutional(13, width=4)
+        >>> network(torch.rand(2, 3, 16, 16)).shape
+        torch.Size([2, 10])
     """
     depth = need_integer("depth of an all-convolutional net", depth, high=6001, cure="Try 7, 19 or 55.")
     if depth < 7 or (depth - 1) % 6:
@@ -153,6 +160,12 @@ def branch_bounds(network: AllConvolutional) -> list[float]:
     weight as a matrix (out, inp k^2), for any stride. Blocks with a bound below one are near the identity.
 
     Theory: hardt_ma2017:thm-2.2
+
+    Examples:
+        >>> from onlynorm.identity import all_convolutional, branch_bounds
+        >>> bounds = branch_bounds(all_convolutional(13, width=4))
+        >>> len(bounds)
+        6
     """
     network = need_instance("branch_bounds", network, AllConvolutional, cure="Pass the result of all_convolutional.")
     if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):

@@ -61,6 +61,13 @@ def near_identity_(
     are then not needed.
 
     Theory: hardt_ma2017:thm-2.2
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.identity import near_identity_
+        >>> from onlynorm.models import cifar_resnet
+        >>> near_identity_(cifar_resnet(8), torch.rand(4, 3, 32, 32))
+        ('layer1.0.bn2', 'layer2.0.bn2', 'layer3.0.bn2')
     """
     network = need_layers("near_identity_", model)
     zero, seed = need_flag("zero", zero), need_seed(seed)

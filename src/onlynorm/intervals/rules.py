@@ -123,6 +123,14 @@ def interval_rule(*functions: Any) -> Callable[[_Rule], _Rule]:
 
     The rule takes what the torch function takes and returns an `Interval(low, high)` that holds every value the
     function can have on tensors between the bounds of its arguments, rounding included.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.intervals import interval_rule
+        >>> from onlynorm.intervals.tensor import Interval
+        >>> @interval_rule(torch.asinh)  # increasing: its values are between those at the bounds
+        ... def bounds(x):
+        ...     return Interval(torch.asinh(x.low) - 1e-12, torch.asinh(x.high) + 1e-12)
     """
 
     def register(rule: _Rule) -> _Rule:

@@ -129,6 +129,16 @@ class Box:
     """Elementwise bounds `low` <= `high`, both finite, of all inputs of a layer, with the shape of one sample.
 
     `propagate` may add a ball that contains all inputs too. Boxes with equal bounds are equal.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> box = on.Box(torch.zeros(8), torch.ones(8))
+        >>> model, inputs = mlp((8, 16, 4)).double(), torch.rand(64, 8).double()
+        >>> rebuilt = on.reconstruct(model, inputs, ranges=on.Ranges(box=box))
+        >>> on.verify(model, rebuilt, torch.rand(1000, 8).double(), box=box).relative_error < 1e-8
+        True
     """
 
     low: Float[Tensor, "*sample"]

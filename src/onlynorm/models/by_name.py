@@ -67,6 +67,13 @@ def load_model(spec: str, weights: Path | str | None = None) -> nn.Module:
 
     Without a file, digits_cnn has the weights shipped with this library and resnet20 those of the data folder; other
     built-in networks have random weights.
+
+    Examples:
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import load_model
+        >>> model, data = load_model("digits_cnn"), digits()
+        >>> (model(data.test_inputs).argmax(1) == data.test_labels).float().mean().item() > 0.95
+        True
     """
     network = make_model(spec)
     built_in = BUILT_IN.get(spec)
@@ -86,7 +93,13 @@ def _find_weights(name: str) -> Path:
 
 
 def make_model(spec: str) -> nn.Module:
-    """A network in evaluation mode, by built-in name or by "package.module:factory", which imports and runs code."""
+    """A network in evaluation mode, by built-in name or by "package.module:factory", which imports and runs code.
+
+    Examples:
+        >>> from onlynorm.models import make_model
+        >>> make_model("torch.nn:ReLU")
+        ReLU()
+    """
     need_text("a model", spec, cure="Pass a built-in name, or package.module:factory.")
     if ":" not in spec:
         if spec not in BUILT_IN:
@@ -107,6 +120,11 @@ def run_factory(spec: str, *, what: str) -> Any:
     """The result of the function "package.module:factory", or the object of that name; None if it does not exist.
 
     The current folder is first on the import path. `what` names the needed object in errors.
+
+    Examples:
+        >>> from onlynorm.models import run_factory
+        >>> run_factory("torch.nn:ReLU", what="a model")
+        ReLU()
     """
     what = need_text("what", what, cure="Pass the name of the needed object, such as a model.")
     need_text(what, spec, cure="Pass package.module:factory.")
@@ -123,7 +141,16 @@ def run_factory(spec: str, *, what: str) -> Any:
 
 
 def load_weights(model: nn.Module, path: Path | str) -> nn.Module:
-    """Loads the weights of a safetensors or PyTorch file with matching names, without executing code."""
+    """Loads the weights of a safetensors or PyTorch file with matching names, without executing code.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import load_weights, mlp
+        >>> torch.save(mlp((8, 4), seed=1).state_dict(), "weights.pt")
+        >>> model = load_weights(mlp((8, 4)), "weights.pt")
+        >>> torch.equal(model[0].weight, mlp((8, 4), seed=1)[0].weight)
+        True
+    """
     model = need_model("load_weights", model)
     weights = _read_weights(need_path("load_weights", path))
     own = model.state_dict()

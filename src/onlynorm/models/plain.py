@@ -40,7 +40,18 @@ def mlp(
     init: str = "standard",
     seed: int = 0,
 ) -> nn.Sequential:
-    """A fully connected network with the given widths, inputs first, and norms and activations in between."""
+    """A fully connected network with the given widths, inputs first, and norms and activations in between.
+
+    Examples:
+        >>> from onlynorm.models import mlp
+        >>> mlp((8, 16, 4), norm="batch")
+        Sequential(
+          (0): Linear(in_features=8, out_features=16, bias=True)
+          (1): BatchNorm1d(16, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+          (2): ReLU()
+          (3): Linear(in_features=16, out_features=4, bias=True)
+        )
+    """
     given = need_items("mlp", widths, cure="List the widths: (64, 32, 10).")
     widths = [as_whole(width) for width in given]
     if len(widths) < 2 or min(widths) < 1:
@@ -71,6 +82,12 @@ def vgg(
 
     Every convolution is followed by a norm (unless `norm` is "none") and an activation; the last stage by global
     average pooling and a linear layer.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import vgg
+        >>> vgg(((8,), (16,)), image_size=8)(torch.rand(2, 3, 8, 8)).shape
+        torch.Size([2, 10])
     """
     cure = "Try [[8, 8], [16, 16]]."
     given = [need_items("a stage of vgg", stage, cure=cure) for stage in need_items("vgg", stages, cure=cure)]
@@ -108,7 +125,14 @@ def vgg(
 
 
 def digits_cnn() -> nn.Sequential:
-    """Three convolutions with batch norms and a linear layer, for flattened images of 8 x 8 pixels."""
+    """Three convolutions with batch norms and a linear layer, for flattened images of 8 x 8 pixels.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import digits_cnn
+        >>> digits_cnn()(torch.rand(2, 64)).shape
+        torch.Size([2, 10])
+    """
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *vgg(((16, 16), (32,)), in_channels=1, image_size=8))
 
 

@@ -24,7 +24,14 @@ def cifar_resnet(
     init: str = "standard",
     seed: int = 0,
 ) -> CifarResNet:
-    """A ResNet for CIFAR images with random weights."""
+    """A ResNet for CIFAR images with random weights.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import cifar_resnet
+        >>> cifar_resnet(8)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
     with own_randomness(seed):
         return CifarResNet(depth, n_classes=n_classes, width=width, norm=norm, init=init)
 
@@ -39,7 +46,14 @@ def resnet(
     init: str = "standard",
     seed: int = 0,
 ) -> ResNet:
-    """An ImageNet ResNet with random weights and the parameter names of torchvision."""
+    """An ImageNet ResNet with random weights and the parameter names of torchvision.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import resnet
+        >>> resnet(18, width=8, n_classes=10).eval()(torch.rand(1, 3, 64, 64)).shape
+        torch.Size([1, 10])
+    """
     with own_randomness(seed):
         return ResNet(depth, n_classes=n_classes, width=width, in_channels=in_channels, norm=norm, init=init)
 

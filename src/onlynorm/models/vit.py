@@ -26,7 +26,14 @@ def vit(
     n_classes: int = 10,
     seed: int = 0,
 ) -> ViT:
-    """A vision transformer with `depth` blocks, patches of patch x patch pixels and random weights."""
+    """A vision transformer with `depth` blocks, patches of patch x patch pixels and random weights.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import vit
+        >>> vit(depth=1, width=12)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
     sizes = {
         "patch": patch, "depth": depth, "width": width, "heads": heads, "image_size": image_size,
         "in_channels": in_channels, "n_classes": n_classes,

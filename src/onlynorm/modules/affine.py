@@ -208,7 +208,16 @@ def normalise_inputs(
 
 
 def to_affine(norm: BatchNorm) -> Affine:
-    """The affine map equivalent to a batch norm in evaluation mode. Theory: giannou2023:prop-1"""
+    """The affine map equivalent to a batch norm in evaluation mode. Theory: giannou2023:prop-1
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import to_affine
+        >>> norm = torch.nn.BatchNorm1d(3).eval()
+        >>> x = torch.rand(5, 3)
+        >>> torch.allclose(to_affine(norm)(x), norm(x))
+        True
+    """
     need_instance("fold", norm, BatchNorm, cure="Pass one BatchNorm layer.")
     need_model("fold", norm)
     if norm.running_mean is None or norm.running_var is None:
@@ -228,7 +237,17 @@ def to_affine(norm: BatchNorm) -> Affine:
 def from_affine(
     map: Affine, *, mean: Float[Tensor, " feat"], variance: Float[Tensor, " feat"], axes: int = 2
 ) -> BatchNorm:
-    """A batch norm with these statistics and `axes` spatial dimensions, equivalent to the affine map."""
+    """A batch norm with these statistics and `axes` spatial dimensions, equivalent to the affine map.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import from_affine, to_affine
+        >>> norm = torch.nn.BatchNorm1d(3).eval()
+        >>> again = from_affine(to_affine(norm), mean=torch.ones(3), variance=torch.full((3,), 4.0), axes=0)
+        >>> x = torch.rand(5, 3)
+        >>> torch.allclose(again(x), norm(x), atol=1e-5)
+        True
+    """
     need_instance("unfold", map, Affine, cure="Pass the result of fold.")
     axes = need_integer("axes", axes, low=0, high=3, cure="Images have 2.")
     mean, variance = as_real("mean", mean).detach(), as_real("variance", variance).detach()

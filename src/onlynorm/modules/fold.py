@@ -78,6 +78,14 @@ def fold_network(model: nn.Module, inputs: Inputs) -> Folded:
     A norm is folded if layer and norm are called once and the output on the batch changes by at most 1e-10 in float64.
 
     Theory: giannou2023:prop-1
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.modules import fold_network
+        >>> folded = fold_network(mlp((8, 16, 4), norm="batch").eval(), torch.rand(5, 8))
+        >>> folded.names
+        ('1',)
     """
     model, inputs = need_model("folding", model), as_inputs("folding", inputs)
     need_evaluation("folding", model)
@@ -233,7 +241,24 @@ class _Original:
 
 @overload
 def fold(model: BatchNorm) -> Affine:  # type: ignore[overload-overlap]
-    """The affine map equivalent to a batch norm in evaluation mode."""
+    """The affine map equivalent to a batch norm in evaluation mode.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4), norm="batch").eval(), torch.rand(5, 8)
+        >>> folded = on.fold(model)
+        >>> folded.network
+        Sequential(
+          (0): Linear(in_features=8, out_features=16, bias=True)
+          (1): FoldedNorm()
+          (2): ReLU()
+          (3): Linear(in_features=16, out_features=4, bias=True)
+        )
+        >>> torch.allclose(folded.network(inputs), model(inputs), atol=1e-5)
+        True
+    """
 
 
 @overload
@@ -249,6 +274,22 @@ def fold(model: nn.Module, inputs: Tensor | tuple[Tensor, ...] | None = None) ->
     that cannot be traced. The model must be in evaluation mode and is not modified.
 
     Theory: giannou2023:prop-1
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4), norm="batch").eval(), torch.rand(5, 8)
+        >>> folded = on.fold(model)
+        >>> folded.network
+        Sequential(
+          (0): Linear(in_features=8, out_features=16, bias=True)
+          (1): FoldedNorm()
+          (2): ReLU()
+          (3): Linear(in_features=16, out_features=4, bias=True)
+        )
+        >>> torch.allclose(folded.network(inputs), model(inputs), atol=1e-5)
+        True
     """
     model = need_module("folding", model)
     if isinstance(model, BatchNorm):
@@ -280,7 +321,17 @@ def fold(model: nn.Module, inputs: Tensor | tuple[Tensor, ...] | None = None) ->
 def unfold(
     model: Affine, *, mean: Float[Tensor, " feat"], variance: Float[Tensor, " feat"], axes: int = 2
 ) -> BatchNorm:
-    """A batch norm with these statistics, equivalent to the affine map."""
+    """A batch norm with these statistics, equivalent to the affine map.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model = mlp((8, 16, 4), norm="batch").eval()
+        >>> again = on.unfold(on.fold(model))
+        >>> all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
+        True
+    """
 
 
 @overload
@@ -298,6 +349,15 @@ def unfold(
     """A copy of a folded model with the original layers and norms, bit for bit.
 
     For an `Affine` map, an equivalent batch norm with these statistics and `axes` spatial dimensions.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model = mlp((8, 16, 4), norm="batch").eval()
+        >>> again = on.unfold(on.fold(model))
+        >>> all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
+        True
     """
     if isinstance(model, Affine):
         if mean is None or variance is None:

@@ -88,6 +88,12 @@ def find_layers(
     from outside their forward; these cannot be replaced. With `is_trained`, layers whose weight or bias is shared with
     a module that is not replaced are left too, because training would separate the two. `what` names the caller in
     errors.
+
+    Examples:
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.modules import find_layers
+        >>> [layer.name for layer in find_layers(mlp((8, 16, 4), norm="batch")).layers]
+        ['0', '3']
     """
     model, kinds = need_model("find_layers", model), LINEAR + CONVOLUTIONS
     need_open(what, model)

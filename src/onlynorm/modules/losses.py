@@ -22,7 +22,14 @@ _IGNORED = -100
 
 
 def is_class_labels(targets: Tensor) -> bool:
-    """Whether targets are class labels (integers or booleans); floating-point targets are real values."""
+    """Whether targets are class labels (integers or booleans); floating-point targets are real values.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import is_class_labels
+        >>> is_class_labels(torch.tensor([0, 1])), is_class_labels(torch.tensor([0.5, 1.0]))
+        (True, False)
+    """
     return not targets.is_floating_point() and not targets.is_complex()
 
 
@@ -30,6 +37,14 @@ def default_loss(output: Any, targets: Any, *, label_smoothing: float = 0.0) -> 
     """Cross entropy of logits with integer class labels, or the mean squared error to floating-point targets.
 
     Classes are on axis 1, as in torch, or on the last axis, as in language models.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import default_loss
+        >>> default_loss(torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [1.0]]))
+        tensor(2.)
+        >>> default_loss(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor(1.3863)
     """
     if not isinstance(output, Tensor) or not isinstance(targets, Tensor):
         what = f"{type(output).__name__} and {type(targets).__name__}"

@@ -160,7 +160,14 @@ def may_track(module: nn.Module) -> bool:
 
 
 def find_norms(model: nn.Module) -> Norms:
-    """All normalization layers of the model, each once, in the order of its modules."""
+    """All normalization layers of the model, each once, in the order of its modules.
+
+    Examples:
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.modules import find_norms
+        >>> [norm.name for norm in find_norms(mlp((8, 16, 4), norm="batch")).norms]
+        ['1']
+    """
     model = unwrap(need_instance("find_norms", model, nn.Module, cure="Pass the model itself."))
     kinds = {module: kind for _, module, kind in norm_modules(model)}
     norms: list[NormLayer] = []

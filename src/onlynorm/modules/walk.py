@@ -25,7 +25,14 @@ Output = Callable[[Any], Any]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the floating-point tensors in nested lists, tuples and mappings, in order."""
+    """Yields the floating-point tensors in nested lists, tuples and mappings, in order.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import tensors_in
+        >>> len(list(tensors_in({"hidden": [torch.rand(2), torch.rand(3)], "n": 4})))
+        2
+    """
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -38,7 +45,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def find_output(returned: Any) -> Tensor:
-    """The `logits` in the output of a model, else its first floating-point tensor."""
+    """The `logits` in the output of a model, else its first floating-point tensor.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import find_output
+        >>> find_output({"logits": torch.zeros(2, 10), "loss": torch.tensor(0.5)}).shape
+        torch.Size([2, 10])
+    """
     named = returned.get("logits") if isinstance(returned, dict) else getattr(returned, "logits", None)
     found = named if isinstance(named, Tensor) else next(tensors_in(returned), None)
     if found is None:
@@ -53,6 +67,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The model inside `DistributedDataParallel`, `DataParallel`, `torch.compile` and Fabric wrappers.
 
     The parameters are shared, so changes of the inner model apply to the wrapper too.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.modules import unwrap
+        >>> model = mlp((8, 4))
+        >>> unwrap(torch.nn.DataParallel(model)) is model
+        True
     """
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile; isinstance would import dynamo
@@ -66,20 +88,45 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of this tensor."""
+    """Whether autocast is on for the device of this tensor.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import is_autocast
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     print(is_autocast(torch.ones(1)))
+        True
+    """
     kind = x.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A context without autocast on this device."""
+    """A context without autocast on this device.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import is_autocast, without_autocast
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16), without_autocast(torch.device("cpu")):
+        ...     print(is_autocast(torch.ones(1)))
+        False
+    """
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def without_compiling() -> AbstractContextManager[object]:
-    """A context in which compiled modules run eagerly, with all hooks."""
+    """A context in which compiled modules run eagerly, with all hooks.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.modules import without_compiling
+        >>> model = torch.compile(torch.nn.Linear(8, 4), backend="eager")
+        >>> with without_compiling():
+        ...     print(model(torch.rand(2, 8)).shape)
+        torch.Size([2, 4])
+    """
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     if set_stance is None or "torch._dynamo" not in sys.modules:  # nothing was compiled; importing it takes seconds
         return contextlib.nullcontext()
@@ -296,6 +343,13 @@ def need_model(what: str, model: Any, *, is_empty_allowed: bool = True) -> nn.Mo
 
     `what` names the caller in errors. Raises for lazy layers and parameters on the meta device, and for models without
     parameters unless `is_empty_allowed`.
+
+    Examples:
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.modules import need_model
+        >>> model = mlp((8, 4))
+        >>> need_model("my_function", model) is model
+        True
     """
     if not isinstance(model, nn.Module):
         inner = None if isinstance(model, type) else getattr(model, "network", None)

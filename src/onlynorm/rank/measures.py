@@ -28,6 +28,13 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
     (samples, features) is transposed. For images and sequences, "pool" makes one column per position and sample,
     (channels, samples * positions), as batch norm does; "samples" makes one column per sample,
     (channels * positions, samples). Pass channels=-1 for transformers.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import as_matrix
+        >>> images = torch.rand(10, 3, 8, 8)
+        >>> as_matrix(images).shape, as_matrix(images, positions="samples").shape
+        (torch.Size([3, 640]), torch.Size([192, 10]))
     """
     need_choice("positions", positions, POSITIONS)
     activations = as_tensor("as_matrix", activations)
@@ -47,13 +54,28 @@ def as_matrix(activations: Tensor, *, positions: str = "pool", channels: int = 1
 
 
 def second_moments(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d d"]:
-    """M(H) = H H^T / N, the uncentred second moments of the features."""
+    """M(H) = H H^T / N, the uncentred second moments of the features.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import second_moments
+        >>> second_moments(torch.tensor([[1.0, -1.0], [2.0, 2.0]]))
+        tensor([[1., 0.],
+                [0., 4.]])
+    """
     H = _ready(H, "second_moments")
     return H @ H.mT / H.shape[-1]
 
 
 def unit_rows(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
-    """H with every row scaled to norm sqrt(N), as by a batch norm without centring: M has unit diagonal."""
+    """H with every row scaled to norm sqrt(N), as by a batch norm without centring: M has unit diagonal.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import second_moments, unit_rows
+        >>> second_moments(unit_rows(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))).diag()
+        tensor([1., 1.])
+    """
     H = _ready(H, "unit_rows")
     norms = torch.linalg.vector_norm(H, dim=-1, keepdim=True)
     n_dead = int((norms == 0).sum())
@@ -66,7 +88,15 @@ def unit_rows(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
 
 
 def unit_scale(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch d n"]:
-    """H rescaled so that Tr M = d, which makes soft ranks comparable with those of `unit_rows`."""
+    """H rescaled so that Tr M = d, which makes soft ranks comparable with those of `unit_rows`.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import second_moments, unit_scale
+        >>> H = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+        >>> round(second_moments(unit_scale(H)).trace().item(), 4)
+        2.0
+    """
     H = _ready(H, "unit_scale")
     _need_nonzero(H, "unit_scale")
     norms = torch.linalg.matrix_norm(H, keepdim=True)
@@ -77,6 +107,12 @@ def rank_ratio(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
     """r(H) = Tr(M)^2 / |M|_F^2, a lower bound of the rank in [1, min(d, N)], computed without eigenvalues.
 
     Theory: daneshmand2020:lemma-1
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> round(on.rank_ratio(torch.eye(4)).item(), 6), round(on.rank_ratio(torch.ones(4, 4)).item(), 6)
+        (4.0, 1.0)
     """
     H = _ready(H, "rank_ratio")
     _need_nonzero(H, "rank_ratio")
@@ -91,6 +127,13 @@ def soft_rank(H: Float[Tensor, "*batch d n"], tau: float, *, method: str | None 
     "inertia" counts the positive pivots of the LDL^T factorization of M - tau I (Sylvester), in a quarter of the time
     of "eigenvalues"; it is the default on CPUs. They may differ if an eigenvalue equals tau up to rounding.
     Theory: daneshmand2020:lemma-2
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> H = torch.diag(torch.tensor([2.0, 2.0, 0.1, 0.1]))
+        >>> on.soft_rank(H, 0.5).item()
+        2
     """
     tau = need_number("tau of soft_rank", tau, low=0.0, cure="Try tau=0.5 on unit_rows(H).")
     if method is not None:
@@ -114,14 +157,28 @@ def count_at_least(M: Float[Tensor, "*batch d d"], tau: float, *, method: str | 
 
 
 def exact_rank(H: Float[Tensor, "*batch d n"], *, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
-    """The number of singular values above `tolerance` times the largest, by default max(d, N) times eps."""
+    """The number of singular values above `tolerance` times the largest, by default max(d, N) times eps.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import exact_rank
+        >>> exact_rank(torch.diag(torch.tensor([1.0, 1e-3, 0.0]))).item()
+        2
+    """
     if tolerance is not None:
         tolerance = need_number("tolerance of exact_rank", tolerance, low=0.0, cure="Leave it out for max(d, N) eps.")
     return torch.linalg.matrix_rank(_ready(H, "exact_rank").detach(), rtol=tolerance)
 
 
 def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
-    """exp of the entropy of sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank."""
+    """exp of the entropy of sigma_i / sum sigma (Roy and Vetterli): r <= effective rank <= rank.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import effective_rank
+        >>> round(effective_rank(torch.diag(torch.tensor([1.0, 1.0, 0.0]))).item(), 4)
+        2.0
+    """
     H = _ready(H, "effective_rank")
     _need_nonzero(H, "effective_rank")
     sigma = torch.linalg.svdvals(H)
@@ -130,7 +187,14 @@ def effective_rank(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, "*batch"]:
 
 
 def top_eigenvalues(H: Float[Tensor, "*batch d n"], k: int = 10) -> Float[Tensor, "*batch k"]:
-    """The k largest eigenvalues of M(H), in descending order; from singular values, which keeps small ones accurate."""
+    """The k largest eigenvalues of M(H), in descending order; from singular values, which keeps small ones accurate.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import top_eigenvalues
+        >>> top_eigenvalues(torch.diag(torch.tensor([1.0, 2.0])), 2)
+        tensor([2.0000, 0.5000])
+    """
     H = _ready(H, "top_eigenvalues")
     limit = min(H.shape[-2:])
     k = need_integer("k of top_eigenvalues", k, low=1, high=limit, cure=f"The smaller side of H is {limit}.")
@@ -141,6 +205,12 @@ def regularity(H: Float[Tensor, "*batch d n"]) -> Float[Tensor, ""]:
     """alpha = E Tr(diag(M^2)^2) / E Tr(M^3) over all matrices of the batch, their rows scaled to norm sqrt(N).
 
     At most one, with equality if all columns of M are its eigenvectors. Theory: daneshmand2020:lemma-15
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import regularity
+        >>> round(regularity(torch.eye(3)).item(), 4)
+        1.0
     """
     M = second_moments(unit_rows(H))
     squares = M.square().sum(-1)
@@ -167,7 +237,14 @@ class Cosines(Result):
 
 
 def cosines(H: Float[Tensor, "*batch d n"], *, between: str = "samples") -> Cosines:
-    """Statistics of the cosines between all pairs of columns ("samples") or rows ("features")."""
+    """Statistics of the cosines between all pairs of columns ("samples") or rows ("features").
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import cosines
+        >>> cosines(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).mean.item()
+        0.0
+    """
     need_choice("between", between, BETWEEN)
     H = _ready(H, "cosines")
     vectors = H.mT if between == "samples" else H

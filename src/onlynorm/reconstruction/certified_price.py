@@ -82,6 +82,16 @@ def certified_price(
     """The price of ranges certified for all inputs in the box, compared with ranges calibrated on `inputs`.
 
     The ratio of a layer is the median over `n_features` random features of each group.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.reconstruction import certified_price
+        >>> inputs, box = torch.rand(64, 8), on.Box(torch.full((8,), -4.0), torch.full((8,), 4.0))
+        >>> price = certified_price(mlp((8, 16, 4)), inputs, box=box)
+        >>> price.worst.ratio > 2.0  # twice as wide as on the calibration batch
+        True
     """
     model = need_model("certified_price", model)
     given = cast(as_inputs("certified_price", inputs), torch.float64)

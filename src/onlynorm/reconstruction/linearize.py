@@ -119,6 +119,13 @@ def linearize(
     gain, for the widest range and the smallest tolerance: this is required before a frozen dense layer, whose norm has
     one scale per output. For a subset of the features, `among` is the extent of all. `dtype` is the precision of the
     network and determines `rounding`. The window itself is float64.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.reconstruction import linearize
+        >>> window = linearize(torch.nn.Tanh(), -1.0, 1.0, tolerance=1e-6)
+        >>> window.is_met, window.is_exact
+        (True, False)
     """
     if activation is not None:
         need_callable("activation", activation, cure="Pass a module such as torch.nn.Tanh(), or None.")

@@ -269,6 +269,16 @@ def plan(
     Memory is the peak of the run: the float64 copy of the model, the calibration batch, its activations up to the
     current layer, the finished blocks (including frozen weights, unless `storage="seed"`), and the work on one layer.
     Seconds include drawing, solving, calibrating and measuring on this machine.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.Wide(excess=1.5))
+        >>> [(layer.name, layer.shape, layer.costs.n_features) for layer in plan.layers]
+        [('0', (16, 8), 192), ('2', (4, 16), 96)]
+        >>> plan.is_feasible
+        True
     """
     construction = Wide() if construction is None else construction
     find_builder(construction)  # validates the construction first

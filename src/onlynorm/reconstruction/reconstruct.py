@@ -119,6 +119,17 @@ def reconstruct(
     layers do not.
 
     Theory: giannou2023:thm-1, burkholz2024:thm-2.3, burkholz2024:composition
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4)).double(), torch.rand(64, 8).double()
+        >>> rebuilt = on.reconstruct(model, inputs, on.Wide(excess=1.5), seed=0)
+        >>> [layer.name for layer in rebuilt.layers]
+        ['0', '2']
+        >>> torch.allclose(rebuilt.network(inputs), model(inputs), atol=1e-6)
+        True
     """
     construction = Wide() if construction is None else construction
     find_builder(construction)  # validates the construction first
@@ -264,6 +275,19 @@ def collapse(network: nn.Module | Reconstruction) -> nn.Module:
     """A copy in which every frozen layer is replaced by the Linear or Conv layer with its effective weight.
 
     Norm-only layers with tied gammas become layers with tied weights.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4)), torch.rand(64, 8)
+        >>> rebuilt = on.reconstruct(model, inputs)
+        >>> print(on.collapse(rebuilt))
+        Sequential(
+          (0): Linear(in_features=8, out_features=16, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=16, out_features=4, bias=True)
+        )
     """
     plain = copy_network(as_network("collapse", network))
     made: dict[FrozenLayer, nn.Module] = {}

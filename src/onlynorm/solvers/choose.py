@@ -114,10 +114,13 @@ def choose(
 ) -> Choice:
     """Selects the fastest method that reaches the tolerance within `memory` bytes.
 
-        choose(32, 288, 11_520, memory=8e9).method    # "krylov": 32 outputs, 288 inputs, 11,520 features
-
     `condition` is the condition number if it is known (`predict_features`); by default it is predicted for dense random
     features. `block` is the block size of features that are regenerated from their seed; Krylov then stores no copy.
+
+    Examples:
+        >>> from onlynorm.solvers import choose
+        >>> choose(32, 288, 11_520, memory=8_000_000_000).method  # 32 outputs, 288 inputs, 11,520 features
+        'krylov'
     """
     need_choice("method", method, ("auto", *METHODS))
     sizes = {"n_outputs": n_outputs, "n_inputs": n_inputs, "n_features": n_features}

@@ -30,7 +30,13 @@ FEW_LEFT = 0.9
 
 
 def need_tolerance(tolerance: float | None) -> float:
-    """The tolerance as a float, 1e-10 for None; raises unless it is in (0, 1)."""
+    """The tolerance as a float, 1e-10 for None; raises unless it is in (0, 1).
+
+    Examples:
+        >>> from onlynorm.solvers import need_tolerance
+        >>> need_tolerance(None)
+        1e-10
+    """
     if tolerance is None:
         return DEFAULT_TOLERANCE
     if not is_real_number(tolerance) or not 0.0 < tolerance < 1.0:

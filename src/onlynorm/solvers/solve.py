@@ -178,6 +178,17 @@ def solve(
     a solve that does not fit into the free memory raises.
 
     Theory: giannou2023:thm-1, burkholz2024:thm-2.2, burkholz2024:thm-2.3, random_features:thm-2.1
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> features = on.draw("he_normal", (4, 8))
+        >>> left, right, target = features.left(), features.right(), torch.rand(4, 8).double()
+        >>> solution = on.solve(left, right, target)
+        >>> solution.residual < 1e-10
+        True
+        >>> torch.allclose(left @ torch.diag(solution.gamma) @ right, target)
+        True
     """
     left, right = as_real("left", left), as_real("right", right)
     operator = KhatriRao(left.detach().double(), right.detach().double())
@@ -203,6 +214,13 @@ def solve_features(
 
     Structured features are solved in closed form. With `storage="seed"` the float64 features are not stored but
     regenerated block by block; only a float32 copy is stored, or none if memory is limited.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> solution = on.solve_features(on.draw("id_cond", (4, 8)), torch.rand(4, 8))
+        >>> solution.method, solution.residual < 1e-10
+        ('closed form', True)
     """
     need_instance("solve_features", features, Features, cure="Pass the result of draw.")
     if not isinstance(storage, str) or storage not in ("dense", "seed"):
@@ -245,7 +263,17 @@ def solve_operator(
     memory: float | None = None,
     on_step: OnStep | None = None,
 ) -> Solution:
-    """`solve` for an existing operator, stored or regenerating; it is converted to float64."""
+    """`solve` for an existing operator, stored or regenerating; it is converted to float64.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.solvers import KhatriRao, solve_operator
+        >>> features = on.draw("he_normal", (4, 8))
+        >>> operator = KhatriRao(features.left(), features.right())
+        >>> solve_operator(operator, torch.rand(4, 8).double()).residual < 1e-10
+        True
+    """
     need_instance("solve_operator", operator, KhatriRao, cure="Pass KhatriRao(left, right).")
     if operator.dtype != torch.float64:
         operator = operator.cast(torch.float64)

@@ -84,14 +84,27 @@ ROUNDING = 1e3
 
 
 def edges(n_equations: int, n_features: int) -> tuple[float, float]:
-    """The ends (a, b) of the support of the nonzero singular values, for entries of variance 1 / n_equations."""
+    """The ends (a, b) of the support of the nonzero singular values, for entries of variance 1 / n_equations.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.edges(n_equations=100, n_features=400)
+        (1.0, 3.0)
+    """
     n_equations, n_features = _need_counts(n_equations, n_features)
     root = math.sqrt(n_features / n_equations)
     return abs(1.0 - root), 1.0 + root
 
 
 def density(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArray[np.float64]:
-    """The density at x of the min(n_equations, n_features) nonzero singular values; it integrates to one."""
+    """The density at x of the min(n_equations, n_features) nonzero singular values; it integrates to one.
+
+    Examples:
+        >>> import numpy as np
+        >>> import onlynorm as on
+        >>> on.spectrum.density(np.array([0.5, 2.0]), n_equations=100, n_features=400)
+        array([0.        , 0.61640444])
+    """
     low, high = edges(n_equations, n_features)
     x = _need_points(x)
     inside = np.clip((x**2 - low**2) * (high**2 - x**2), 0.0, None)
@@ -108,6 +121,12 @@ def cumulative(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDA
 
     The substitution x = (a + b) / 2 - (b - a) / 2 cos(theta) removes the square-root ends, so that 256
     Gauss-Legendre points per half circle are exact to rounding for every shape.
+
+    Examples:
+        >>> import numpy as np
+        >>> import onlynorm as on
+        >>> on.spectrum.cumulative(np.array([0.0, 3.0]), n_equations=100, n_features=400).round(3)
+        array([0., 1.])
     """
     low, high = edges(n_equations, n_features)
     x = np.atleast_1d(_need_points(x))
@@ -128,6 +147,11 @@ def condition_number(n_equations: int, n_features: int) -> float:
 
     It grows like N at l = 1 and hardly depends on N elsewhere. Near l = 1 single draws vary strongly: the 95 % quantile
     is 11 times the median (see `predict_condition`).
+
+    Examples:
+        >>> import onlynorm as on
+        >>> round(on.spectrum.condition_number(n_equations=100, n_features=400), 3)
+        2.897
     """
     return _condition(*_need_counts(n_equations, n_features))
 
@@ -156,7 +180,13 @@ def _spread(n_equations: float, n_features: float) -> float:
 
 
 def iterations_for(condition: float, tolerance: float) -> int:
-    """The Chebyshev bound: the smallest k with 2 ((kappa - 1) / (kappa + 1))^k <= tolerance."""
+    """The Chebyshev bound: the smallest k with 2 ((kappa - 1) / (kappa + 1))^k <= tolerance.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.iterations_for(10.0, tolerance=1e-6)
+        73
+    """
     _need_tolerance(tolerance)
     condition = need_number("condition", condition, low=0.0, high=1e300, cure="It is at least 1.")
     if condition <= 1.0 + 1e-12:
@@ -165,14 +195,26 @@ def iterations_for(condition: float, tolerance: float) -> int:
 
 
 def condition_for(iterations: int, tolerance: float) -> float:
-    """The largest condition number at which `iterations` steps reach the tolerance, the inverse of the bound."""
+    """The largest condition number at which `iterations` steps reach the tolerance, the inverse of the bound.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> round(on.spectrum.condition_for(100, tolerance=1e-6), 2)
+        13.81
+    """
     iterations = need_integer("iterations", iterations, low=1, high=2**62, cure="Try 1000.")
     _need_tolerance(tolerance)
     return 1.0 / math.tanh(math.log(2.0 / tolerance) / (2.0 * iterations))
 
 
 def features_for_condition(n_equations: int, condition: float) -> int:
-    """The smallest number of features, at least n_equations, with this condition number according to the law."""
+    """The smallest number of features, at least n_equations, with this condition number according to the law.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.features_for_condition(n_equations=100, condition=10.0)
+        150
+    """
     if not is_real_number(condition) or not 1.0 < condition < math.inf:
         raise ValueRangeError(
             f"features_for_condition needs a condition number above 1; got {shown(condition)}. "
@@ -222,6 +264,12 @@ def predict_condition(
     varies, the prediction is unknown, with the bound 1. `is_orthogonal` is for features in groups of max(out, inp) from
     one orthogonal matrix each, which are better conditioned: with a = 1 / min(out, inp) the edges of l = c / N are 1 +
     l - 2 a +- 2 sqrt((l - a)(1 - a)), the law of a sum of free projections. Known for at least 4 outputs and inputs.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> prediction = on.spectrum.predict_condition(n_outputs=32, n_inputs=64, n_features=4096)
+        >>> round(prediction.condition, 2)
+        5.78
     """
     out, inp = (
         need_integer(name, size, low=1, high=2**62, cure="Pass the sizes of the layer.")
@@ -264,6 +312,11 @@ def predict_iterations(prediction: Prediction | float, tolerance: float) -> int:
     For random features the residual falls by (kappa - 1) / (kappa + 1) per step, without the factor 2 of the bound in
     `iterations_for`. n singular values take at most about 2 n / (1 + 3 / sqrt n) steps: n in exact arithmetic, more in
     float64. Both are combined as 1 / k^2 = 1 / a^2 + 1 / b^2. For a float argument n is unknown and ignored.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.predict_iterations(10.0, tolerance=1e-6)
+        69
     """
     _need_tolerance(tolerance)
     kappa, n = (prediction.condition, prediction.n_values) if isinstance(prediction, Prediction) else (prediction, None)
@@ -285,6 +338,14 @@ def estimate_condition(operator: Operator, *, n_products: int = 12) -> Predictio
     end of the interval is six standard errors above zero and kappa is at most 20, or if all singular values were found.
     Otherwise the ratio of the extreme Ritz values is returned, a lower bound unless features are linearly dependent.
     One more product finds zero features and equations.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.solvers import KhatriRao
+        >>> features = on.draw("he_normal", (8, 16))
+        >>> operator = KhatriRao(features.left(), features.right())
+        >>> on.spectrum.estimate_condition(operator).condition > 1
+        True
     """
     import scipy.linalg
 
@@ -312,6 +373,14 @@ def condition_of_rows(operator: KhatriRao) -> float:
     Some combination of c unit-length features vanishes in the c - 1 largest equations, so that its norm is that of the
     other equations; other combinations add up in the largest ones. Both norms are estimated from a sample of features,
     for outputs and for inputs. Rows of equal norm give less than the law.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.solvers import KhatriRao
+        >>> features = on.draw("he_normal", (8, 16))
+        >>> operator = KhatriRao(features.left(), features.right())
+        >>> round(on.spectrum.condition_of_rows(operator), 3)
+        1.0
     """
     need_instance("condition_of_rows", operator, KhatriRao, cure="Pass KhatriRao(left, right).")
     if operator.n_features >= operator.equations:
@@ -383,6 +452,13 @@ def empirical_spectrum(
 
     `unit_length=True` first divides every nonzero feature by its length. Computed from the smaller Gram matrix in
     float64: values below about 1e-8 of the largest are rounding error.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> features = on.draw("he_normal", (8, 16))
+        >>> values = on.spectrum.empirical_spectrum(features.left(), features.right())
+        >>> values.shape
+        torch.Size([128])
     """
     left = as_real("left", left, is_finite=True).detach().double()
     right = as_real("right", right, is_finite=True).detach().double()
@@ -672,7 +748,13 @@ class ExcessSweep(ShownResult):
 
 
 def predict_features(features: Features) -> Prediction:
-    """The predicted condition number of these features at unit length; unknown for custom distributions."""
+    """The predicted condition number of these features at unit length; unknown for custom distributions.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.predict_features(on.draw("id_cond", (8, 16))).condition
+        1.0
+    """
     need_instance("features", features, Features, cure=_DRAWN)
     if features.density is None and features.name not in DENSE:
         return Prediction(1.0, False, "unknown")
@@ -689,6 +771,11 @@ def measure_spectrum(features: Features, *, unit_length: bool = True) -> Spectru
     """The singular values of these features, from the smaller Gram matrix.
 
     Features are scaled to unit length first, as in the solver; `unit_length=False` measures them as drawn.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> on.spectrum.measure_spectrum(on.draw("id_cond", (8, 16))).condition
+        1.0
     """
     need_instance("features", features, Features, cure=_DRAWN)
     need_flag("unit_length", unit_length)
@@ -721,6 +808,12 @@ def sweep_excess(
     """Condition numbers of random features over the excess. Theory: random_features:thm-2.2
 
     `law` of the result is NaN if the law does not apply.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> sweep = on.spectrum.sweep_excess("he_normal", (4, 6), excesses=(1.5, 3.0))
+        >>> sweep.excesses
+        (1.5, 3.0)
     """
     excesses = need_items("excesses", excesses, cure="List features per equation, as (0.5, 1.25, 2.0).")
     seeds = need_items("seeds", seeds, cure="List seeds, as (0, 1, 2).")

@@ -101,6 +101,13 @@ def take_adapter(model: nn.Module, *, statistics: bool | None = None) -> Adapter
     unchanged. Other buffers that changed since `only_norms` are always included, except non-persistent ones whose shape
     changed (caches). Raises `ConversionError` if a parameter changed that was not selected for training. Wrappers (DDP,
     DataParallel, torch.compile) are removed first.
+
+    Examples:
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.tuning import take_adapter
+        >>> adapter = take_adapter(mlp((8, 4, 2), norm="batch"))
+        >>> sorted(adapter.tensors)
+        ['1.bias', '1.num_batches_tracked', '1.running_mean', '1.running_var', '1.weight']
     """
     model = need_module("an adapter", model)
     need_own_preparation("an adapter", model)
@@ -141,6 +148,17 @@ def save_adapter(
     """Saves the norms of the model as an adapter and returns it; `dtype` (torch.float16) rounds its tensors.
 
     `statistics` as in `take_adapter`.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import load_model
+        >>> model, data = load_model("digits_cnn"), digits()
+        >>> handle = on.only_norms(model)
+        >>> inverted = (1 - data.train_inputs, data.train_labels)
+        >>> fit = on.fit(model, inverted, schedule=on.Schedule(epochs=1))
+        >>> sorted(on.save_adapter(model, "inverted.safetensors").tensors)[:3]
+        ['2.bias', '2.num_batches_tracked', '2.running_mean']
     """
     if dtype is not None:
         need_precision("dtype", dtype)
@@ -193,7 +211,16 @@ def read_adapter(path: Path | str) -> Adapter:
 
 
 def load_adapter(model: nn.Module, path: Path | str) -> Adapter:
-    """Loads an adapter from a file into its base model and returns the adapter."""
+    """Loads an adapter from a file into its base model and returns the adapter.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.models import load_model
+        >>> saved = on.save_adapter(load_model("digits_cnn"), "digits.safetensors")
+        >>> loaded = on.load_adapter(load_model("digits_cnn"), "digits.safetensors")
+        >>> loaded.n_entries == saved.n_entries
+        True
+    """
     need_module("load_adapter", model)
     adapter = read_adapter(path)
     apply_adapter(model, adapter)
@@ -201,7 +228,19 @@ def load_adapter(model: nn.Module, path: Path | str) -> Adapter:
 
 
 def apply_adapter(model: nn.Module, adapter: Adapter) -> None:
-    """Copies the tensors of an adapter into its base model; raises, without changes, if any does not fit."""
+    """Copies the tensors of an adapter into its base model; raises, without changes, if any does not fit.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.models import load_model
+        >>> from onlynorm.tuning import apply_adapter, take_adapter
+        >>> model = load_model("digits_cnn")
+        >>> adapter = take_adapter(model)
+        >>> model[2].reset_parameters()
+        >>> apply_adapter(model, adapter)
+        >>> torch.equal(model[2].weight, load_model("digits_cnn")[2].weight)
+        True
+    """
     model = need_module("apply_adapter", model)
     need_instance("apply_adapter", adapter, Adapter, cure="Pass what take_adapter or load returned.")
     need_fit(model, adapter)

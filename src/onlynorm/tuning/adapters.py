@@ -40,7 +40,19 @@ from onlynorm.validate import need_choice, need_text
 
 
 class Adapters:
-    """The adapters of one model by name; `active` is the name of the loaded adapter, None for the base model."""
+    """The adapters of one model by name; `active` is the name of the loaded adapter, None for the base model.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.models import load_model
+        >>> model = load_model("digits_cnn")
+        >>> adapters = on.Adapters(model)
+        >>> handle = on.only_norms(model)
+        >>> adapter = adapters.capture("as trained")
+        >>> adapters.switch("as trained")
+        >>> adapters.active, list(adapters)
+        ('as trained', ['as trained'])
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = need_module("Adapters", model)

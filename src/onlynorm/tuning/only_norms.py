@@ -211,6 +211,15 @@ def only_norms(
     `also` names other modules or parameters to train, with wildcards: "head", "blocks.11.*". `which` selects norms by a
     name pattern or a function of the `NormLayer`. `add_affine` adds scale and shift to norms without them. `thaw`
     converts scales and shifts stored as buffers (FrozenBatchNorm) to parameters.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.models import load_model
+        >>> model = load_model("digits_cnn")
+        >>> handle = on.only_norms(model)
+        >>> handle.n_trainable, handle.n_total
+        (128, 7514)
+        >>> handle.undo()  # all parameters are trainable again
     """
     wrapper, model = model, need_module("only_norms", model)
     need_choice("statistics", statistics, STATISTICS)
@@ -331,6 +340,15 @@ def init_gamma(handle: NormHandle, *, how: str = "uniform", seed: int = 0) -> No
 
     "uniform" in [0, 1], "ones", "fixed" at 0.5, "positive-negative" uniform in [-1, 1]. These are effective scales:
     for norms that compute (1 + weight), as in Gemma, the weight is smaller by one.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.tuning import init_gamma
+        >>> model = mlp((8, 4, 2), norm="batch")
+        >>> init_gamma(on.only_norms(model), how="fixed")
+        >>> model[1].weight.tolist()
+        [0.5, 0.5, 0.5, 0.5]
     """
     need_choice("gamma", how, GAMMAS)
     need_instance("init_gamma", handle, NormHandle, cure="Pass the result of only_norms.")

@@ -29,7 +29,16 @@ _CONFIG_BYTES = 2**20
 
 
 def read_peft(model: nn.Module, folder: Path | str) -> Adapter:
-    """The LN-tuning adapter in a PEFT folder, checked against its base model."""
+    """The LN-tuning adapter in a PEFT folder, checked against its base model.
+
+    Examples:
+        >>> from torch import nn
+        >>> from onlynorm.tuning import read_peft, take_adapter, write_peft
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> write_peft(take_adapter(model), "peft_adapter")
+        >>> sorted(read_peft(model, "peft_adapter").tensors)
+        ['1.bias', '1.weight']
+    """
     model, folder = need_module("read_peft", model), need_path("folder", folder)
     config = _read_config(folder / _CONFIG)
     if config.get("peft_type") != "LN_TUNING":
@@ -56,7 +65,17 @@ def read_peft(model: nn.Module, folder: Path | str) -> Adapter:
 
 
 def write_peft(adapter: Adapter, folder: Path | str, *, task_type: str | None = None) -> None:
-    """Writes an adapter, including its statistics, as a folder for `peft.PeftModel.from_pretrained`."""
+    """Writes an adapter, including its statistics, as a folder for `peft.PeftModel.from_pretrained`.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from torch import nn
+        >>> from onlynorm.tuning import take_adapter, write_peft
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> write_peft(take_adapter(model), "peft_adapter")
+        >>> sorted(path.name for path in Path("peft_adapter").iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
     folder = need_path("folder", folder)
     if task_type is not None:
         need_text("task_type", task_type, cure="Write 'SEQ_CLS', or leave it out.")

@@ -85,6 +85,12 @@ class Schedule(Result):
 
     With `drops`, fractions of all steps such as (0.5, 0.8), it is divided by ten at each of them instead.
     `follow_weights` optimizes the effective weights of norm-only layers (see `onlynorm.optim`).
+
+    Examples:
+        >>> import onlynorm as on
+        >>> schedule = on.Schedule(epochs=5, lr=0.1, warmup=0.1)
+        >>> [round(schedule.lr_at(step, 10), 3) for step in (0, 1, 5, 9)]
+        [0.1, 0.1, 0.059, 0.003]
     """
 
     epochs: int = 10
@@ -208,6 +214,15 @@ def fit(
     done, total steps, message). Runs in several threads alternate step by step and each depends
     on its seed only, unless another thread draws from torch's global generator: create the models before the threads
     start.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import mlp
+        >>> data = digits()
+        >>> fit = on.fit(mlp((64, 32, 10)), data.train, schedule=on.Schedule(epochs=5), test=data.test)
+        >>> len(fit.history), fit.history[-1]["test_accuracy"] > 0.9
+        (5, True)
     """
     schedule = Schedule() if schedule is None else schedule
     if not isinstance(schedule, Schedule):
@@ -273,7 +288,14 @@ def fit(
 
 
 def make_fabric(accelerator: str, devices: int | str, strategy: str, precision: str, *, loggers: list[Any]) -> Any:
-    """Lightning Fabric for these devices; on a CPU with at most one process per core."""
+    """Lightning Fabric for these devices; on a CPU with at most one process per core.
+
+    Examples:
+        >>> from onlynorm.tuning import make_fabric
+        >>> fabric = make_fabric("cpu", 1, "auto", "32-true", loggers=[])
+        >>> fabric.device
+        device(type='cpu')
+    """
     from lightning_fabric import Fabric
 
     accelerator = need_text("accelerator", accelerator, cure="Leave it out, or pass cpu or gpu.")
@@ -321,7 +343,15 @@ def make_optimizer(model: nn.Module, schedule: Schedule) -> Optimizer:
 
 
 def accuracy(model: nn.Module, data: Pairs | tuple[Tensor, Tensor], *, batch_size: int = 500) -> float:
-    """The fraction of samples whose largest output is at their label, in evaluation mode."""
+    """The fraction of samples whose largest output is at their label, in evaluation mode.
+
+    Examples:
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import load_model
+        >>> from onlynorm.tuning import accuracy
+        >>> f"{accuracy(load_model('digits_cnn'), digits().test):.1%}"
+        '99.4%'
+    """
     model, pairs = need_module("accuracy", model), as_pairs(data)
     batch_size = need_integer("batch_size", batch_size, low=1, cure="Try 500.")
     if not _has_classes(pairs):

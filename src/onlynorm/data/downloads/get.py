@@ -56,7 +56,13 @@ class DataState(Result):
 
 
 def list_data() -> tuple[DataState, ...]:
-    """The state of everything that `get_data` can get. Sizes of files are compared, checksums are not."""
+    """The state of everything that `get_data` can get. Sizes of files are compared, checksums are not.
+
+    Examples:
+        >>> from onlynorm.data import list_data
+        >>> [state.name for state in list_data()]
+        ['cifar10', 'cifar100', 'fashion_mnist', 'resnet20']
+    """
     return tuple(_state(name, source) for name, source in SOURCES.items())
 
 
@@ -72,6 +78,15 @@ def get_data(
     Names are "cifar10", "cifar100", "fashion_mnist" and "resnet20", the weights of the built-in network. Checksums are
     verified before a file gets its name. An interrupted download is resumed by the next call. `timeout` is the number
     of seconds without data after which a connection is closed.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import get_data
+        >>> try:
+        ...     get_data("resnet20", source="downloads")  # a folder with the downloaded file
+        ... except on.errors.OnlynormError as error:
+        ...     print(error)
+        copying data needs a folder; got none at downloads. Check the path.
     """
     name = need_text("get_data", name, cure=f"Pass one of {', '.join(SOURCES)}.").replace("-", "_")
     timeout = need_number("timeout", timeout, low=0.0, high=86400.0, open_low=True, cure="Try 30 seconds.")

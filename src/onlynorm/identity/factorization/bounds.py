@@ -24,6 +24,11 @@ def paper_bound(stretch: float, depth: int) -> float:
     """(4 pi + 3 g) / depth, with g the largest |log| of a singular value; proven for depth >= 3 g.
 
     Theory: hardt_ma2017:thm-2.1
+
+    Examples:
+        >>> from onlynorm.identity import paper_bound
+        >>> round(paper_bound(1.0, 100), 4)
+        0.1557
     """
     stretch, depth = _need_stretch(stretch), need_depth(depth)
     return (4.0 * math.pi + 3.0 * stretch) / depth
@@ -35,6 +40,11 @@ def spiral_bound(stretch: float, depth: int) -> float:
     It is below (pi + (e - 1) g) / depth for depth >= g, and below (pi + 1.19 g) / depth for depth >= 3 g. It may
     overflow to infinity.
     Theory: hardt_ma2017:thm-2.1
+
+    Examples:
+        >>> from onlynorm.identity import spiral_bound
+        >>> round(spiral_bound(1.0, 100), 4)
+        0.0415
     """
     stretch, depth = _need_stretch(stretch), need_depth(depth)
     return 2.0 * math.sin(math.pi / (2 * depth)) + _expm1(stretch / depth)
@@ -53,6 +63,15 @@ def least_norm(matrix: Num[Tensor | np.ndarray, "out inp"], depth: int) -> float
     transposed if it has fewer rows than columns, which changes no norm; x is appended with zeros.
 
     For depth 1 the only factor is R - I (for rectangular R, a matrix of which it is a part).
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.identity import least_norm
+        >>> R = torch.tensor([[0.0, -2.0], [2.0, 0.0]])
+        >>> bound = least_norm(R, 8)
+        >>> round(bound, 3), bound <= on.factorize(R, 8).max_norm + 1e-9
+        (0.224, True)
     """
     depth = need_depth(depth)
     given = need_matrix(matrix, what="least_norm")

@@ -114,6 +114,12 @@ def nearest_invertible(
     """The nearest matrix in spectral norm with singular values >= `smallest`, by default 1e-6 of the largest.
 
     For a singular square matrix the determinant of the result is positive. A rectangular result has full rank.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.identity import nearest_invertible
+        >>> torch.linalg.matrix_rank(nearest_invertible(torch.ones(3, 3).double())).item()
+        3
     """
     if smallest is not None:
         smallest = need_number(
@@ -137,7 +143,15 @@ def _floor(found: Decomposition, smallest: float | None) -> float:
 
 
 def random_matrix(dim: int, *, seed: int = 0, name: str = "matrix") -> Float[Tensor, "dim dim"]:
-    """A (dim, dim) matrix with independent normal entries of variance 1 / dim."""
+    """A (dim, dim) matrix with independent normal entries of variance 1 / dim.
+
+    Examples:
+        >>> from onlynorm.identity import random_matrix
+        >>> random_matrix(4, seed=1).shape
+        torch.Size([4, 4])
+        >>> bool((random_matrix(4, seed=1) == random_matrix(4, seed=1)).all())
+        True
+    """
     dim = need_integer("dim of a random matrix", dim, low=1, high=2**31 - 1, cure="Try 8.")
     need_free_memory(f"a random {dim} x {dim} matrix", 24.0 * dim**2, cure="Pass a smaller one.")
     drawn = draw("er_normal", (dim, 1), n_features=dim, density=1.0, seed=seed, layer=name).left()

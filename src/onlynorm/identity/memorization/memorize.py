@@ -75,6 +75,15 @@ def memorize(
     directions raise. `progress=True` shows a bar; a function is called with (points done, total points, message).
 
     Theory: hardt_ma2017:thm-3.2
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> inputs, labels = torch.rand(100, 8, generator=generator), torch.randint(3, (100,), generator=generator)
+        >>> network = on.memorize(inputs, labels)
+        >>> (network.classify(inputs) == labels).all()
+        tensor(True)
     """
     started = time.perf_counter()
     seed = check_seed(seed)

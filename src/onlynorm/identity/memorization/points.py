@@ -52,7 +52,14 @@ def collect(x: Any, labels: Any, *, n_classes: int | None, what: str = "memorize
 
 
 def relative_errors(outputs: Float[Tensor, "n outputs"], targets: Float[Tensor, "n outputs"]) -> Float[Tensor, " n"]:
-    """The largest error at each point, with each output relative to its largest target, or to one if all are zero."""
+    """The largest error at each point, with each output relative to its largest target, or to one if all are zero.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.identity import relative_errors
+        >>> relative_errors(torch.tensor([[1.0], [1.5]]), torch.tensor([[1.0], [2.0]]))
+        tensor([0.0000, 0.2500])
+    """
     size = targets.abs().amax(0)
     return ((outputs - targets) / torch.where(size > 0.0, size, 1.0)).abs().amax(1)
 

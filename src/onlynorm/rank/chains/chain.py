@@ -65,6 +65,13 @@ class Chain(Result):
 
     `activation` is a name or an elementwise function. The default of `n_chains` depends on the size (see `chains`). The
     default dtype is float32, which is two to three times as fast; statistical errors are at least 1e-3.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.rank import walk
+        >>> chain = on.Chain(width=8, gamma=0.5, n_samples=8, n_chains=2)
+        >>> [(depth, tuple(H.shape)) for depth, H in walk(chain, (0, 10))]
+        [(0, (2, 8, 8)), (10, (2, 8, 8))]
     """
 
     width: int
@@ -190,7 +197,17 @@ class Chain(Result):
 def walk(
     chain: Chain, depths: Iterable[int], *, inputs: Tensor | None = None
 ) -> Iterator[tuple[int, Float[Tensor, "chains width samples"]]]:
-    """Yields (depth, H) at these depths, in order; depth 0 is the input."""
+    """Yields (depth, H) at these depths, in order; depth 0 is the input.
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.rank import walk
+        >>> for depth, H in walk(on.Chain(width=8, n_samples=8, n_chains=2), (0, 5, 10)):
+        ...     print(depth, tuple(H.shape))
+        0 (2, 8, 8)
+        5 (2, 8, 8)
+        10 (2, 8, 8)
+    """
     need_instance("walk", chain, Chain, cure="Pass Chain(width=32).")
     cure = "walk needs depths >= 0, such as range(0, 100, 10)."
     ordered = sorted(set(need_sizes("depths", depths, low=0, n_least=1, cure=cure)))

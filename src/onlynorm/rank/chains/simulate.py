@@ -239,6 +239,14 @@ def simulate(
     file, and may have more steps than before. `progress=True` shows a bar; a function is called with (steps done, total
     steps, message).
     Theory: daneshmand2020:thm-3
+
+    Examples:
+        >>> import onlynorm as on
+        >>> averages = on.simulate(on.Chain(width=8, n_samples=8, n_chains=4), 50, burn_in=10)
+        >>> averages.n_observed
+        40
+        >>> 1.0 < averages["r"].value < 8.0  # the rank ratio
+        True
     """
     need_instance("simulate", chain, Chain, cure="Pass Chain(width=32).")
     n_steps = need_integer("n_steps", n_steps, low=1, high=MAX_STEPS, cure="Pass the number of layers, such as 1000.")

@@ -63,6 +63,16 @@ def diagnose(
     channels x (samples * positions), of which at most `max_columns` columns are used. Wrappers (DDP, DataParallel,
     torch.compile) are removed first; traced, scripted and exported models raise. Autocast, if enabled, applies to the
     passes through the model, not to the measures. Theory: daneshmand2020:prop-8, daneshmand2020:lemma-1
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import mlp
+        >>> found = on.diagnose(mlp((64, *[64] * 30, 10)), *digits().train)
+        >>> found.is_trainable
+        False
+        >>> found.verdict.findings[0]
+        'the signal collapses to rank 1.001 at layer 6 of 31 (11)'
     """
     started = time.perf_counter()
     network, arguments = need_layers("diagnose", model), _ready(inputs)

@@ -90,6 +90,13 @@ def read_signal(
     """The measures of an activation (samples, ...) with its channels on the axis `channels`.
 
     Positions are sampled with the generator, or are the first ones without it. `max_columns=None` uses all.
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.rank import read_signal
+        >>> signal = read_signal(torch.ones(16, 4), generator=None)  # 16 equal samples
+        >>> round(signal.r, 4)
+        1.0
     """
     if max_columns is not None:
         max_columns = need_integer("max_columns", max_columns, low=2, cure="Pass None to use all columns.")

@@ -114,6 +114,15 @@ def judge(
 
     `unobserved` is the fraction of the parameters in unobserved layers. `can_repair` is called before a repair is
     recommended. Theory: daneshmand2020:prop-8
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import mlp
+        >>> from onlynorm.rank import Thresholds, judge
+        >>> found = on.diagnose(mlp((64, *[64] * 30, 10)), *digits().train)
+        >>> judge(found.layers, alignment=None, input_cosine=None, thresholds=Thresholds()).is_trainable
+        False
     """
     layers = need_items("layers", layers, cure="Pass those of a Diagnosis.")
     for layer in layers:

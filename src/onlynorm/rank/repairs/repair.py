@@ -303,6 +303,17 @@ def repair(
     "auto" returns it unchanged, other methods raise. `unseen` of the result lists the modules that were not changed.
     Wrappers (DDP, DataParallel, torch.compile) are removed first. Autocast is disabled. `progress=True` shows a bar; a
     function is called with (methods tried, methods to try, method).
+
+    Examples:
+        >>> import onlynorm as on
+        >>> from onlynorm.data import digits
+        >>> from onlynorm.models import mlp
+        >>> inputs, labels = (part[:256] for part in digits().train)
+        >>> repaired = on.repair(mlp((64, *[64] * 30, 10)), inputs, labels)
+        >>> repaired.method
+        'mirrored'
+        >>> repaired.before.is_trainable, repaired.after.is_trainable
+        (False, True)
     """
     progress = need_progress(progress)
     started = time.perf_counter()

@@ -79,6 +79,14 @@ class Wide(Construction):
     - `kernel`: which frozen convolution has the kernel, "first" or "second".
     - `width`: "maximum", or "minimum", which also chooses a scale per output and needs out - 1 fewer features.
     - `source_kernel`: kernel size of the frozen convolution, if it is larger than the target's.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.Wide(excess=1.5))
+        >>> [layer.costs.n_features for layer in plan.layers]
+        [192, 96]
     """
 
     name: ClassVar[str] = "wide"
@@ -109,6 +117,14 @@ class LowRank(Wide):
 
     - `rank`: rank of the factors; by default the smallest rank within `rank_tolerance`.
     - `rank_tolerance`: maximum truncation error of the weight, as a relative Frobenius norm.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.LowRank(rank=2))
+        >>> [layer.costs.n_features for layer in plan.layers]
+        [60, 50]
     """
 
     name: ClassVar[str] = "low_rank"
@@ -131,6 +147,14 @@ class Residual(Wide):
     """Rebuilds each layer from two frozen layers with a frozen skip connection. Theory: burkholz2024:eq-3
 
     - `skip`: position of the second norm, "inside" the branch or "outside" the sum.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.Residual(skip="outside"))
+        >>> [layer.costs.n_features for layer in plan.layers]
+        [160, 80]
     """
 
     name: ClassVar[str] = "residual"
@@ -160,6 +184,14 @@ class Deep(Construction):
 
     - `inputs_per_slice`: number of inputs per frozen layer, the k of the paper. Layers with fewer inputs have one
       slice.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.Deep(inputs_per_slice=4))
+        >>> [layer.costs.n_features for layer in plan.layers]
+        [160, 80]
     """
 
     name: ClassVar[str] = "deep"
@@ -182,6 +214,14 @@ class Multilayer(Construction):
     """Rebuilds each layer from several frozen layers in sequence. Theory: burkholz2024:thm-2.5
 
     - `n_layers`: number of frozen layers.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> plan = on.plan(mlp((8, 16, 4)), torch.rand(64, 8), on.Multilayer(n_layers=2))
+        >>> [layer.costs.n_features for layer in plan.layers]
+        [127, 69]
     """
 
     name: ClassVar[str] = "multilayer"
@@ -209,6 +249,16 @@ class Ranges:
     - `precision`: precision of the network for which windows are chosen, "float32" or "float64". By default that of
       the model.
     - `box`: certifies the ranges for every input in the box by interval arithmetic, instead of calibrating them.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.models import mlp
+        >>> model, inputs = mlp((8, 16, 4)), torch.rand(64, 8)
+        >>> rebuilt = on.reconstruct(model, inputs, ranges=on.Ranges(margin=4.0))
+        >>> far = 2 * inputs  # beyond the calibration batch, within the margin
+        >>> torch.allclose(rebuilt.network(far), model(far), atol=1e-3)
+        True
     """
 
     window: float | None = None

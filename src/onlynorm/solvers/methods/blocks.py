@@ -100,7 +100,17 @@ MAX_REFINEMENTS, MAX_ITERATIONS = 8, 2000
 
 
 def solve_blocks(operator: KhatriRao, targets: Float[Tensor, "blocks out inp"]) -> Float[Tensor, "blocks feat"]:
-    """The minimum-norm gammas with left diag(gamma_b) right = targets[b], or least squares with too few features."""
+    """The minimum-norm gammas with left diag(gamma_b) right = targets[b], or least squares with too few features.
+
+    Examples:
+        >>> import torch
+        >>> import onlynorm as on
+        >>> from onlynorm.solvers import KhatriRao, solve_blocks
+        >>> features = on.draw("he_normal", (4, 8))
+        >>> operator = KhatriRao(features.left(), features.right())
+        >>> solve_blocks(operator, torch.rand(3, 4, 8).double()).shape
+        torch.Size([3, 40])
+    """
     if len(targets) > 1 and operator.excess >= LEAST_EXCESS:
         unit, lengths = operator.unit()
         sizes = targets.abs().amax((1, 2), keepdim=True)

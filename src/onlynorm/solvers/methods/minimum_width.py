@@ -29,7 +29,13 @@ ROW_POWERS = 3
 
 
 def minimum_features(n_outputs: int, n_inputs: int) -> int:
-    """Number of features at which a generic target has a solution: out * inp - out + 1."""
+    """Number of features at which a generic target has a solution: out * inp - out + 1.
+
+    Examples:
+        >>> from onlynorm.solvers import minimum_features
+        >>> minimum_features(4, 8)
+        29
+    """
     return n_outputs * n_inputs - n_outputs + 1
 
 

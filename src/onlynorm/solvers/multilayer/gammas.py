@@ -58,6 +58,11 @@ def widths_for(shape: Sequence[int], *, n_layers: int, excess: float = DEFAULT_E
 
     The smallest equal widths with sum + out = excess * (equations + n_layers), and at least
     1.5 * max(out, inp * kernel). Theory: burkholz2024:thm-2.5
+
+    Examples:
+        >>> from onlynorm.solvers import widths_for
+        >>> widths_for((64, 64), n_layers=3)
+        (2223, 2222)
     """
     count = as_integer(n_layers)
     if count is None or not 2 <= count <= MOST_LAYERS:
@@ -123,6 +128,16 @@ def solve_multilayer(
     With a `tolerance`, too few features or a larger residual raise an error. By default the tolerance is 1e-10 and the
     residual is only reported. `method` "dense" factorizes the matrix of every step, "matrix-free" iterates, "auto"
     selects by size. `max_steps` limits the steps of all restarts together. Theory: burkholz2024:thm-2.5
+
+    Examples:
+        >>> import torch
+        >>> from onlynorm.solvers import solve_multilayer, widths_for
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> widths = (6, *widths_for((4, 6), n_layers=3, excess=1.5), 4)
+        >>> weights = [torch.randn(o, i, generator=generator).double() for i, o in zip(widths, widths[1:])]
+        >>> solution = solve_multilayer(weights, torch.randn(4, 6, generator=generator).double())
+        >>> len(solution.gammas), solution.residual < 1e-8
+        (3, True)
     """
     start = time.perf_counter()
     wanted = need_tolerance(tolerance)
