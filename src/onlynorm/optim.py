@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onlynorm.errors import ConversionError, ValueRangeError, shown
+from onlynorm.features.kronecker import KronInverse
 from onlynorm.frozen import NormOnlyLayer
-from onlynorm.frozen.maps import RandomMap
+from onlynorm.frozen.maps import GridMap, RandomMap
 from onlynorm.modules import unwrap, without_autocast
 from onlynorm.solvers.methods.pseudo_inverse import PseudoInverse
 from onlynorm.validate import need_instance, need_number
@@ -141,8 +142,11 @@ class _Follower:
 
     def __init__(self, layer: NormOnlyLayer, memory: float | None) -> None:
         self.layer, self.gammas = layer, layer.gammas
-        self.inverse: PseudoInverse | None = None
-        if isinstance(layer.frozen, RandomMap):
+        self.inverse: PseudoInverse | KronInverse | None = None
+        if isinstance(layer.frozen, GridMap):
+            with without_autocast(layer.gamma.device):
+                self.inverse = layer.frozen.inverse()
+        elif isinstance(layer.frozen, RandomMap):
             with without_autocast(layer.gamma.device):
                 self.inverse = PseudoInverse(layer.frozen.operator(), dtype=layer.gamma.dtype, memory=memory)
         self.made = layer.frozen(*layer.gammas).detach()
@@ -190,7 +194,6 @@ class _Follower:
             for gamma, values in zip(self.gammas, frozen.solve(self.held), strict=True):
                 gamma.copy_(values)
         else:
-            assert isinstance(frozen, RandomMap)
             change = self.held - self.made + self.remainder
             self.gammas[0].add_(self.inverse(frozen.as_blocks(change)).flatten().to(self.gammas[0]))
         made = frozen(*self.gammas)

@@ -23,9 +23,11 @@ from onlynorm.features.streams import Stream, check_density
 from onlynorm.validate import need_callable, need_choice, need_flag
 
 Array = npt.NDArray[np.float64]
-STRUCTURED = ("id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond")
+STRUCTURED = ("id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal")
 ORTHOGONAL = ("ortho_cond", "fast_ortho_cond")
 """Structured distributions with two orthogonal factors."""
+FACTORED = (*ORTHOGONAL, "kron_normal")
+"""Structured distributions with two factors, M = U2 (x) U1."""
 
 
 @dataclass(frozen=True)

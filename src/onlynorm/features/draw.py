@@ -24,8 +24,9 @@ from torch import Tensor
 
 from onlynorm.display import Result
 from onlynorm.errors import ShapeError, ValueRangeError, shown
-from onlynorm.features.distributions import ORTHOGONAL, STRUCTURED, Distribution, Side, lookup
+from onlynorm.features.distributions import FACTORED, ORTHOGONAL, STRUCTURED, Distribution, Side, lookup
 from onlynorm.features.fast_orthogonal import count_parameters
+from onlynorm.features.kronecker import KronNormal, find_grid, grid_for_excess
 from onlynorm.features.streams import Stream, as_integer, check_density, check_range, check_seed
 from onlynorm.features.structured import FastOrthoCond, IdCond, IdCondMinimal, OrthoCond, Structure, one_hot
 from onlynorm.validate import as_tensor, is_real_number, need_choice, need_device, need_float_dtype, need_free_memory
@@ -83,18 +84,25 @@ class Features(Result):
 
     @property
     def is_full_grid(self) -> bool:
-        """Whether feature k is (q, d) = divmod(k, cols) of a structured distribution without a mask."""
-        return self.name in ORTHOGONAL or (self.name == "id_cond" and self.density is None)
+        """Whether feature k is (q, d) = divmod(k, n_seen) of a structured distribution without a mask."""
+        return self.name in FACTORED or (self.name == "id_cond" and self.density is None)
+
+    @functools.cached_property
+    def grid_shape(self) -> tuple[int, int]:
+        """The shape of the grid of structured features: (rows, cols), or that of the factors of kron_normal."""
+        if self.name == "kron_normal":
+            return find_grid(self.rows, self.cols, self.n_features)
+        return self.rows, self.cols
 
     @property
     def n_seen(self) -> int:
-        """Number of distinct feature inputs per patch: `cols` for structured features, else `n_features`."""
-        return self.cols if self.is_structured else self.n_features
+        """Number of distinct feature inputs per patch: columns of the grid if structured, else `n_features`."""
+        return self.grid_shape[1] if self.is_structured else self.n_features
 
     @property
     def has_factors(self) -> bool:
         """Whether there are frozen factors to multiply by; ID cond has none."""
-        return not self.is_structured or self.name in ORTHOGONAL
+        return not self.is_structured or self.name in FACTORED
 
     @property
     def has_dense_factors(self) -> bool:
@@ -106,8 +114,9 @@ class Features(Result):
         """Number of frozen entries: those of both layers, or of the factors of a structure."""
         if not self.is_structured:
             return self.n_features * (self.rows + self.cols)
-        if self.name == "ortho_cond":
-            return self.rows**2 + self.cols**2
+        if self.name in ("ortho_cond", "kron_normal"):
+            n_left, n_right = self.grid_shape
+            return n_left * self.rows + n_right * self.cols
         if self.name == "fast_ortho_cond":
             return count_parameters(self.rows) + count_parameters(self.cols)
         return 0 if self.density is None else self.n_features
@@ -275,7 +284,7 @@ def factor_rows(features: Features, side: str, start: int = 0, stop: int | None 
     """Rows of the factor used in a forward pass: `right` or left^T, or U1 or U2^T of a structure."""
     if not features.is_structured:
         return features.right(start, stop) if side == "right" else features.left(start, stop).mT
-    if isinstance(features.structure, OrthoCond):
+    if isinstance(features.structure, OrthoCond | KronNormal):
         factor = features.structure.right_factor if side == "right" else features.structure.left_factor.mT
         return factor[start:stop]
     n = features.cols if side == "right" else features.rows
@@ -300,6 +309,8 @@ def build_structure(features: Features) -> Structure:
     n_bytes = 0.0
     if features.name == "ortho_cond":
         n_bytes = 24.0 * (rows**2 + cols**2)
+    elif features.name == "kron_normal":
+        n_bytes = 8.0 * features.n_frozen
     elif features.name == "id_cond" and features.density is not None:
         n_bytes = 17.0 * rows * cols  # words and indices of the mask
     need_free_memory(
@@ -309,6 +320,10 @@ def build_structure(features: Features) -> Structure:
         return OrthoCond.draw(rows, cols, seed=seed, layer=layer)
     if features.name == "fast_ortho_cond":
         return FastOrthoCond.draw(rows, cols, seed=seed, layer=layer)
+    if features.name == "kron_normal":
+        grid = features.grid_shape
+        fan_in = grid[0] * (rows // features.shape[0])  # of an output: all its kernel positions
+        return KronNormal.draw(rows, cols, grid, fan_in=fan_in, seed=seed, layer=layer)
     if features.name == "id_cond_minimal":
         return IdCondMinimal(rows, cols, features.shape[0], features.shared_column)
     return IdCond.draw(rows, cols, seed=seed, layer=layer, density=features.density)
@@ -344,10 +359,11 @@ def draw(
     """Frozen features for a target weight of `shape`: (out, inp) or (out, inp, *kernel), 1 to 3 kernel axes.
 
     The number of features is `n_features`, or `excess` (features per equation, default 1.25) times the number of
-    equations; structured distributions have a fixed number. `kernel` selects the source layer with the kernel: "first"
-    gives right (feat, inp * positions) and left (out, feat), "second" right (feat, inp) and left (out * positions,
-    feat). `density` is for sparse distributions and id_cond, `shared_column` for id_cond_minimal. Features of equal
-    seed and different `layer` are independent. Nothing large is computed before a block is requested.
+    equations; kron_normal rounds it up to a full grid, other structured distributions have a fixed number. `kernel`
+    selects the source layer with the kernel: "first" gives right (feat, inp * positions) and left (out, feat), "second"
+    right (feat, inp) and left (out * positions, feat). `density` is for sparse distributions and id_cond,
+    `shared_column` for id_cond_minimal. Features of equal seed and different `layer` are independent. Nothing large is
+    computed before a block is requested.
 
     Distributions with the same seed and layer name use the same random stream, so that he_normal and he_uniform are
     dependent (comonotone). Use another seed or layer name for independent draws.
@@ -391,6 +407,8 @@ def draw(
 
 
 def _with_own_count(features: Features, n_features: int | None, excess: float | None) -> Features:
+    if features.name == "kron_normal":
+        return _with_grid(features, n_features, excess)
     # Orthogonal factors are expensive to draw and not needed to count the features.
     own = features.equations if features.name in ORTHOGONAL else build_structure(features).n_features
     if excess is not None or (n_features is not None and as_integer(n_features) != own):
@@ -399,6 +417,24 @@ def _with_own_count(features: Features, n_features: int | None, excess: float | 
             f"excess={shown(excess)}. Omit both."
         )
     return dataclasses.replace(features, n_features=_need_room(own))
+
+
+def _with_grid(features: Features, n_features: int | None, excess: float | None) -> Features:
+    """The features on a grid with this number of features, or at least this excess."""
+    count = _need_room(_count(n_features, excess, features.equations))
+    if count < features.equations:
+        got = f"excess={shown(excess)}" if n_features is None else f"n_features={shown(n_features)}"
+        raise ValueRangeError(
+            f"kron_normal needs at least one feature per equation, {features.equations}; got {got}. Use excess=1.25, "
+            "or he_normal for fewer features."
+        )
+    if n_features is None:
+        n_q, n_d = grid_for_excess(
+            features.rows, features.cols, _as_written(DEFAULT_EXCESS if excess is None else excess)
+        )
+        count = _need_room(n_q * n_d)
+    find_grid(features.rows, features.cols, count)
+    return dataclasses.replace(features, n_features=count)
 
 
 def check_shape(shape: object) -> tuple[int, ...]:

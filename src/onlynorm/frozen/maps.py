@@ -34,6 +34,7 @@ from onlynorm.features import Features, draw
 from onlynorm.features.blocks import draw_blocks
 from onlynorm.features.distributions import STRUCTURED
 from onlynorm.features.draw import factor_rows
+from onlynorm.features.kronecker import KronInverse, KronNormal
 from onlynorm.features.scaled import Scaled, need_spectrum, semicircle_spectrum
 from onlynorm.features.structured import FastOrthoCond, IdCond, OrthoCond, Structure
 from onlynorm.frozen.options import FrozenOptions
@@ -157,7 +158,8 @@ class FrozenMap(nn.Module):
         held: Tensor | None = getattr(self, side, None)
         if self.like.is_meta:  # only shapes are computed
             width = {"right": self.features.cols, "left": self.features.rows}[side]
-            n_rows = width if self.features.is_structured else self.features.n_features
+            f = self.features
+            n_rows = f.grid_shape[side == "right"] if f.is_structured else f.n_features
             stop = n_rows if stop is None else stop
             return self.like.new_empty(stop - start, width, dtype=self.gamma_dtype if like is None else like.dtype)
         if held is not None and (like is None or held.dtype.itemsize >= like.dtype.itemsize):
@@ -222,6 +224,10 @@ class FrozenMap(nn.Module):
             weight = weight.reshape(self.shape[0], f.shape[1], -1).mT
         return weight.reshape(*self._copies, f.rows, f.cols)
 
+    def as_blocks(self, weight: Tensor) -> Tensor:
+        """A weight as the matrices (n_copies, rows, cols) of the copies."""
+        return self.as_matrices(weight).reshape(self.n_copies, self.features.rows, self.features.cols)
+
     def as_weight(self, matrices: Tensor) -> Tensor:
         """The inverse of `as_matrices`."""
         f = self.features
@@ -249,7 +255,7 @@ class FrozenMap(nn.Module):
 
 
 class GridMap(FrozenMap):
-    """Structured features: ID cond, sparse, scaled or at the minimum width, and Ortho cond.
+    """Structured features: ID cond, sparse, scaled or at the minimum width, Ortho cond, and random factors.
 
     Their matrix is known and never built. At the minimum width all first-position weights share one feature, and are
     represented by a second gamma, one per output.
@@ -281,8 +287,9 @@ class GridMap(FrozenMap):
     def structure(self, like: Tensor | None = None) -> Structure:
         """The structure with the stored tensors of this map; `like` as in `rows`."""
         f = self.features
-        if f.name == "ortho_cond":
-            return OrthoCond(self.rows("left", like=like).mT, self.rows("right", like=like))
+        if f.name in ("ortho_cond", "kron_normal"):
+            kind = OrthoCond if f.name == "ortho_cond" else KronNormal
+            return kind(self.rows("left", like=like).mT, self.rows("right", like=like))
         if self.has_output_gamma or f.name == "fast_ortho_cond":
             assert f.structure is not None
             return f.structure
@@ -355,6 +362,13 @@ class GridMap(FrozenMap):
         solved = self.structure().to(torch.float64, matrices.device).solve(matrices)
         return tuple(gamma.flatten() for gamma in (solved if self.has_output_gamma else (solved,)))
 
+    def inverse(self) -> KronInverse | None:
+        """The pseudo-inverse for steps of training, factored once; None if `solve` is as cheap."""
+        structure = self.structure()
+        if not isinstance(structure, KronNormal):
+            return None
+        return KronInverse(structure.to(torch.float64, self.like.device), is_refined=False)
+
     def digest(self) -> str:
         if not isinstance(self.spectrum, float):
             return super().digest()
@@ -426,10 +440,6 @@ class RandomMap(FrozenMap):
     def operator(self) -> KhatriRao:
         """The operator of one copy in float64, from the stored tensors."""
         return KhatriRao(self.rows("left").mT.double().contiguous(), self.rows("right").double())
-
-    def as_blocks(self, weight: Tensor) -> Tensor:
-        """A weight as the matrices (n_copies, rows, cols) of the copies."""
-        return self.as_matrices(weight).reshape(self.n_copies, self.features.rows, self.features.cols)
 
     def _chunks(self, like: Tensor) -> list[tuple[int, int]]:
         """Ranges of features: all at once if they are stored, else as many as are drawn at a time."""
@@ -523,8 +533,10 @@ def _choose_features(
     if o.features in STRUCTURED:
         n_copies = 1 if o.features == "id_cond" else groups
         part = (shape[0] // n_copies, *shape[1:])
-        column = o.shared_column
-        return draw(o.features, part, density=o.density, seed=seed, layer=layer, shared_column=column), n_copies
+        grid = draw(
+            o.features, part, excess=o.excess, density=o.density, seed=seed, layer=layer, shared_column=o.shared_column
+        )
+        return grid, n_copies
     if o.n_blocks % groups and o.n_blocks != 1:
         raise ConversionError(
             f"a convolution in {groups} groups needs a multiple of {groups} blocks; got {o.n_blocks}. Leave n_blocks "

@@ -33,7 +33,7 @@ class FrozenOptions(Result):
     """Options of the frozen features of a layer.
 
     - `features`: a distribution of `onlynorm.draw`.
-    - `excess`: number of random features per weight; structured features have a fixed number.
+    - `excess`: number of random features per weight; structured features other than kron_normal have a fixed number.
     - `density`: fraction of nonzero entries, or of structured features.
     - `n_blocks`: number of groups of outputs with separate features, for random distributions.
     - `spectrum`: singular values of id_cond features: a condition number, for values that follow the semi-circle law,
@@ -64,7 +64,7 @@ class FrozenOptions(Result):
             checked["spectrum"] = as_spectrum(self.spectrum).clone()
         for name, value in checked.items():
             object.__setattr__(self, name, value)  # Python numbers, which JSON supports
-        if self.features in STRUCTURED and self.excess is not None:
+        if self.features in STRUCTURED and self.features != "kron_normal" and self.excess is not None:
             why = "square orthogonal factors" if self.features in ORTHOGONAL else "one path per weight"
             raise ValueRangeError(
                 f"{self.features} needs {why}, which fix the number of features; got excess={self.excess!r}. Leave "

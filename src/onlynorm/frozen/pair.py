@@ -177,9 +177,14 @@ class NormOnlyBlock(FrozenBlock):
             values = self.grid_map(group).rotate_inputs(values)
             if trains:
                 assert not isinstance(norm, Affine)
-                values = normalise_inputs(norm, values, self.input_slice(group, 0, features.cols))
+                values = normalise_inputs(norm, values, self.input_slice(group, 0, features.n_seen))
             total = sum_features(
-                values, rows, features.rows, activation=self.activation, missing=missing, learns=learns or trains
+                values,
+                rows,
+                features.grid_shape[0],
+                activation=self.activation,
+                missing=missing,
+                learns=learns or trains,
             )
             total = self.grid_map(group).rotate_outputs(total)
             made.append(total.view(len(part), *positions, features.rows).movedim(-1, 1))
@@ -208,7 +213,7 @@ class NormOnlyBlock(FrozenBlock):
             return (norm.weight[which], norm.bias[which]) if trains else affine(norm, which)
 
         if features.is_full_grid:
-            cols = features.cols
+            cols = features.n_seen
 
             def rows(start: int, stop: int) -> tuple[Tensor, Tensor]:
                 scale, shift = lines(self.feature_slice(group, start * cols, stop * cols))
@@ -222,10 +227,11 @@ class NormOnlyBlock(FrozenBlock):
 
     def _as_one_layer(self, features: Features, group: int, rows: Rows) -> tuple[Tensor, Tensor]:
         """The weight U2 scale U1 of a group without activation, and the constant of each output."""
-        step, like = max(1, PART // features.cols), self.first_norm.weight
-        made, constant = like.new_empty(features.rows, features.cols), like.new_empty(features.rows)
-        for start in range(0, features.rows, step):
-            scale, shift = rows(start, min(start + step, features.rows))
+        (height, width), like = features.grid_shape, self.first_norm.weight
+        step = max(1, PART // width)
+        made, constant = like.new_empty(height, width), like.new_empty(height)
+        for start in range(0, height, step):
+            scale, shift = rows(start, min(start + step, height))
             made[start : start + step], constant[start : start + step] = scale, shift.sum(1)
         grid = self.grid_map(group)
         made, constant = grid.rotate_grid(made), grid.rotate_outputs(constant)

@@ -132,6 +132,11 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
         right, left = transform_costs(features)
         seconds += 2.0 * TRANSFORM_SECONDS * (features.rows * right + features.cols * left)
         memory += 16 * features.equations + 16 * n_frozen
+    elif features.name == "kron_normal":
+        condition = predict_features(features).condition
+        error = max(error, EPS * condition)
+        seconds += kron_seconds(features)
+        memory = max(memory, kron_bytes(features))
     if not features.is_structured:
         prediction = predict_features(features)
         choice = choose(
@@ -159,12 +164,32 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
     )  # fmt: skip
 
 
+def kron_seconds(features: Features) -> float:
+    """Seconds for drawing both factors, factoring them, and solving with one refinement."""
+    (n_left, n_right), rate = features.grid_shape, RATES[torch.float64]
+    rows, cols = features.rows, features.cols
+    flops = sum(n * n * c + n**3 / 3 for n, c in ((rows, n_left), (cols, n_right)))
+    inverse = 2.0 * rows * cols * (cols + n_right) + 2.0 * rows * n_right * (rows + n_left)
+    product = 2.0 * rows * n_right * (n_left + cols)
+    # Drawn for the solution and for the digest.
+    return 2 * NORMAL_SECONDS * features.n_frozen + (flops + 2 * inverse + 3 * product) / rate
+
+
+def kron_bytes(features: Features) -> int:
+    """Peak memory of a solution: both factors, the Gram matrix with its factor, and two gammas with a residual."""
+    n_right, rows, cols = features.n_seen, features.rows, features.cols
+    factoring = 16 * cols**2
+    solving = 8 * (cols**2 + rows**2) + 24 * features.n_features + 24 * features.equations + 16 * rows * n_right
+    return 8 * features.n_frozen + max(factoring, solving)
+
+
 def transform_costs(features: Features) -> tuple[int, int]:
     """Operations for multiplying one vector by U1 and one by U2; zero if they are the identity."""
     if not features.has_factors:
         return 0, 0
     if features.has_dense_factors:
-        return features.cols**2, features.rows**2
+        n_left, n_right = features.grid_shape
+        return features.cols * n_right, features.rows * n_left
     return count_additions(features.cols), count_additions(features.rows)
 
 
@@ -213,12 +238,12 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
     padded = _padded_places(outside, one.n_kernel, axes)
     batch = 8 * load.n_samples * padded * one.shape[1] * n_groups if axes else 0
     positions = max(1, padded if one.kernel == "second" and axes else load.n_positions)
-    values = 8 * load.n_samples * positions * one.cols
+    values = 8 * load.n_samples * positions * one.n_seen
     # The size of a chunk depends on the input positions; a stride or a kernel leaves fewer at the output.
     each = 8 * load.n_samples * max(padded, positions)
-    chunk = values // one.cols * min(one.cols, max(1, (CHUNK_BYTES if one.has_factors else INPUT_BYTES) // each))
+    chunk = values // one.n_seen * min(one.n_seen, max(1, (CHUNK_BYTES if one.has_factors else INPUT_BYTES) // each))
     # A chunk of distinct inputs, computed from all patches if there are factors, and its copy with features first.
-    unfolded = values if one.has_factors and one.n_kernel > 1 else 0
+    unfolded = values // one.n_seen * one.cols if one.has_factors and one.n_kernel > 1 else 0
     calibrating = batch + chunk + max(chunk, unfolded)
     is_fast = one.has_factors and not one.has_dense_factors
     is_transformed = is_fast and values * max(padded, positions) <= CHUNK_BYTES * positions
@@ -245,11 +270,11 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
         n_rows, n_measured = n_groups * positions * load.n_samples, n_groups * few * positions
         per_addition = TRANSFORM_SECONDS if is_fast else 2.0 / rate
         seconds += n_measured * (right + left) * per_addition
-        seconds += n_rows * (right * TRANSFORM_SECONDS if is_transformed else 2.0 * one.cols**2 / rate)
+        seconds += n_rows * (right * TRANSFORM_SECONDS if is_transformed else 2.0 * one.n_seen * one.cols / rate)
         if is_fast and not is_transformed:
             seconds += n_groups * one.cols * right * TRANSFORM_SECONDS
     if not is_linear:
-        seconds += few * positions * one.rows * one.cols * n_groups * GRID_SECONDS
+        seconds += few * positions * math.prod(one.grid_shape) * n_groups * GRID_SECONDS
     if one.n_kernel > 1:
         seconds += 2 * load.n_samples * load.n_positions * n_seen * UNFOLD_SECONDS
     # The target, twice on the whole batch and once on the measured samples.
@@ -263,12 +288,12 @@ def grid_pass_memory(groups: Sequence[Features], load: Load, *, is_linear: bool)
     one, part = groups[0], 8 * min(groups[0].n_features, PART)
     rows = load.n_samples * max(1, load.n_positions)
     # Patches, their products with the factors, and the sums over features.
-    patches = 8 * rows * ((2 if one.has_factors else 1) * one.cols + 2 * one.rows)
+    patches = 8 * rows * ((one.n_seen if one.has_factors else 0) + one.cols + one.rows + one.grid_shape[0])
     if is_linear:
         return 8 * one.n_features + 8 * part + patches
     n_parts = min(load.n_samples, -(-8 * rows * one.cols // PATCH_BYTES)) if len(groups) == 1 else 1
     grids = 0 if one.is_full_grid else 24 * one.n_features
-    return patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.cols) + grids
+    return patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.n_seen) + grids
 
 
 @dataclass(frozen=True)

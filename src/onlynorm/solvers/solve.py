@@ -495,8 +495,9 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
             gamma = times_power(gamma, power)
         else:
             output_gamma = times_power(output_gamma, power)
+    condition = predict_features(features).condition if features.name == "kron_normal" else 1.0
     solution = Solution(
-        gamma, residual, "closed form", 0, 1.0, time.perf_counter() - start, meter.peak,
+        gamma, residual, "closed form", 0, condition, time.perf_counter() - start, meter.peak,
         f"{features.name} features have a known inverse", need_tolerance(tolerance), output_gamma=output_gamma,
     )  # fmt: skip
     if not solution.is_exact:

@@ -19,6 +19,9 @@ independent Gaussian vectors. The statistic: the Kolmogorov distance between the
 values repel each other, so that the distance of n values is of order log(n) / n, not 1 / sqrt(n), and tables of the
 Kolmogorov-Smirnov test do not apply.
 
+The matrix of kron_normal features is a Kronecker product, so that its singular values are all products of one singular
+value of each factor. Both factors have independent normal entries and follow the law with their own l.
+
 Theory: random_features:thm-2.2
 """
 
@@ -40,6 +43,7 @@ from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, V
 from onlynorm.display.result import Tone
 from onlynorm.errors import InsufficientFeaturesError, ValueRangeError, shown
 from onlynorm.features import Features, draw
+from onlynorm.features.kronecker import KronNormal
 from onlynorm.features.streams import Stream, as_integer, check_density
 from onlynorm.memory import memory_limit, need_memory
 from onlynorm.progress import with_progress
@@ -76,6 +80,8 @@ errors above zero. Measured with 12 products on 1170 systems (shapes 1 x 300 to 
 accepted dense systems and systems of density 0.2 to 0.8 all are within a factor of 1.5; of 197 of density 0.05 and 0.1,
 97 %."""
 _MOST_POINTS = 10**7
+N_QUANTILES, N_POINTS = 1000, 2001
+"""Quantiles of the law of one factor, and points at which the law of a product is computed."""
 _DRAWN = "Pass the features that onlynorm.draw returns."
 SAMPLED = 200
 """Number of features from which the norms of rows are estimated."""
@@ -205,6 +211,57 @@ def condition_for(iterations: int, tolerance: float) -> float:
     iterations = need_integer("iterations", iterations, low=1, high=2**62, cure="Try 1000.")
     _need_tolerance(tolerance)
     return 1.0 / math.tanh(math.log(2.0 / tolerance) / (2.0 * iterations))
+
+
+def factor_counts(features: Features) -> list[tuple[int, int]]:
+    """(equations, features) of every law whose product has the singular values of these features.
+
+    One pair for random features; for kron_normal those of U2 and of U1.
+    """
+    if features.name != "kron_normal":
+        return [(features.equations, features.n_features)]
+    n_q, n_d = features.grid_shape
+    return [(features.rows, n_q), (features.cols, n_d)]
+
+
+def law_edges(features: Features) -> tuple[float, float]:
+    """The ends of the support of the law of these features."""
+    ends = [_factor_edges(*counts) for counts in factor_counts(features)]
+    return math.prod(low for low, _ in ends), math.prod(high for _, high in ends)
+
+
+def law_cumulative(x: NDArray[np.float64], features: Features) -> NDArray[np.float64]:
+    """The fraction of the singular values of these features that are at most x, according to the law.
+
+    For kron_normal, singular values are products s t of those of U2 and U1: P(s t <= x) is the mean of P(t <= x / s)
+    over quantiles s of the first law.
+    """
+    counts = factor_counts(features)
+    if len(counts) == 1:
+        return cumulative(x, *counts[0])
+    (first, _), second = _law_table(*counts[0]), _law_table(*counts[1])
+    low, high = law_edges(features)
+    points = low + (high - low) * (1.0 - np.cos(np.linspace(0.0, np.pi, N_POINTS))) / 2
+    made = np.zeros(N_POINTS)
+    for s in first:
+        made += np.interp(points / s, *second, left=0.0, right=1.0)
+    x = np.atleast_1d(_need_points(x))
+    return np.interp(x, points, made / len(first), left=0.0, right=1.0)
+
+
+def _factor_edges(n_equations: int, n_features: int) -> tuple[float, float]:
+    """As `edges`; a single singular value has the length of its row."""
+    return (math.sqrt(n_features),) * 2 if n_equations == 1 else edges(n_equations, n_features)
+
+
+def _law_table(n_equations: int, n_features: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Quantiles of the law at evenly spaced levels, and the levels; one point for a single singular value."""
+    low, high = _factor_edges(n_equations, n_features)
+    if low == high:
+        return np.array([low]), np.array([1.0])
+    points = low + (high - low) * (1.0 - np.cos(np.linspace(0.0, np.pi, 2049))) / 2
+    levels = (np.arange(N_QUANTILES) + 0.5) / N_QUANTILES
+    return np.interp(levels, cumulative(points, n_equations, n_features), points), levels
 
 
 def features_for_condition(n_equations: int, condition: float) -> int:
@@ -526,7 +583,8 @@ Array = NDArray[np.float64]
 class Spectrum(ShownResult):
     """The singular values of a feature matrix, ascending, scaled to entry variance 1 / equations, and the law.
 
-    `is_random` is False for structured features, which have singular values by design. `is_unit_length` is whether
+    `is_random` is False for structured features that have singular values by design; the law of kron_normal features is
+    that of products of singular values of their two factors. `is_unit_length` is whether
     every feature was divided by its length; `length_spread` is the standard deviation of the lengths over their mean.
     """
 
@@ -538,7 +596,7 @@ class Spectrum(ShownResult):
     @property
     def is_random(self) -> bool:
         """Whether the law applies to these features."""
-        return not self.features.is_structured
+        return not self.features.is_structured or self.features.name == "kron_normal"
 
     @property
     def n_unresolved(self) -> int:
@@ -560,22 +618,26 @@ class Spectrum(ShownResult):
         """The predicted condition number; unknown for features as drawn whose lengths vary."""
         if not self.is_random:
             return Prediction(self.condition, True, "measured")
-        if not self.is_unit_length and self.length_spread > EQUAL_LENGTHS:
+        is_product = self.features.name == "kron_normal"  # with Gaussian factors, to which the law applies as drawn
+        if not self.is_unit_length and self.length_spread > EQUAL_LENGTHS and not is_product:
             return Prediction(1.0, False, "unknown")
         return predict_features(self.features)
 
     @property
     def distance(self) -> float:
         """Kolmogorov distance between the singular values and the law."""
-        law = cumulative(self.values, self.features.equations, self.features.n_features)
+        law = law_cumulative(self.values, self.features)
         steps = np.arange(len(self.values) + 1) / len(self.values)
         return float(max(np.max(law - steps[:-1]), np.max(steps[1:] - law)))
 
     @property
     def limit(self) -> float:
-        """The 99 % quantile of the distance for Gaussian features of this size."""
-        n = len(self.values)
-        return (LIMIT + LIMIT_SLOPE * math.log(n)) / n
+        """The 99 % quantile of the distance for Gaussian features of this size.
+
+        For a product of laws, the sum of both quantiles: the distance is at most the sum of the distances.
+        """
+        sizes = [min(counts) for counts in factor_counts(self.features)]
+        return sum((LIMIT + LIMIT_SLOPE * math.log(n)) / n for n in sizes if n > 1 or len(sizes) == 1)
 
     @property
     def follows_law(self) -> bool | None:
@@ -590,23 +652,25 @@ class Spectrum(ShownResult):
     def histogram(self, n_bins: int) -> tuple[Array, Array, Array]:
         """Bin edges, the fraction of singular values per bin, and the law's fraction."""
         n_bins = need_integer("n_bins", n_bins, low=1, high=_MOST_POINTS, cure="Try 24.")
-        n, c = self.features.equations, self.features.n_features
-        top = max(float(self.values[-1]), edges(n, c)[1] if self.is_random else 0.0) * (1.0 + 1e-9)
+        top = max(float(self.values[-1]), law_edges(self.features)[1] if self.is_random else 0.0) * (1.0 + 1e-9)
         counts, bins = np.histogram(self.values, bins=n_bins, range=(0.0, top))
-        law = np.diff(cumulative(bins, n, c)) if self.is_random else np.full(n_bins, np.nan)
+        law = np.diff(law_cumulative(bins, self.features)) if self.is_random else np.full(n_bins, np.nan)
         return bins, counts / len(self.values), law
 
     def law_curve(self, n_points: int) -> tuple[Array, Array]:
         """Points (x, density) of the law, denser near its edges, where it behaves like a square root."""
         n_points = need_integer("n_points", n_points, low=2, high=_MOST_POINTS, cure="Try 200.")
-        n, c = self.features.equations, self.features.n_features
-        low, high = edges(n, c)
+        low, high = law_edges(self.features)
         x = low + (high - low) * (1.0 - np.cos(np.linspace(0.01, np.pi, n_points))) / 2
-        return x, density(x, n, c)
+        counts = factor_counts(self.features)
+        if len(counts) == 1:
+            return x, density(x, *counts[0])
+        width = (high - low) / N_BINS / 4
+        return x, (law_cumulative(x + width, self.features) - law_cumulative(x - width, self.features)) / (2.0 * width)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
-        low, high = edges(self.features.equations, self.features.n_features)
+        low, high = law_edges(self.features)
         bins, fractions, law = self.histogram(24)
         facts: dict[str, Any] = {
             "features": self.features.name,
@@ -654,7 +718,7 @@ class Spectrum(ShownResult):
             "zero or unresolved": self.n_unresolved, "condition number": self.condition,
         }  # fmt: skip
         if self.is_random:
-            low, high = edges(self.features.equations, self.features.n_features)
+            low, high = law_edges(self.features)
             facts |= {
                 "singular values of the law": f"{low:.4g} to {high:.4g}",
                 "prediction": str(self.prediction),
@@ -670,7 +734,7 @@ class Spectrum(ShownResult):
         )
         if not self.is_random:
             return f"{head}, by design"
-        low, high = edges(self.features.equations, self.features.n_features)
+        low, high = law_edges(self.features)
         of = "features of unit length" if self.is_unit_length else "features as drawn"
         if self.follows_law is None:
             verdict = "too few values for a test"
@@ -750,12 +814,19 @@ class ExcessSweep(ShownResult):
 def predict_features(features: Features) -> Prediction:
     """The predicted condition number of these features at unit length; unknown for custom distributions.
 
+    For kron_normal it is the product of those of both factors.
+
     Examples:
         >>> import onlynorm as on
         >>> on.spectrum.predict_features(on.draw("id_cond", (8, 16))).condition
         1.0
     """
     need_instance("features", features, Features, cure=_DRAWN)
+    if features.name == "kron_normal":
+        parts = factor_counts(features)
+        kappa = math.prod(_condition(*counts) for counts in parts)
+        spread = math.exp(math.hypot(*(math.log(_spread(*counts)) for counts in parts)))
+        return Prediction(kappa, True, "law", spread, features.equations)
     if features.density is None and features.name not in DENSE:
         return Prediction(1.0, False, "unknown")
     return predict_condition(
@@ -782,6 +853,8 @@ def measure_spectrum(features: Features, *, unit_length: bool = True) -> Spectru
     n = min(features.equations, features.n_features)
     if features.name in ("id_cond", "ortho_cond", "fast_ortho_cond"):  # orthonormal columns
         return Spectrum(features, np.ones(n))
+    if isinstance(features.structure, KronNormal):
+        return _measure_product(features, features.structure, unit_length)
     need_memory(
         f"the spectrum of {features.equations} x {features.n_features}",
         3 * 8 * n**2,
@@ -792,6 +865,26 @@ def measure_spectrum(features: Features, *, unit_length: bool = True) -> Spectru
     values = empirical_spectrum(left, right, unit_length=unit_length and not features.is_structured)
     lengths = (left.double().norm(dim=0) * right.double().norm(dim=1)).cpu().numpy()
     return Spectrum(features, np.sort(values.cpu().numpy()), unit_length, float(lengths.std() / lengths.mean()))
+
+
+def _measure_product(features: Features, structure: KronNormal, unit_length: bool) -> Spectrum:
+    """The products of the singular values of both factors."""
+    sizes = (*structure.grid_shape, structure.rows, structure.cols)
+    need_memory(
+        f"the spectrum of {structure.rows} x {structure.cols} products",
+        3 * 8 * max(sizes) ** 2 + 3 * 8 * features.equations,
+        memory_limit(),
+        "Use a smaller layer: the law depends on the excess, not on the size.",
+    )
+    values, lengths = [], []
+    for factor in (structure.left_factor.double(), structure.right_factor.double().mT):  # one feature per column
+        own = factor.norm(dim=0)
+        factor = factor / own if unit_length else factor / own.square().mean().sqrt()
+        values.append(torch.linalg.svdvals(factor).cpu().numpy())
+        lengths.append(own.cpu().numpy())
+    squares = [1.0 + float(own.std() / own.mean()) ** 2 for own in lengths]
+    made = np.sort(np.outer(*values).ravel())
+    return Spectrum(features, made, unit_length, math.sqrt(math.prod(squares) - 1.0))
 
 
 @with_progress

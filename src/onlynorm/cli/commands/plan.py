@@ -116,7 +116,7 @@ def _plan_shape(
 ) -> None:
     """Prints the plan of one layer, with the predictions for every method."""
     drawn = draw(features, shape, excess=excess, density=density)
-    n_entries = drawn.n_features * (drawn.rows + drawn.cols)
+    n_entries = drawn.n_frozen if drawn.name == "kron_normal" else drawn.n_features * (drawn.rows + drawn.cols)
     facts: dict[str, Any] = {
         "features": drawn.name,
         "equations": drawn.equations,
@@ -128,7 +128,8 @@ def _plan_shape(
         "dense_matrix_bytes": 8 * drawn.n_features * drawn.equations,
     }
     if drawn.is_structured:
-        facts |= {"method": "closed form", "condition_number": 1.0, "is_known": True, "reason": "known inverse"}
+        condition = spectrum.predict_features(drawn).condition if drawn.name == "kron_normal" else 1.0
+        facts |= {"method": "closed form", "condition_number": condition, "is_known": True, "reason": "known inverse"}
         options = []
     else:
         prediction = spectrum.predict_features(drawn)

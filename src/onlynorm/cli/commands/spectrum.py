@@ -53,14 +53,15 @@ def spectrum_command(
         need_folder(out, what="figures")
     drawn = draw(features, parse_shape(shape), excess=excess, density=density, seed=seed)
     _need_room(drawn)
-    sweeps = sweep and not drawn.is_structured
+    is_product = drawn.name == "kron_normal"
+    excesses = [e for e in spectrum.EXCESSES if sweep and (e >= 1.0 if is_product else not drawn.is_structured)]
     # For a tiny layer several excesses give the same number of features: measure it once.
-    counts = {draw(features, drawn.shape, excess=e, density=density).n_features: e for e in spectrum.EXCESSES if sweeps}
+    counts = {draw(features, drawn.shape, excess=e, density=density).n_features: e for e in excesses}
     with bar("spectrum", 1 + len(counts), hidden=as_json) as step:
         step(drawn.name)
         found = spectrum.measure_spectrum(drawn, unit_length=unit_length)
         descent = None
-        if sweeps:
+        if excesses:
             chosen = range(seed, seed + seeds)
             descent = spectrum.sweep_excess(
                 features, drawn.shape, excesses=tuple(counts.values()), seeds=chosen, density=density,
@@ -80,7 +81,8 @@ def spectrum_command(
 
 def _need_room(features: Features) -> None:
     """Raises unless the frozen weights fit into memory; the Gram matrix is checked separately."""
-    n_entries = features.n_features * (1 if features.is_structured else features.rows + features.cols)
+    each = 1 if features.is_structured else features.rows + features.cols
+    n_entries = features.n_features * each + (features.n_frozen if features.name == "kron_normal" else 0)
     need_memory(
         f"{features.n_features:,} {features.name} features",
         N_COPIES * 8 * n_entries,

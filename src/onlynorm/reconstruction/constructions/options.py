@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from onlynorm.errors import ValueRangeError, shown
-from onlynorm.features.distributions import STRUCTURED
+from onlynorm.features.distributions import FACTORED, STRUCTURED
 from onlynorm.frozen.options import STORAGES, FrozenOptions
 from onlynorm.intervals.tensor import Box
 from onlynorm.modules import need_model
@@ -104,7 +104,7 @@ class Wide(Construction):
             _set(self, "source_kernel", need_integer("source_kernel", kernel, cure="Leave it out."))
         elif kernel is not None:
             _set(self, "source_kernel", need_sizes("source_kernel", kernel, cure="Leave it out."))
-        if self.width == "minimum" and self.features in ("id_cond", "ortho_cond", "fast_ortho_cond"):
+        if self.width == "minimum" and self.features in ("id_cond", *FACTORED):
             raise ValueRangeError(
                 f"width='minimum' needs random features or id_cond_minimal; got {self.features}, which has a feature "
                 "for every weight. Use id_cond_minimal, or leave width out."
@@ -204,7 +204,7 @@ class Deep(Construction):
         _set(self, "inputs_per_slice", count)
         if self.features in STRUCTURED:
             raise ValueRangeError(
-                f"the deep construction needs random features; got {self.features!r}, whose number is fixed. Use "
+                f"the deep construction needs random features; got {self.features!r}, which is structured. Use "
                 "features='orthogonal'."
             )
 
@@ -233,7 +233,7 @@ class Multilayer(Construction):
         _set(self, "n_layers", need_integer("n_layers", self.n_layers, low=2, cure="Try 3."))
         if self.features in STRUCTURED:
             raise ValueRangeError(
-                f"the multilayer construction needs random features; got {self.features!r}, whose number is fixed. Use "
+                f"the multilayer construction needs random features; got {self.features!r}, which is structured. Use "
                 "features='orthogonal' or 'he_normal'."
             )
 

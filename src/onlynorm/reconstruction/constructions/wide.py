@@ -324,9 +324,9 @@ def _row_sums(block: NormOnlyBlock, group: int, features: Features) -> Tensor:
         return block.line(block.feature_slice(group, start, min(stop, features.n_features)))[1]
 
     if features.is_full_grid:  # row by row, so that no vector has an entry per feature
-        step = max(1, PART // features.cols) * features.cols
+        step = max(1, PART // features.n_seen) * features.n_seen
         starts = range(0, features.n_features, step)
-        total = torch.cat([constants(start, start + step).view(-1, features.cols).sum(1) for start in starts])
+        total = torch.cat([constants(start, start + step).view(-1, features.n_seen).sum(1) for start in starts])
         if features.has_dense_factors:
             total = total @ factor_rows(features, "left").to(total)
         elif isinstance(features.structure, FastOrthoCond):
