@@ -26,6 +26,7 @@ Progress = Callable[[int, int, str], None]
 _T = TypeVar("_T")
 _SEEDS = 2**64
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_PLAIN = (torch.float64, torch.float32)
 _MAX_ITEMS = 2**22
 _MAX_INTEGER = 2**63
 _SMALL = 2**28  # bytes below which free memory is not queried: a query takes 20 microseconds
@@ -40,6 +41,8 @@ def as_tensor(name: str, value: Any, *, cure: str = "Pass a tensor or a NumPy ar
     Unsigned integers of more than one byte become int64, since torch supports few operations on them. Raises
     `ConversionError` for sparse, quantized, nested and meta tensors.
     """
+    if _is_plain(value):
+        return value
     if isinstance(value, Tensor):
         dense = _need_dense(name, value)
         return dense.long() if dense.dtype in _WIDE_UNSIGNED else dense
@@ -62,6 +65,8 @@ def as_real(
     name: str, value: Any, *, ndim: int | None = None, is_finite: bool = False, cure: str = "Pass a real tensor."
 ) -> Tensor:
     """`value` as a dense real tensor with `ndim` dimensions; integers and booleans become float64."""
+    if ndim is None and not is_finite and _is_plain(value):
+        return value
     given = as_tensor(name, value, cure=cure)
     if given.is_complex():
         raise ValueRangeError(f"{name} must be real; got {given.dtype}. {cure}")
@@ -76,6 +81,19 @@ def as_real(
             f"{name} must be finite; got {int(bad.sum())} NaN or infinite values, the first at {where}. {cure}"
         )
     return given
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether `value` is a small dense tensor in float32 or float64; all checks together take longer than a product."""
+    return (
+        type(value) is Tensor
+        and not torch.compiler.is_compiling()
+        and value.dtype in _PLAIN
+        and value.layout == torch.strided
+        and not value.is_nested
+        and not value.is_meta
+        and value.nbytes <= _SMALL
+    )
 
 
 def _need_dense(name: str, value: Tensor) -> Tensor:
@@ -140,6 +158,9 @@ def need_integer(name: str, value: Any, *, low: int | None = None, high: int | N
 
     Without `high` the value must be below 2^63, as sizes in torch.
     """
+    is_small = type(value) is int and abs(value) < _MAX_INTEGER
+    if is_small and (low is None or value >= low) and (high is None or value <= high):
+        return int(value)
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     is_whole = is_number and (isinstance(value, numbers.Integral) or (math.isfinite(value) and value == int(value)))
     if is_whole and high is None and abs(int(value)) >= _MAX_INTEGER:
@@ -161,6 +182,8 @@ def need_sizes(name: str, values: Any, *, low: int = 1, n_least: int = 0, cure: 
 
 def is_real_number(value: Any) -> bool:
     """Whether `value` is a real number, of Python or NumPy, in the range of a float; False for booleans."""
+    if type(value) is float:
+        return True
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:

@@ -133,11 +133,11 @@ def choose(
         condition = need_number("condition", condition, low=1.0, high=1e100, cure="Omit it to predict it.")
     if block is not None:
         block = need_integer("block", block, low=1, cure="Omit it if features are stored.")
-    return _choose(n_outputs, n_inputs, n_features, tolerance, memory, method, condition, block)
+    return choose_valid(n_outputs, n_inputs, n_features, tolerance, memory, method, condition, block)
 
 
 @functools.lru_cache(maxsize=1024)  # many layers share a size, and solving a small one takes no longer than this
-def _choose(
+def choose_valid(
     n_outputs: int,
     n_inputs: int,
     n_features: int,
@@ -147,6 +147,7 @@ def _choose(
     condition: float | None,
     block: int | None,
 ) -> Choice:
+    """`choose` for arguments of the right types and ranges."""
     equations = n_outputs * n_inputs
     kappa = condition or predict_condition(n_outputs, n_inputs, n_features).condition
     options = _options(n_outputs, n_inputs, n_features, kappa, tolerance, memory, block)

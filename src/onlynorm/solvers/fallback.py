@@ -11,10 +11,10 @@ the part of it in the span of the features.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from onlynorm.solvers.choose import (
     RATES,
     Choice,
     cholesky_memory,
-    choose,
+    choose_valid,
     factor_dtype,
     krylov_memory,
     stores_copy,
@@ -113,27 +113,22 @@ def solve_with_fallback(
     """
     block = operator.block if isinstance(operator, KhatriRao) and not operator.is_stored else None
     sizes = operator.out, operator.inp, operator.n_features
-    settings: dict[str, Any] = {"tolerance": tolerance, "memory": limit, "method": method, "block": block}
     if prediction is None:
-        prediction = predict_condition(*sizes)
+        prediction = _predict_dense(*sizes)
     condition = max(1.0, prediction.condition)
     if method == "auto" and isinstance(operator, KhatriRao):
         condition = max(condition, condition_of_rows(operator))
-    choice = choose(*sizes, **settings, condition=condition)
+    choice = choose_valid(*sizes, tolerance, limit, method, condition, block)
     if not prediction.is_known and choice.method == "krylov" and method == "auto":
         estimate = estimate_condition(operator).condition
-        choice = choose(*sizes, **settings, condition=min(1e100, max(condition, estimate)))
-    need_memory(
-        f"{choice.method} for {operator.equations} equations with {operator.n_features} features",
-        choice.option.memory,
-        limit,
-        "Raise memory.",
-    )
-    if choice.option.memory > SMALL_BYTES:
+        choice = choose_valid(*sizes, tolerance, limit, method, min(1e100, max(condition, estimate)), block)
+    what, n_bytes = f"{choice.method} for {operator.equations} equations with {sizes[2]} features", choice.option.memory
+    need_memory(what, n_bytes, limit, "Raise memory.")
+    if n_bytes > SMALL_BYTES:
         # Methods round differently: too little free memory raises an error instead of changing the result.
         need_memory(
-            f"{choice.method} for {operator.equations} equations with {operator.n_features} features",
-            choice.option.memory,
+            what,
+            n_bytes,
             memory_limit(),
             "Close other programs, or pass solve(..., memory=...) to select a method that needs less.",
         )
@@ -161,6 +156,11 @@ def solve_with_fallback(
         best = SolverRun(gamma, choice.method, 0, math.inf, f"{choice.method} cannot factorize this system", 1.0)
     best.tried, best.missing_memory, best.equations = tuple(tried), math.ceil(missing), operator.equations
     return best
+
+
+@functools.lru_cache(maxsize=1024)
+def _predict_dense(n_outputs: int, n_inputs: int, n_features: int) -> Prediction:
+    return predict_condition(n_outputs, n_inputs, n_features)
 
 
 def _steps(choice: Choice, operator: Operator, asked: str) -> Iterator[_Step]:

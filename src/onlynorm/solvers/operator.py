@@ -22,6 +22,7 @@ Theory: giannou2023:thm-1, random_features:thm-2.1
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
@@ -391,13 +392,16 @@ class KhatriRao:
 
     def restrict(
         self,
-        outputs: Bool[Tensor, " out"],
-        inputs: Bool[Tensor, " inp"],
+        outputs: Bool[Tensor, " out"] | None = None,
+        inputs: Bool[Tensor, " inp"] | None = None,
         features: Bool[Tensor, " feat"] | None = None,
     ) -> KhatriRao:
-        """The operator restricted to a subset of outputs, inputs and, if given, features, stored."""
+        """The operator restricted to subsets of outputs, inputs and features, stored; None selects all."""
         left, right = self.dense()
-        left, right = left[_need_mask("outputs", outputs, self.out)], right[:, _need_mask("inputs", inputs, self.inp)]
+        if outputs is not None:
+            left = left[_need_mask("outputs", outputs, self.out)]
+        if inputs is not None:
+            right = right[:, _need_mask("inputs", inputs, self.inp)]
         if features is not None:
             features = _need_mask("features", features, self.n_features)
             left, right = left[:, features], right[features]
@@ -423,21 +427,26 @@ class KhatriRao:
         Zero columns get length one. Only the thinner factor is copied, unless the lengths of the wider one differ
         strongly; regenerated features are divided block by block.
         """
-        sides = torch.empty(2, self.n_features, dtype=self.dtype, device=self.device)
-        for where, left, right in self.blocks():
-            sides[0, where], sides[1, where] = (_row_lengths(side) for side in (left, right))
-        lengths, is_zero = sides.prod(0), (sides == 0).any(0)
-        lengths = lengths.clamp_min(SHORTEST * float(lengths.max())).masked_fill(is_zero, 1.0)
+        pairs = [(_row_lengths(left), _row_lengths(right)) for _, left, right in self.blocks()]
+        sides = pairs[0] if len(pairs) == 1 else tuple(torch.cat(blocks) for blocks in zip(*pairs, strict=True))
+        shortest = tuple(float(side.min()) for side in sides)
+        lengths = sides[0] * sides[1]
+        lengths = lengths.clamp_min(SHORTEST * float(lengths.max()))
+        if min(shortest) == 0.0:
+            lengths = lengths.masked_fill((sides[0] == 0) | (sides[1] == 0), 1.0)
         other = KhatriRao.__new__(KhatriRao)
         other.__dict__.update(self.__dict__)
         if self._left is None or self._right is None:
             other._lengths = lengths if self._lengths is None else lengths * self._lengths
             return other, lengths
-        wide = sides[int(self.out <= self.inp)]
-        wide = torch.where(wide > 0, wide, 1.0)
-        is_unequal = float(wide.max()) > UNEQUAL * float(wide.min())
+        is_right_wider = self.out <= self.inp
+        wide, narrowest = sides[is_right_wider], shortest[is_right_wider]
+        if narrowest == 0.0:
+            wide = torch.where(wide > 0, wide, 1.0)
+            narrowest = float(wide.min())
+        is_unequal = float(wide.max()) > UNEQUAL * narrowest
         thin_divisor = (lengths / wide if is_unequal else lengths)[:, None]
-        if self.out <= self.inp:
+        if is_right_wider:
             other._left = self._left / thin_divisor
             other._right = self._right / wide[:, None] if is_unequal else self._right
         else:
@@ -489,7 +498,8 @@ def _row_lengths(rows: Float[Tensor, "some side"]) -> Float[Tensor, " some"]:
     """The Euclidean length of every row, also where its squares underflow or overflow."""
     lengths = torch.linalg.vector_norm(rows, dim=1)
     info = torch.finfo(rows.dtype)
-    if not bool(((lengths > info.tiny**0.5 / info.eps) & (lengths < info.max**0.5)).all()):
+    low, high = torch.aminmax(lengths)
+    if not (float(low) > info.tiny**0.5 / info.eps and float(high) < info.max**0.5):  # also for NaN
         largest = rows.abs().amax(1, keepdim=True)
         divisor = torch.where(largest > 0, largest, 1.0)
         lengths = torch.linalg.vector_norm(rows / divisor, dim=1) * largest[:, 0]
@@ -570,7 +580,7 @@ def _pairs(rows: Float[Tensor, "feat n"]) -> Float[Tensor, "feat pairs"]:
     """rows[:, i] * rows[:, j] for i >= j, each pair once: (0, 0), (1, 0), (1, 1), (2, 0), ..."""
     n = rows.shape[1]
     if n <= FEW:
-        high, low = torch.tril_indices(n, n, device=rows.device)
+        high, low = _lower_indices(n, rows.device)
         return rows.index_select(1, high) * rows.index_select(1, low)
     products = rows.new_empty(len(rows), n * (n + 1) // 2)
     start = 0
@@ -580,11 +590,29 @@ def _pairs(rows: Float[Tensor, "feat n"]) -> Float[Tensor, "feat pairs"]:
     return products
 
 
+@functools.lru_cache(maxsize=2 * FEW)
+def _lower_indices(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the lower triangle, in the order of `_pairs`."""
+    with torch.inference_mode(False):  # a later call may need gradients
+        high, low = torch.tril_indices(n, n, device=device)
+    return high, low
+
+
 def _pair_indices(n: int, device: torch.device) -> Tensor:
     """Index in `_pairs` of each of the n * n pairs."""
+    return _few_pair_indices(n, device) if n <= FEW else _make_pair_indices(n, device)
+
+
+def _make_pair_indices(n: int, device: torch.device) -> Tensor:
     index = torch.arange(n, device=device)
     high, low = torch.maximum(index[:, None], index), torch.minimum(index[:, None], index)
     return (high * (high + 1) // 2 + low).flatten()
+
+
+@functools.lru_cache(maxsize=2 * FEW)
+def _few_pair_indices(n: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a later call may need gradients
+        return _make_pair_indices(n, device)
 
 
 def times_power(values: Tensor, power: int | Tensor) -> Tensor:

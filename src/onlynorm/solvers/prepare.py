@@ -96,14 +96,19 @@ def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: boo
 
 def need_finite(name: str, values: Tensor) -> None:
     """Raises at the first NaN or infinity."""
-    # The sum is faster than isfinite; a finite sum has finite terms, others need the second test for overflow.
-    if not math.isfinite(float(values.detach().sum())) and not bool(torch.isfinite(values).all()):
+    if not is_finite(values):
         bad = int((~torch.isfinite(values)).sum())
         where = tuple(int(i) for i in (~torch.isfinite(values)).nonzero()[0])
         raise ValueRangeError(
             f"{name} needs finite entries; got {bad} NaN or infinite, the first at {where}. "
             "Check for a diverged training run or a corrupted file."
         )
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no entry is NaN or infinite."""
+    # The sum is faster than isfinite; a finite sum has finite terms, others need the second test for overflow.
+    return math.isfinite(float(values.detach().sum())) or bool(torch.isfinite(values).all())
 
 
 def in_range(operator: KhatriRao, target: Tensor) -> tuple[KhatriRao, Tensor, int | Tensor]:
@@ -134,11 +139,11 @@ def to_middle(target: Tensor) -> tuple[Tensor, int]:
     return times_power(target, -power), power
 
 
-def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]]:
-    """Masks of the outputs and the inputs that have at least one nonzero feature."""
+def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"]] | None:
+    """Masks of the outputs and the inputs that have at least one nonzero feature; None if all have."""
     left, right = operator.sample(operator.n_features)
     if bool(left.all()) and bool(right.all()):  # the first feature is dense
-        return torch.ones_like(left[0], dtype=torch.bool), torch.ones_like(right[0], dtype=torch.bool)
+        return None
     outputs = torch.zeros(operator.out, dtype=torch.bool, device=operator.device)
     inputs = torch.zeros(operator.inp, dtype=torch.bool, device=operator.device)
     for _, left, right in operator.blocks():
@@ -146,7 +151,7 @@ def live(operator: KhatriRao) -> tuple[Bool[Tensor, " out"], Bool[Tensor, " inp"
             outputs |= (left[some] != 0).any(0)
             inputs |= (right[some] != 0).any(0)
             if bool(outputs.all()) and bool(inputs.all()):
-                return outputs, inputs
+                return None
     return outputs, inputs
 
 

@@ -6,6 +6,7 @@ more robust method if it misses the tolerance, measure the residual in float64, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass, fields, replace
@@ -21,7 +22,7 @@ from onlynorm.display.result import Tone
 from onlynorm.errors import ToleranceError, ValueRangeError, shown
 from onlynorm.features import Features
 from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable, release_free_memory
-from onlynorm.modules import without_autocast
+from onlynorm.modules import is_autocast, without_autocast
 from onlynorm.solvers.choose import METHODS, choose
 from onlynorm.solvers.fallback import TINY, SolverRun, solve_with_fallback
 from onlynorm.solvers.lazy import MAX_HELD, copy_lazy, lazy, set_lazy
@@ -31,6 +32,7 @@ from onlynorm.solvers.methods.minimum_width import MinimumWidth, equal_rows, nee
 from onlynorm.solvers.operator import KhatriRao, OnStep, times_power
 from onlynorm.solvers.prepare import (
     in_range,
+    is_finite,
     live,
     live_features,
     need_enough,
@@ -55,6 +57,8 @@ DENSE = 0.25
 """Fraction of nonzero entries above which a square subset of the features is almost always invertible."""
 LARGE = 8 * 2**20
 """Size in bytes of drawn features above which the temporary memory of drawing is released."""
+METERED = 2**20
+"""Size in bytes of the dense matrix from which memory is measured, which takes as long as solving a tiny system."""
 N_BINS = 40
 """Bins of the histogram of gammas."""
 _ON_STEP = "It is called with (iterations, relative residual)."
@@ -71,7 +75,8 @@ class Solution(ShownResult):
     length: an estimate, after LU in the 1-norm (up to 20 times as large), after QR of large systems a lower bound.
     `output_gamma` is set for minimum-width systems only. `shortfall` is empty if the tolerance was reached; otherwise
     it lists the methods tried, the residual and a cure. For small systems `condition` and `shortfall` are computed on
-    first access. `history` contains (iterations, residual) for every round of an iterative method.
+    first access. `history` contains (iterations, residual) for every round of an iterative method. `peak_memory` is not
+    measured, and 0, if the dense matrix has less than 1 MB.
     """
 
     gamma: Tensor
@@ -325,13 +330,17 @@ def _solve(
         "tolerance": wanted, "limit": limit, "method": method, "precondition": precondition, "on_step": record,
         "prediction": prediction,
     }  # fmt: skip
-    with without_autocast(operator.device), MemoryMeter() as meter:
-        outputs, inputs = live(operator)
+    is_metered = 8 * operator.equations * operator.n_features >= METERED
+    with contextlib.ExitStack() as contexts:
+        if is_autocast(target):
+            contexts.enter_context(without_autocast(operator.device))
+        meter = contexts.enter_context(MemoryMeter()) if is_metered else None
+        reached = live(operator)
         fraction = nonzero_fraction(operator)
         if fraction and prediction is None:
             options["prediction"] = predict_condition(operator.out, operator.inp, operator.n_features, density=fraction)
-        if tolerance is not None:
-            need_reached(operator, target, outputs, inputs)
+        if tolerance is not None and reached is not None:
+            need_reached(operator, target, *reached)
         system, scaled, power = in_range(operator, target)
         output_gamma = None
         if minimum_width:
@@ -339,14 +348,14 @@ def _solve(
         else:
             features = None if fraction is None or method == "lu" else live_features(system)
             offset = _offset(operator, near, target, power)
-            masks = outputs, inputs, features
             is_dense = fraction is None or fraction >= DENSE
-            attempt = _attempt(system, scaled, masks, offset, options, least_norm=least_norm or not is_dense)
+            is_least = least_norm or not is_dense
+            attempt = _attempt(system, scaled, reached, features, offset, options, least_norm=is_least)
             residual = relative_residual(system, scaled, attempt.gamma)
         gamma = times_power(attempt.gamma, power)
     solution = Solution(
-        gamma, residual, attempt.method, attempt.iterations, math.nan, time.perf_counter() - start, meter.peak,
-        attempt.reason, wanted, output_gamma=output_gamma,
+        gamma, residual, attempt.method, attempt.iterations, math.nan, time.perf_counter() - start,
+        0 if meter is None else meter.peak, attempt.reason, wanted, output_gamma=output_gamma,
         optimality=min(residual, attempt.error if attempt.optimality is None else attempt.optimality),
         history=tuple(history),
     )  # fmt: skip
@@ -357,17 +366,17 @@ def _solve(
 def _attempt(
     system: KhatriRao,
     target: Tensor,
-    live: tuple[Tensor, Tensor, Tensor | None],
+    reached: tuple[Tensor, Tensor] | None,
+    features: Tensor | None,
     offset: Tensor | None,
     options: dict[str, Any],
     *,
     least_norm: bool,
 ) -> SolverRun:
-    """The best attempt on the target minus M offset, restricted to the live outputs and inputs.
+    """The best attempt on the target minus M offset.
 
-    The third mask, if given, selects the nonzero features; the others are removed from the system.
+    The masks, if given, select the outputs, inputs and features that are not zero; others are removed from the system.
     """
-    outputs, inputs, features = live
     rest, tolerance, growth = target, options["tolerance"], 1.0
     if offset is not None:
         rest = target - system.apply(offset)
@@ -375,15 +384,16 @@ def _attempt(
         size = torch.where(size > 0, size, 1.0)
         tolerance = max(TINY, tolerance * min(1.0, float((size / left.clamp_min(TINY)).min())))
         growth = float((left / size).max())
-    if not bool(outputs.all() and inputs.all()):
-        rest = rest[..., outputs, :][..., inputs]
+    if reached is not None:
+        rest = rest[..., reached[0], :][..., reached[1]]
     if not bool(rest.any()):  # also if no outputs or inputs remain
         gamma = target.new_zeros(*target.shape[:-2], system.n_features)
-        rank = None if bool(outputs.any() and inputs.any()) else 0
+        rank = 0 if reached is not None and not bool(reached[0].any() and reached[1].any()) else None
         attempt = SolverRun(gamma, "none", 0, 1.0, "the target is zero where features are nonzero", 0.0, rank=rank)
     else:
         n_features = system.n_features
-        if rest.shape != target.shape or features is not None:
+        if reached is not None or features is not None:
+            outputs, inputs = (None, None) if reached is None else reached
             system = system.restrict(outputs, inputs, features)
         if offset is None:
             found = None if least_norm else _solve_first(system, rest, options)
@@ -445,8 +455,7 @@ def _solve_minimum_width(
         gamma, output_gamma = target.new_zeros(operator.n_features), target.new_zeros(operator.out)
         attempt = SolverRun(gamma, "none", 0, 1.0, "the target is zero", 0.0)
         return attempt, 0.0, output_gamma
-    everything = torch.ones(operator.inp, dtype=torch.bool, device=operator.device)
-    features = operator if bool(on.all()) else operator.restrict(on, everything)
+    features = operator if bool(on.all()) else operator.restrict(on)
     need_minimum_width(features)
     features, row_powers = equal_rows(features)
     unit, lengths = features.unit()
@@ -514,7 +523,7 @@ def _add_shortfall(
     operator: KhatriRao, solution: Solution, attempt: SolverRun, tolerance: float | None, method: str, *, has_near: bool
 ) -> Solution:
     found = [solution.gamma] if solution.output_gamma is None else [solution.gamma, solution.output_gamma]
-    if not all(bool(torch.isfinite(values).all()) for values in found):
+    if not all(is_finite(values) for values in found):
         raise ValueRangeError(
             "gamma needs to fit into float64; got an overflow: the features are too small for the target. "
             "Rescale the features or the target."
@@ -561,9 +570,10 @@ def _cure(operator: KhatriRao, solution: Solution, attempt: SolverRun, method: s
     equations = attempt.equations if is_minimum_width else operator.equations
     known = rank = attempt.known_rank()
     if rank is None:
-        outputs, inputs = live(operator)
+        reached = live(operator)
+        n_reached = operator.equations if reached is None else int(reached[0].sum()) * int(reached[1].sum())
         n_nonzero = sum(int((left.any(1) & right.any(1)).sum()) for _, left, right in operator.blocks())
-        rank = min(int(outputs.sum()) * int(inputs.sum()), n_nonzero + (operator.out - 1 if is_minimum_width else 0))
+        rank = min(n_reached, n_nonzero + (operator.out - 1 if is_minimum_width else 0))
     wanted, note = solution.tolerance, ""
     rounding = 10.0 ** math.ceil(math.log10(max(2.0 * solution.residual, TINY)))
     if is_minimum_width and attempt.error <= OPTIMAL < rounding:

@@ -135,16 +135,11 @@ def solve_cholesky(
 
 def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
     """The minimum-norm least-squares gamma of a system of any rank, by QR with pivoting (LAPACK gelsy)."""
-    import scipy.linalg
-
     matrix, flat = operator.materialise(), target.reshape(-1, operator.equations)
     n_bytes = matrix.numel() * matrix.element_size()
     held = matrix.clone() if n_bytes <= MAX_HELD else None
     cutoff = (max(matrix.shape) + ROUNDED_PIVOT) * torch.finfo(matrix.dtype).eps
-    found, _, rank, _ = scipy.linalg.lstsq(
-        matrix.cpu().numpy(), flat.mT.cpu().numpy(), cond=cutoff, lapack_driver="gelsy", overwrite_a=True,
-        check_finite=False,
-    )  # fmt: skip
+    found, rank = _gelsy(matrix.cpu().numpy(), flat.cpu().numpy().T, cutoff)
     gamma = torch.from_numpy(found).mT.to(target).reshape(*target.shape[:-2], operator.n_features)
     rest = target - operator.apply(gamma)
     sizes = torch.linalg.vector_norm(flat, dim=1).clamp_min(torch.finfo(flat.dtype).tiny)
@@ -154,12 +149,35 @@ def solve_qr(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Dir
     optimality = float(seen.max())
     if operator.n_features < operator.equations:
         error = optimality
-    result = DirectResult(gamma, 1, math.nan, error, rank=int(rank), optimality=optimality)
+    result = DirectResult(gamma, 1, math.nan, error, rank=rank, optimality=optimality)
     if held is None:
         result.condition = max(1.0, _growth(operator, gamma))
     else:  # a copy: the caller may change the factors before the field is read
-        set_lazy(result, "condition", lambda _: _condition_of_rank(held, int(rank)), n_bytes)
+        set_lazy(result, "condition", lambda _: _condition_of_rank(held, rank), n_bytes)
     return result
+
+
+@functools.cache
+def _lapack(name: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """A function of LAPACK; finding it takes as long as a small factorization."""
+    import scipy.linalg
+
+    (function,) = scipy.linalg.get_lapack_funcs((name,), dtype=dtype)
+    return function
+
+
+def _gelsy(matrix: NDArray[Any], columns: NDArray[Any], cutoff: float) -> tuple[NDArray[Any], int]:
+    """The minimum-norm least-squares solution of every column, and the rank. The matrix is overwritten.
+
+    As `scipy.linalg.lstsq`, which takes three times as long for a small matrix.
+    """
+    (n_rows, n_columns), n_targets = matrix.shape, columns.shape[1]
+    right = np.zeros((max(n_rows, n_columns), n_targets), dtype=matrix.dtype, order="F")
+    right[:n_rows] = columns
+    work, _ = _lapack("gelsy_lwork", matrix.dtype)(n_rows, n_columns, n_targets, cutoff)
+    order = np.zeros((n_columns, 1), dtype=np.int32)
+    _, found, _, rank, _ = _lapack("gelsy", matrix.dtype)(matrix, right, order, cutoff, int(work), True, True)
+    return found[:n_columns], int(rank)
 
 
 def solve_svd(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> DirectResult:
@@ -182,7 +200,12 @@ def solve_svd(operator: Operator, target: Float[Tensor, "*batch out inp"]) -> Di
 
 def relative_residual(operator: Operator, target: Tensor, gamma: Tensor) -> float:
     """Maximum of |M gamma - target| / |target| over the batch."""
-    rest = torch.linalg.vector_norm(operator.apply(gamma) - target, dim=(-2, -1))
+    made = operator.apply(gamma)
+    if target.ndim == 2:
+        one, whole = (float(torch.linalg.vector_norm(x, dim=(-2, -1))) for x in (made - target, target))
+        one = one / max(whole, torch.finfo(target.dtype).tiny) if whole > 0 else one
+        return math.inf if math.isnan(one) else one
+    rest = torch.linalg.vector_norm(made - target, dim=(-2, -1))
     size = torch.linalg.vector_norm(target, dim=(-2, -1))
     worst = torch.where(size > 0, rest / size.clamp_min(torch.finfo(size.dtype).tiny), rest)
     return float(worst.nan_to_num(nan=math.inf).max())
@@ -195,15 +218,13 @@ def _factor_cholesky(gram: Float[Tensor, "n n"]) -> Float[Tensor, "n n"] | None:
     undefined. Pivots at the level of rounding count as zero, so that the norm is not split at random among dependent
     features. SciPy's LAPACK takes three quarters of the time of torch's at every size.
     """
-    import scipy.linalg
-
     least = ROUNDED_PIVOT * torch.finfo(gram.dtype).eps * gram.diagonal()
     factor = gram.mT  # column-major, so in place
     if gram.device.type != "cpu":
         factor, info = torch.linalg.cholesky_ex(factor)
     else:
-        (potrf,) = scipy.linalg.get_lapack_funcs(("potrf",), (factor.numpy(),))
-        found, info = potrf(factor.numpy(), lower=1, clean=0, overwrite_a=1)
+        lower = factor.numpy()
+        found, info = _lapack("potrf", lower.dtype)(lower, lower=1, clean=0, overwrite_a=1)
         factor = torch.from_numpy(found)
     return factor if int(info) == 0 and bool((factor.diagonal().square() > least).all()) else None
 
@@ -214,15 +235,13 @@ def _factor_lu(operator: Operator, dtype: torch.dtype) -> tuple[Substitute, floa
     The matrix is overwritten by its factors. A zero pivot gives a residual that is NaN or infinite. SciPy's LAPACK
     takes 0.6 to 0.8 of the time of torch's.
     """
-    import scipy.linalg
-
     matrix = operator.materialise(dtype=dtype)
     if matrix.device.type != "cpu":
         pivots, info = (torch.empty(size, dtype=torch.int32, device=matrix.device) for size in (len(matrix), ()))
         torch.linalg.lu_factor_ex(matrix, out=(matrix, pivots, info))
     else:
-        (getrf,) = scipy.linalg.get_lapack_funcs(("getrf",), (matrix.numpy(),))
-        factors, rows, info = getrf(matrix.numpy(), overwrite_a=1)
+        whole = matrix.numpy()
+        factors, rows, info = _lapack("getrf", whole.dtype)(whole, overwrite_a=1)
         matrix, pivots = torch.from_numpy(factors), torch.from_numpy(rows) + 1
 
     def substitute(rest: Tensor) -> Tensor:
