@@ -236,11 +236,7 @@ def _reconstruct(
         _need_reached(reached, error)
     rebuilt = set_fast_paths(cast_network(rebuilt, precision(model)).eval())
     if in_place:
-        for name, block in find_blocks(rebuilt).items():
-            carry_hooks(model.get_submodule(name), block)
-        for name in (*find_blocks(rebuilt), *folded_places(rebuilt)):
-            swap(model, name, rebuilt.get_submodule(name))
-        rebuilt = set_fast_paths(model.eval())
+        rebuilt = _put_into(model, rebuilt)
     mismatch = _mismatch(rebuilt, sample, same, results)
     folder = None if saved is None else saved.folder
     checked = None
@@ -249,6 +245,15 @@ def _reconstruct(
     return Reconstruction(
         rebuilt, tuple(results), found.left, construction, settings, folded, reached, folder, checked, mismatch
     )
+
+
+def _put_into(model: nn.Module, rebuilt: nn.Module) -> nn.Module:
+    """The given model, with its layers replaced by the blocks of the rebuilt network."""
+    for name, block in find_blocks(rebuilt).items():
+        carry_hooks(model.get_submodule(name), block)
+    for name in (*find_blocks(rebuilt), *folded_places(rebuilt)):
+        swap(model, name, rebuilt.get_submodule(name))
+    return set_fast_paths(model.eval())
 
 
 def _mismatch(network: nn.Module, sample: tuple[Tensor, ...], wanted: list[Tensor], layers: list[LayerResult]) -> str:

@@ -161,12 +161,10 @@ def tune_command(
     started = time.perf_counter()
     for kind, name, known in (
         ("optimizer", optimizer, OPTIMIZERS), ("augmentation", augmentation, batches.AUGMENTATIONS),
-        ("precision", precision, PRECISIONS), ("dtype", dtype or "float32", DTYPES),
+        ("precision", precision, PRECISIONS), ("dtype", dtype, DTYPES), ("corruption", corruption, CORRUPTIONS),
     ):  # fmt: skip
-        if name not in known:
+        if name is not None and name not in known:
             raise UnknownNameError(kind, name, known)
-    if corruption is not None and corruption not in CORRUPTIONS:
-        raise UnknownNameError("corruption", corruption, CORRUPTIONS)
     alter = None if corruption is None else partial(corrupt_split, kind=corruption, severity=severity, seed=seed)
     if epochs < 1 and not (epochs == 0 and statistics == "recalibrate"):
         raise ValueRangeError(
@@ -180,11 +178,7 @@ def tune_command(
     )  # fmt: skip
     shared: dict[str, Any] = {"devices": _parse_devices(devices), "strategy": strategy, "precision": precision}
     _need_fabric(shared)
-    if adapter.is_dir():
-        raise StorageError(f"--adapter needs a file name; {adapter} is a folder. Try {adapter / 'a.safetensors'}.")
-    for name, path in (("--adapter", adapter), ("--checkpoint", checkpoint)):
-        if path is not None:
-            need_folder(path.parent, what="adapters", option=name)
+    _need_files(adapter, checkpoint)
     with spinner("tune", hidden=as_json) as status:
         status("loading model and data")
         network, base = _load_twice(model, weights)
@@ -230,6 +224,14 @@ def tune_command(
         print_json(facts | {"history": list(result.history)})
     else:
         print_facts(f"{model}, tuned by its norms", facts)
+
+
+def _need_files(adapter: Path, checkpoint: Path | None) -> None:
+    if adapter.is_dir():
+        raise StorageError(f"--adapter needs a file name; {adapter} is a folder. Try {adapter / 'a.safetensors'}.")
+    for name, path in (("--adapter", adapter), ("--checkpoint", checkpoint)):
+        if path is not None:
+            need_folder(path.parent, what="adapters", option=name)
 
 
 def _train(
