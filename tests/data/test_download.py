@@ -16,7 +16,7 @@ import tarfile
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from serving import CONTENT, Answer, Server, partial, ranged, reply, serving, wh
 from onlynorm.data import SOURCES, RemoteFile, Source, cifar10, data_folder, find_data, get_data, list_data, load_data
 from onlynorm.data.downloads import get as getting
 from onlynorm.data.downloads.download import MAX_TRIES, download, is_right
+from onlynorm.data.downloads.get import CHECKSUMS
 from onlynorm.errors import FormatError, MissingDataError, StorageError, UnknownNameError
 from onlynorm.models import load_model
 
@@ -561,7 +562,7 @@ def test_an_archive_is_unpacked_and_deleted(server: Server, monkeypatch: pytest.
     state = get_data("cifar10")
     assert (state.state, state.n_bytes) == ("present", sum(MEMBERS.values()))
     found = sorted(path.relative_to(data_folder()).as_posix() for path in data_folder().rglob("*") if path.is_file())
-    assert found == sorted(name for name, _ in GOOD)
+    assert found == sorted([*(name for name, _ in GOOD), f"cifar-10-batches-bin/{CHECKSUMS}"])
     split = cifar10()
     assert (len(split.train_inputs), len(split.test_inputs)) == (4, 2)
     assert get_data("cifar10") == state
@@ -578,7 +579,7 @@ def test_an_incomplete_folder_is_completed(server: Server, monkeypatch: pytest.M
     (data_folder() / "cifar-10-batches-bin.unpacking/test_batch.bin").write_bytes(b"half")
     assert list_data()[0].state == "incomplete"
     assert get_data("cifar10").is_present
-    assert {path.name for path in folder.iterdir()} == {*MEMBERS, "batches.meta.txt"}
+    assert {path.name for path in folder.iterdir()} == {*MEMBERS, CHECKSUMS, "batches.meta.txt"}
     assert [path.name for path in data_folder().iterdir()] == ["cifar-10-batches-bin"]
 
 
@@ -621,8 +622,64 @@ def test_an_archive_is_taken_from_a_folder_packed_or_unpacked(
     folder = data_folder() / "cifar-10-batches-bin"
     folder.rename(tmp_path / "cifar-10-batches-bin")
     assert get_data("cifar10", source=tmp_path).is_present
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {name: batch(name) for name in MEMBERS}
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CHECKSUMS}
+    assert found == {name: batch(name) for name in MEMBERS}
     assert server.requests == []
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3073])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3 * len(content) // 4] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, Path.unlink])
+@pytest.mark.parametrize("name", [*MEMBERS, CHECKSUMS])
+def test_unpacked_files_that_are_damaged_are_repaired_by_the_next_call(
+    server: Server, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], name: str
+) -> None:
+    monkeypatch.setitem(SOURCES, "cifar10", archived(server, packed(*GOOD)))
+    get_data("cifar10")
+    folder = data_folder() / "cifar-10-batches-bin"
+    damage(folder / name)
+    assert get_data("cifar10").is_present
+    assert {member: (folder / member).read_bytes() for member in MEMBERS} == {name: batch(name) for name in MEMBERS}
+    # Without checksums, as in a folder that was copied by hand, sizes are compared.
+    n_requests = 1 if (damage, name) == (Path.unlink, CHECKSUMS) else 2
+    assert len(server.requests) == n_requests
+    get_data("cifar10")
+    assert len(server.requests) == n_requests
+
+
+def test_a_disk_that_stores_something_else_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES, "cifar10", archived(server, packed(*GOOD)))
+    unpack = getting._unpack
+
+    def damaged(archive: Path, folder: Path, *others: Any) -> Any:
+        sums = unpack(archive, folder, *others)
+        _flip(folder / "test_batch.bin")
+        return sums
+
+    monkeypatch.setattr(getting, "_unpack", damaged)
+    with pytest.raises(FormatError, match=r"cifar-10-batches-bin needs the content of its archive.*check the disk"):
+        get_data("cifar10")
+    assert list_data()[0].state == "missing"
+
+
+def test_damaged_files_are_not_copied_from_a_folder(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(SOURCES, "cifar10", archived(server, packed(*GOOD)))
+    get_data("cifar10")
+    folder = tmp_path / "cifar-10-batches-bin"
+    (data_folder() / "cifar-10-batches-bin").rename(folder)
+    _flip(folder / "test_batch.bin")
+    with pytest.raises(MissingDataError, match=r"copying needs file.bin in .*; got none"):
+        get_data("cifar10", source=tmp_path)
 
 
 def test_a_kill_while_unpacking_leaves_no_half_data_set(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

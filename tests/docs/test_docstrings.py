@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,38 +14,11 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-import onlynorm  # noqa: E402
 from onlynorm.features import distributions  # noqa: E402
 from onlynorm.intervals import rules  # noqa: E402
 from tools.docs import reference  # noqa: E402
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-
-
-def _named(name: str) -> Any:
-    parent, _, last = name.rpartition(".")
-    return getattr(importlib.import_module(parent), last)
-
-
-def _functions_of(module: str) -> list[str]:
-    """The public functions that a module defines itself."""
-    found = vars(importlib.import_module(module)).items()
-    return [f"{module}.{k}" for k, v in found if inspect.isfunction(v) and v.__module__ == module and k[0] != "_"]
-
-
-def _names() -> list[str]:
-    """All names of `import onlynorm`, all functions of the reference and of the modules that are public names."""
-    names = {f"onlynorm.{name}": None for name in onlynorm.__all__}
-    names |= {name: None for room in reference.ROOMS for name in reference.identifiers(room)}
-    for name in onlynorm.__all__:
-        thing = getattr(onlynorm, name)
-        names |= dict.fromkeys(_functions_of(thing.__name__) if inspect.ismodule(thing) else ())
-    things = {name: _named(name) for name in names}
-    return sorted(n for n, one in things.items() if inspect.isfunction(one) or (inspect.isclass(one) and _is_top(n)))
-
-
-def _is_top(name: str) -> bool:
-    return name.count(".") == 1
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +35,9 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rules.RULES.update(before)
 
 
-@pytest.mark.parametrize("name", _names())
+@pytest.mark.parametrize("name", reference.callables())
 def test_the_example_of_a_public_name_runs(name: str) -> None:
-    text = inspect.getdoc(_named(name)) or ""
+    text = inspect.getdoc(reference.named(name)) or ""
     assert "\nExamples:\n    >>> " in text, f"the docstring of {name} needs a section Examples"
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
     printed: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import onlynorm  # noqa: E402
 from onlynorm.evidence import registry  # noqa: E402
-from tools.docs import assemble, commands, reference, statements, tutorials  # noqa: E402
+from tools.docs import assemble, commands, parameters, reference, statements, tutorials  # noqa: E402
 
 NAV = (ROOT / "properdocs.yml").read_text(encoding="utf-8")
 
@@ -62,6 +63,30 @@ def test_the_reference_has_every_public_name() -> None:
     listed |= {"onlynorm.save", "onlynorm.load", "onlynorm.optim", "onlynorm.spectrum", "onlynorm.__version__"}
     assert {f"onlynorm.{name}" for name in onlynorm.__all__} <= listed
     assert all(f"reference/{room}.md" in NAV for room in reference.ROOMS)
+
+
+@pytest.mark.parametrize("name", reference.callables())
+def test_every_parameter_has_a_row_in_the_table_of_its_function(name: str) -> None:
+    thing = reference.named(name)
+    section = parameters.with_table(name, inspect.getdoc(thing)).partition("\nExamples:\n")[0].partition("\nArgs:\n")[2]
+    rows = dict(re.findall(r"^    \*{0,2}(\w+): (.*)$", section, re.MULTILINE))
+    assert list(rows) == [one.name for one in parameters.parameters(thing)]
+    assert [key for key, meaning in rows.items() if len(meaning) < 8] == []
+
+
+def test_descriptions_of_parameters_are_of_parameters() -> None:
+    things = reference.callables().items()
+    every = {(name, one.name) for name, thing in things for one in parameters.parameters(thing)}
+    assert set(parameters.COMMON) <= {parameter for _, parameter in every}
+    assert {tuple(key.split(" ")) for key in parameters.OWN} <= every
+
+
+def test_descriptions_come_from_lists_and_sentences() -> None:
+    text = "First.\n\n- `a`, `b`: a\n  list.\n\n`c` is the limit; it holds. Without `d`, none. `e` counts."
+    sentences = parameters._SENTENCE.split(parameters._without_items(text))
+    assert parameters._items(text) == {"a": "A list.", "b": "A list."}
+    assert [parameters._defined(name, sentences) for name in "cde"] == ["The limit; it holds.", "", "Counts."]
+    assert parameters._mentioned("d", sentences) == "Without `d`, none."
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from browsing import requests_of, started, wait_for
@@ -93,6 +96,40 @@ def test_no_page_or_style_or_script_names_another_server(site: Path) -> None:
     pages = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     named = {path.name: [word for word in loads if word in path.read_text(encoding="utf-8")] for path in pages}
     assert {name: words for name, words in named.items() if words} == {}
+
+
+class Links(HTMLParser):
+    """What a page links to or loads, and what can be linked to within it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+        self.anchors = {""}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src", "poster", "xlink:href"):
+                self.urls.append(value or "")
+            elif name in ("id", "name"):
+                self.anchors.add(value or "")
+
+
+def test_every_link_and_source_of_every_page_is_a_file_and_an_anchor_of_the_site(site: Path) -> None:
+    pages = {path: Links(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
+    dead, n_files = set(), 0
+    for page, links in pages.items():
+        for url in links.urls:
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc:
+                continue
+            n_files += 1
+            target = Path(os.path.normpath(page.parent / unquote(parts.path))) if parts.path else page
+            known = pages[target].anchors if target in pages else {"", parts.fragment}
+            if not target.is_file() or unquote(parts.fragment) not in known:
+                dead.add((page.relative_to(site).as_posix(), url))
+    assert n_files > 50 * len(pages)
+    assert sorted(dead) == []
 
 
 def test_formulas_are_drawn(browser: Any, site: Path) -> None:

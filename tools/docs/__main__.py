@@ -29,6 +29,7 @@ def main() -> int:
     # With --quiet, properdocs neither shows warnings nor counts them: the build would never fail.
     built = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
     print("".join(line for line in built.stderr.splitlines(keepends=True) if not line.startswith("INFO")), end="")
+    (options.site / "404.html").unlink(missing_ok=True)  # its links start at the root of a server
     return built.returncode
 
 

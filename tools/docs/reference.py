@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import onlynorm
 
@@ -71,6 +73,31 @@ def identifiers(room: str) -> list[str]:
         is_module = inspect.ismodule(getattr(module, name))
         paths.append(f"onlynorm.{name}" if is_top and not is_module else f"onlynorm.{room}.{name}")
     return paths
+
+
+def callables() -> dict[str, Any]:
+    """What users call: the functions of all rooms and of public modules, and the classes of `onlynorm` itself."""
+    names = [f"onlynorm.{name}" for name in onlynorm.__all__]
+    names += [name for room in ROOMS for name in identifiers(room)]
+    modules = [thing for name in onlynorm.__all__ if inspect.ismodule(thing := getattr(onlynorm, name))]
+    names += [f"{module.__name__}.{name}" for module in modules for name in _functions_of(module)]
+    things = {name: named(name) for name in names}
+    return {
+        name: thing
+        for name, thing in sorted(things.items())
+        if inspect.isfunction(thing) or (inspect.isclass(thing) and name.count(".") == 1)
+    }
+
+
+def named(name: str) -> Any:
+    """The object of this name; `onlynorm.solvers.choose` is the function and not its module."""
+    parent, _, last = name.rpartition(".")
+    return getattr(importlib.import_module(parent), last)
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    found = vars(module).items()
+    return [k for k, v in found if inspect.isfunction(v) and v.__module__ == module.__name__ and not k.startswith("_")]
 
 
 def constants(room: str) -> list[str]:

@@ -103,6 +103,12 @@ def is_right(path: Path, file: RemoteFile) -> bool:
         return _sha256_unpacked(stored, file.n_unpacked) == file.unpacked
 
 
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with open_file(path) as stored:
+        return _sha256(stored)
+
+
 def _sha256(stored: IO[bytes]) -> str:
     made = hashlib.sha256()
     while chunk := stored.read(_CHUNK):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import posixpath
 import shutil
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from onlynorm.data.downloads.download import PAUSE, TIMEOUT, download, is_right, writing
+from onlynorm.data.downloads.download import PAUSE, TIMEOUT, download, is_right, sha256_of, writing
 from onlynorm.data.downloads.sources import SOURCES, RemoteFile, Source
 from onlynorm.data.split import data_folder
 from onlynorm.display import Result
@@ -25,6 +26,8 @@ from onlynorm.validate import Progress, need_number, need_path, need_progress, n
 _CHUNK = 2**20
 _SLACK = 2**24
 """Bytes of an archive beyond its members: headers, read-me files."""
+CHECKSUMS = "SHA256SUMS"
+"""The file with the checksums of what was unpacked, in the format of the command sha256sum."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,9 @@ def get_data(
     """Downloads a data set, or copies it from the folder `source`, into the data folder; nothing if it is there.
 
     Names are "cifar10", "cifar100", "fashion_mnist" and "resnet20", the weights of the built-in network. Checksums are
-    verified before a file gets its name. An interrupted download is resumed by the next call. `timeout` is the number
-    of seconds without data after which a connection is closed.
+    verified before a file gets its name, and again by every later call, which replaces what is damaged. An interrupted
+    download is resumed by the next call. `timeout` is the number of seconds without data after which a connection is
+    closed.
 
     Examples:
         >>> import onlynorm as on
@@ -135,8 +139,10 @@ def _state(name: str, source: Source) -> DataState:
 def _is_complete(name: str, source: Source) -> bool:
     """Whether nothing is left to do; checksums that are known are verified."""
     state = _state(name, source)
-    if not state.is_present or source.members or state.path == _other(source):
+    if not state.is_present or state.path == _other(source):
         return state.is_present
+    if source.members:
+        return _is_undamaged(data_folder() / source.folder, source)
     return all(is_right(data_folder() / source.folder / file.name, file) for file in source.files)
 
 
@@ -243,6 +249,7 @@ def _get_archive(source: Source, given: Path | None, *, timeout: float, progress
         if given is not None and (members := _find_members(given, source)):
             for member, path in members.items():
                 _write(path, unpacked / member, source.members[member], member, progress)
+            sums = {member: sha256_of(path) for member, path in members.items()}
         else:
             if given is not None:
                 archive = _find(given, source, file)
@@ -250,16 +257,41 @@ def _get_archive(source: Source, given: Path | None, *, timeout: float, progress
                     raise _wrong_content(archive, file)
             elif not is_right(archive, file):
                 download(file, root, timeout=timeout, pause=PAUSE, progress=progress)
-            _unpack(archive, unpacked, source, progress)
+            sums = _unpack(archive, unpacked, source, progress)
+        _finish(unpacked, source, sums)
         folder = root / source.folder
         with writing(folder):
             if not folder.exists():
                 os.rename(unpacked, folder)
             else:
-                for member in source.members:
+                for member in (*source.members, CHECKSUMS):
                     move_atomically(unpacked / member, folder / member)
             for leftover in (root / file.name, root / f"{file.name}.part"):
                 leftover.unlink(missing_ok=True)
+
+
+def _finish(folder: Path, source: Source, sums: Mapping[str, str]) -> None:
+    """Writes the checksums of the members, and compares them with what is on the disk."""
+    with writing(folder):
+        lines = "".join(f"{sums[member]}  {member}\n" for member in source.members)
+        (folder / CHECKSUMS).write_text(lines, encoding="ascii")
+    if not _is_undamaged(folder, source):
+        raise FormatError(
+            f"{source.folder} needs the content of its archive; got other content on the disk. Get it again, and check "
+            "the disk."
+        )
+
+
+def _is_undamaged(folder: Path, source: Source) -> bool:
+    """Whether the members have the sizes and, if they were stored, the checksums of the archive."""
+    if any(_size(folder / member) != size for member, size in source.members.items()):
+        return False
+    if not (folder / CHECKSUMS).is_file():
+        return True
+    with open_file(folder / CHECKSUMS) as stored:
+        lines = stored.read(2**16).decode("ascii", errors="replace").splitlines()
+    sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    return all(sums.get(member) == sha256_of(folder / member) for member in source.members)
 
 
 def _wrong_content(path: Path, file: RemoteFile) -> FormatError:
@@ -270,9 +302,9 @@ def _wrong_content(path: Path, file: RemoteFile) -> FormatError:
 
 
 def _find_members(given: Path, source: Source) -> dict[str, Path]:
-    """The unpacked members in the given folder, or in its subfolder, if all are there with their sizes."""
+    """The unpacked members in the given folder, or in its subfolder, if all are there and undamaged."""
     for folder in (given, given / source.folder):
-        if all(_size(folder / member) == size for member, size in source.members.items()):
+        if _is_undamaged(folder, source):
             return {member: folder / member for member in source.members}
     return {}
 
@@ -299,9 +331,10 @@ class _Limited:
         return b""
 
 
-def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | None) -> None:
-    """Writes the expected members of a tar.gz file into a new folder; anything else in it is skipped."""
+def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | None) -> dict[str, str]:
+    """Writes the expected members of a tar.gz file into a new folder, skips all others; returns their checksums."""
     total, done = sum(source.members.values()), 0
+    sums: dict[str, str] = {}
     left = dict(source.members)
     with writing(folder):
         folder.mkdir(parents=True)
@@ -318,12 +351,15 @@ def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | No
                         raise ValueError(f"{name} twice, as a link, or of {member.size:,} bytes")
                     data = members.extractfile(member)
                     assert data is not None, "a regular file has data"
+                    checksum = hashlib.sha256()
                     with writing(folder / name), (folder / name).open("xb") as made:
                         while chunk := data.read(_CHUNK):
                             made.write(chunk)
+                            checksum.update(chunk)
                             done += len(chunk)
                             if progress is not None:
                                 progress(done, total, f"unpacking {archive.name}")
+                    sums[name] = checksum.hexdigest()
             if left:
                 raise ValueError(f"no {', '.join(left)}")
         except (tarfile.TarError, ValueError, EOFError, zlib.error) as error:
@@ -331,6 +367,4 @@ def _unpack(archive: Path, folder: Path, source: Source, progress: Progress | No
                 f"{archive.name} needs to be an archive of {len(source.members)} files in {source.folder}; got {error}."
                 " Download it again."
             ) from error
-    for name, size in source.members.items():
-        if _size(folder / name) != size:
-            raise FormatError(f"{archive.name} needs {size:,} bytes of {name}; got {_size(folder / name)}.")
+    return sums

@@ -33,11 +33,11 @@ DEFAULT_WINDOW = 1e-10
 class Construction(FrozenOptions):
     """How every layer of a network is rebuilt. Base class; use one of the subclasses.
 
-    - `features`, `excess`, `density`: options of the frozen features, see `FrozenOptions`.
     - `activation`: the module between the frozen layers; None for no activation.
     - `norms`: "batch" for batch norms with the statistics of the calibration batch, "affine" for scales and shifts.
 
-    `n_blocks`, `spectrum` and `shared_column` are for layers that are trained, and must have their defaults.
+    `features`, `excess` and `density` are options of the frozen features, see `FrozenOptions`. `n_blocks`, `spectrum`
+    and `shared_column` are for layers that are trained, and must have their defaults.
     """
 
     name: ClassVar[str] = ""
