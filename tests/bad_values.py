@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
@@ -45,6 +46,11 @@ def scripted() -> Any:
         return torch.jit.script(nn.Linear(3, 2))
 
 
+def _inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4, 3)
+
+
 def does_nothing(*args: Any, **options: Any) -> None:
     """A function that takes anything and returns nothing."""
 
@@ -63,6 +69,13 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "1e300": lambda: 1e300,
     "10**30": lambda: 10**30,
     "2**40": lambda: 2**40,
+    "-(10**30)": lambda: -(10**30),
+    "2**64 - 1": lambda: 2**64 - 1,
+    "-(2**63)": lambda: -(2**63),
+    "numpy bool": lambda: np.True_,
+    "numpy uint64": lambda: np.uint64(2**64 - 1),
+    "numpy float16": lambda: np.float16(0.5),
+    "numpy nan": lambda: np.float32(math.nan),
     "1j": lambda: 1j,
     "b'x'": lambda: b"x",
     "[]": list,
@@ -79,8 +92,26 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "numpy array": lambda: np.zeros((2, 2)),
     "numpy strings": lambda: np.array(["a", "b"]),
     "numpy objects": lambda: np.array([None, "b"], dtype=object),
+    "numpy object numbers": lambda: np.array([[1, 2.0], [None, 4]], dtype=object),
+    "numpy dates": lambda: np.array(["2020-01-01"], dtype="datetime64[D]"),
+    "numpy complex": lambda: np.ones((2, 2), dtype=np.complex64),
+    "numpy nan inside": lambda: np.array([[1.0, math.nan], [math.inf, 1.0]]),
+    "0-d numpy array": lambda: np.array(3),
+    "numpy array without entries": lambda: np.zeros((0, 3)),
+    "masked numpy array": lambda: np.ma.masked_array([1.0, 2.0], mask=[True, False]),
     "empty tensor": lambda: torch.empty(0),
+    "empty integer tensor": lambda: torch.empty(0, dtype=torch.int64),
     "0-d tensor": lambda: torch.tensor(1.0),
+    "0-d integer tensor": lambda: torch.tensor(3),
+    "0-d boolean tensor": lambda: torch.tensor(True),
+    "0-d uint64 tensor": lambda: torch.tensor(2**63 + 5, dtype=torch.uint64),
+    "uint64 tensor": lambda: torch.full((4, 3), 2**63 + 5, dtype=torch.uint64),
+    "uint16 tensor": lambda: torch.ones(4, 3, dtype=torch.uint16),
+    "complex tensor": lambda: torch.ones(4, 3, dtype=torch.complex64),
+    "half tensor": lambda: torch.ones(4, 3, dtype=torch.float16),
+    "conjugate view": lambda: torch.ones(4, 3, dtype=torch.complex64).conj(),
+    "inference tensor": lambda: _inference_tensor(),
+    "nan tensor": lambda: torch.full((4, 3), math.nan),
     "7-d tensor": lambda: torch.zeros((1,) * 7),
     "sparse tensor": lambda: torch.eye(3, dtype=torch.float64).to_sparse(),
     "compressed sparse tensor": lambda: torch.eye(3, dtype=torch.float64).to_sparse_csr(),
@@ -97,6 +128,11 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "path that is too long": lambda: "x" * 5000,
     "path with a null byte": lambda: "a\0b",
     "scripted module": lambda: scripted(),
+    "compiled module": lambda: torch.compile(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))),
+    "compiled function": lambda: torch.compile(does_nothing),
+    "parallel module": lambda: nn.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))),
+    "parallel scripted module": lambda: nn.DataParallel(scripted()),
+    "module with complex weights": lambda: nn.Linear(3, 2, dtype=torch.complex64),
     "meta tensor": lambda: torch.zeros(3, 3, device="meta"),
     "module without parameters": nn.Identity,
     "lazy module": lambda: nn.Sequential(nn.LazyLinear(2)),
@@ -106,7 +142,10 @@ ALWAYS: dict[str, Callable[[], Any]] = {
     "directory": lambda: Path("."),
 }
 """Tried in the place of every argument."""
-CALLABLE = ("class", "scripted module", "module without parameters", "lazy module", "meta module")
+CALLABLE = (
+    "class", "scripted module", "module without parameters", "lazy module", "meta module", "compiled module",
+    "compiled function", "parallel module", "parallel scripted module", "module with complex weights",
+)  # fmt: skip
 """Values that can be called, but only with arguments of their own."""
 
 
@@ -129,7 +168,13 @@ def variants(valid: Any) -> Iterator[tuple[str, Any, bool]]:
     if isinstance(valid, Path):
         yield from _path_variants(valid)
     if isinstance(valid, nn.Module):
-        yield "half precision", valid.half(), False
+        yield "half precision", copy.deepcopy(valid).half(), False
+        yield "bfloat16", copy.deepcopy(valid).bfloat16(), False
+        yield "other precision", copy.deepcopy(valid).to(_other_precision(valid)), False
+        yield "compiled", torch.compile(copy.deepcopy(valid)), False
+        yield "parallel", nn.DataParallel(copy.deepcopy(valid)), False
+        yield "does not train", copy.deepcopy(valid).requires_grad_(False), False
+        yield "on meta", copy.deepcopy(valid).to("meta"), False
         yield "no parameters left", nn.Sequential(nn.ReLU()), False
         yield "other sizes", nn.Sequential(nn.Linear(7, 5)), False
     if isinstance(valid, (list, tuple)) and valid:
@@ -150,6 +195,11 @@ def variants(valid: Any) -> Iterator[tuple[str, Any, bool]]:
         yield "twice as many", type(valid)([*valid, *valid]), False
     if isinstance(valid, Tensor):
         yield from _tensor_variants(valid)
+
+
+def _other_precision(model: nn.Module) -> torch.dtype:
+    first = next((p.dtype for p in model.parameters()), torch.float32)
+    return torch.float64 if first == torch.float32 else torch.float32
 
 
 def _path_variants(valid: Path) -> Iterator[tuple[str, Any, bool]]:
@@ -174,7 +224,18 @@ def _tensor_variants(valid: Tensor) -> Iterator[tuple[str, Any, bool]]:
     yield "no columns", valid[..., :0], False
     yield "sparse", valid.to_sparse(), False
     yield "meta", valid.to("meta"), False
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int8, torch.uint8, torch.bool):
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint64,
+        torch.bool,
+    ):
         if dtype != valid.dtype:
             yield str(dtype).removeprefix("torch."), valid.to(dtype), False
     yield "complex", valid.to(torch.complex128), False

@@ -13,7 +13,7 @@ from typing import Any
 
 SHOWN = 60
 """Maximum number of characters of a value in a message."""
-_SHOWN_BITS, _LISTED = 200, 24
+_SHOWN_BITS, _LISTED, _LINE = 200, 24, 300
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters except tab and newline, characters that change the text direction, and lone surrogates."""
 
@@ -44,6 +44,12 @@ def _shown(value: Any) -> str:
 def visible(text: str) -> str:
     """The text with control characters escaped, as in \\x1b."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error of other code, of at most 300 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return visible(lines[0][:_LINE] if lines else type(error).__name__)
 
 
 class OnlynormError(Exception):

@@ -117,7 +117,7 @@ def save(
         need_precision("dtype", dtype)
     if os.path.isdir(path):
         raise StorageError(f"save needs a file name; {path} is a folder. Try {path / 'file.safetensors'}.")
-    content = unwrap(obj) if isinstance(obj, nn.Module) else obj
+    content = unwrap(need_model("save", obj)) if isinstance(obj, nn.Module) else obj
     network = content.network if isinstance(content, Reconstruction) else content
     if isinstance(network, nn.Module) and (isinstance(content, Reconstruction) or find_frozen(network)):
         networks.save_network(network, path, dtype=dtype, progress=progress)

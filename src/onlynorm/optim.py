@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onlynorm.errors import ConversionError, ValueRangeError, shown
+from onlynorm.errors import ConversionError, ValueRangeError, first_line, shown
 from onlynorm.features.kronecker import KronInverse
 from onlynorm.frozen import NormOnlyLayer
 from onlynorm.frozen.maps import GridMap, RandomMap
@@ -94,7 +94,7 @@ def follow_weights(
     except (TypeError, ValueError, RuntimeError) as error:
         raise (ValueRangeError if isinstance(error, ValueError) else ConversionError)(
             f"follow_weights needs options that the optimizer accepts, and a trainable parameter; {shown(kind)} failed "
-            f"with: {error}. Check lr= and the other options, and requires_grad of the model."
+            f"with: {first_line(error)}. Check lr= and the other options, and requires_grad of the model."
         ) from error
     if not isinstance(made, Optimizer):
         raise ConversionError(

@@ -446,7 +446,8 @@ def check_shape(shape: object) -> tuple[int, ...]:
         (8, 4, 3, 3)
     """
     is_listed = isinstance(shape, Iterable) and not isinstance(shape, torch.nn.Module)
-    is_listed = is_listed and not (isinstance(shape, torch.Tensor) and (shape.is_nested or not shape.ndim))
+    is_nested = isinstance(shape, torch.Tensor) and shape.is_nested
+    is_listed = is_listed and not is_nested and getattr(shape, "ndim", 1) != 0
     sizes = [as_integer(size) for size in itertools.islice(shape, 6)] if is_listed else []  # type: ignore[call-overload]
     if not 2 <= len(sizes) <= 5 or any(size is None or size < 1 for size in sizes):
         raise ShapeError(

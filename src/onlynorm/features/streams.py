@@ -142,7 +142,7 @@ def as_integer(value: object) -> int | None:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError, OverflowError):  # torch raises for tensors with several or too large entries
         return None
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from onlynorm.errors import ConversionError, ShapeError
 from onlynorm.features import draw
 from onlynorm.identity.near_identity import small_deviation
+from onlynorm.modules import need_model, unwrap
 from onlynorm.seeds import own_randomness
 from onlynorm.validate import need_choice, need_free_memory, need_instance, need_integer, need_seed
 
@@ -167,7 +168,12 @@ def branch_bounds(network: AllConvolutional) -> list[float]:
         >>> len(bounds)
         6
     """
-    network = need_instance("branch_bounds", network, AllConvolutional, cure="Pass the result of all_convolutional.")
+    network = need_instance(
+        "branch_bounds",
+        unwrap(need_model("branch_bounds", network)),
+        AllConvolutional,
+        cure="Pass the result of all_convolutional.",
+    )
     if any(isinstance(layer, nn.BatchNorm2d) for layer in network.modules()):
         raise ConversionError(
             "branch_bounds needs a network without norms, whose scales depend on the batch; got one with batch norms. "

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onlynorm.errors import ConversionError, ValueRangeError
+from onlynorm.errors import ConversionError, ValueRangeError, first_line
 from onlynorm.intervals.tensor import Ball, Box, Interval, IntervalError, ends
 from onlynorm.modules.layers import CONVOLUTIONS
+from onlynorm.modules.walk import without_compiling
 
 
 @torch.inference_mode(False)
@@ -36,12 +37,17 @@ def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, B
         record = functools.partial(_record, seen[name])
         hooks.append(network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
     try:
-        network(Interval(low[None].clone(), high[None].clone()))
+        with without_compiling():
+            network(Interval(low[None].clone(), high[None].clone()))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         where = f"module {inside[-1]!r}" if inside and inside[-1] else "the network's own forward"
         if isinstance(error, ValueRangeError):
             raise ValueRangeError(f"in {where}: {error}") from error
-        text = error if isinstance(error, IntervalError) else f"it needs to accept one sample of the box; got: {error}"
+        text = (
+            error
+            if isinstance(error, IntervalError)
+            else f"it needs to accept one sample of the box; got: {first_line(error)}"
+        )
         raise ConversionError(f"in {where}: {text}") from error
     finally:
         for hook in hooks:

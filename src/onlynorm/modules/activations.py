@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from onlynorm.errors import ShapeError, ValueRangeError
+from onlynorm.errors import ShapeError, ValueRangeError, first_line
 
 Activation = Callable[[Tensor], Tensor]
 N_CELLS = 257
@@ -243,7 +243,7 @@ def _need_elementwise(phi: Activation, device: torch.device) -> None:
             whole, again, turned, part = (phi(t.clone()) for t in (points, points, points.flip(0), points[:17]))
             is_shaped = whole.shape == points.shape and part.shape == (17,)
     except Exception as problem:
-        raise ValueRangeError(f"{need}; got {type(problem).__name__}: {problem}. {cure}") from problem
+        raise ValueRangeError(f"{need}; got {type(problem).__name__}: {first_line(problem)}. {cure}") from problem
     if not is_shaped:
         raise ShapeError(f"{need}; got shape {tuple(whole.shape)} from (64,). {cure}")
     if bool(whole.isnan().all()):

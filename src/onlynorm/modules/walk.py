@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError, shown
+from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRangeError, first_line, shown
 from onlynorm.validate import as_tensor
 
 Output = Callable[[Any], Any]
@@ -222,8 +222,8 @@ def copy_network(network: nn.Module) -> nn.Module:
         return copy.deepcopy(network)
     except Exception as error:
         raise ConversionError(
-            f"the network needs to be copied; copy.deepcopy failed with: {error}. Create a new one and load its "
-            "weights (remove weight_norm hooks first)."
+            f"the network needs to be copied; copy.deepcopy failed with: {first_line(error)}. Create a new one and "
+            "load its weights (remove weight_norm hooks first)."
         ) from error
 
 
@@ -238,8 +238,8 @@ def run(network: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
         raise ConversionError(
-            f"the network needs inputs that it accepts; got {shapes}, and it failed with: {error}. Pass inputs that "
-            "forward accepts, and remove casts to a fixed dtype or device from it."
+            f"the network needs inputs that it accepts; got {shapes}, and it failed with: {first_line(error)}. Pass "
+            "inputs that forward accepts, and remove casts to a fixed dtype or device from it."
         ) from error
 
 

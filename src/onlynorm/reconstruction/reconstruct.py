@@ -25,6 +25,7 @@ from onlynorm.errors import (
     ToleranceError,
     UnknownNameError,
     ValueRangeError,
+    first_line,
 )
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.frozen.form import FrozenBlock, FrozenLayer, find_blocks, find_frozen
@@ -266,7 +267,8 @@ def _mismatch(network: nn.Module, sample: tuple[Tensor, ...], wanted: list[Tenso
         made = outputs_of(run(network, sample))
         difference = relative_difference(made, wanted, scale=list(sample))
     except Exception as error:  # code of the target may raise any error for a block
-        return f"the rebuilt network fails on a calibration sample with {type(error).__name__}: {error}. {cure}"
+        what = f"{type(error).__name__}: {first_line(error)}"
+        return f"the rebuilt network fails on a calibration sample with {what}. {cure}"
     explained = AMPLIFIED * max(layer.error for layer in layers)
     if difference <= max(NOTICEABLE, explained):
         return ""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError
+from onlynorm.errors import FormatError, MissingDataError, ShapeError, ValueRangeError, first_line
 from onlynorm.seeds import seeded
 from onlynorm.storage import open_file
 from onlynorm.validate import as_tensor, need_choice, need_integer
@@ -122,7 +122,9 @@ def as_pairs(data: Any) -> Pairs:
         return data
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         return TensorPairs(*data)
-    if not isinstance(data, Pairs) or isinstance(data, _NOT_DATA_SETS):
+    # A compiled nn.Sequential has these methods, but cannot be indexed.
+    has_items = isinstance(data, Pairs) and hasattr(type(data), "__getitem__")
+    if not has_items or isinstance(data, _NOT_DATA_SETS):
         raise ShapeError(
             f"training needs (inputs, labels) or a dataset of such pairs; got a {type(data).__name__}. Pass a tuple "
             "of two tensors."
@@ -165,7 +167,7 @@ def collate(data: Pairs, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
     except (TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
         raise ShapeError(
             f"a dataset needs pairs (input, label) of numeric values, all of one shape; got {type(error).__name__}: "
-            f"{error}. Return two tensors, or a tensor and an integer."
+            f"{first_line(error)}. Return two tensors, or a tensor and an integer."
         ) from error
     return inputs, labels
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.display import Result
-from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError, shown
+from onlynorm.errors import ConversionError, OnlynormError, UnknownNameError, ValueRangeError, first_line, shown
 from onlynorm.modules.norms import (
     NormLayer,
     SkippedNorm,
@@ -151,7 +151,7 @@ class NormHandle(Result):
                 raise
             raise ConversionError(
                 f"recalibrate needs batches of valid inputs; the model failed at batch {n_batches} with: "
-                f"{error}. Pass an iterable of inputs, or of (inputs, labels)."
+                f"{first_line(error)}. Pass an iterable of inputs, or of (inputs, labels)."
             ) from error
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
@@ -376,8 +376,8 @@ def _is_chosen(norm: NormLayer, which: Which) -> bool:
         raise
     except Exception as error:
         raise ConversionError(
-            f"which needs a function of a NormLayer; it failed for {norm.name} with {type(error).__name__}: {error}. "
-            "Its fields are name, kind, class_name and n_channels, among others."
+            f"which needs a function of a NormLayer; it failed for {norm.name} with {type(error).__name__}: "
+            f"{first_line(error)}. Its fields are name, kind, class_name and n_channels, among others."
         ) from error
 
 

@@ -32,6 +32,7 @@ from onlynorm.errors import (
     StorageError,
     TrainingError,
     ValueRangeError,
+    first_line,
     shown,
 )
 from onlynorm.modules import Loss, default_loss, find_output, is_class_labels, without_autocast
@@ -396,7 +397,8 @@ def _call(model: nn.Module, inputs: Tensor) -> Any:
             ) from error
         raise ShapeError(
             f"training needs inputs that the model accepts; got {tuple(inputs.shape)} of {inputs.dtype}, and the model "
-            f"failed with {type(error).__name__}: {error}. Pass inputs of the shape and dtype that forward expects."
+            f"failed with {type(error).__name__}: {first_line(error)}. Pass inputs of the shape and dtype that forward "
+            "expects."
         ) from error
 
 

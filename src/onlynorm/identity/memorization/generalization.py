@@ -27,7 +27,7 @@ from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, V
 from onlynorm.errors import ConversionError, ShapeError, shown
 from onlynorm.identity.memorization.memorizer import ROWS, SILENT, Memorizer, MemorizerBlock
 from onlynorm.identity.memorization.thresholds import lengths_of
-from onlynorm.modules import is_class_labels
+from onlynorm.modules import is_class_labels, need_model, unwrap
 from onlynorm.progress import with_progress
 from onlynorm.seeds import seeded
 from onlynorm.validate import (
@@ -166,7 +166,7 @@ def measure_off_sample(
         >>> measured.noise[0]
         (0.0, 100.00 % right, 0.00 % silent, 0.00 % wrong)
     """
-    need_instance("measure_off_sample", network, Memorizer, cure="Pass the result of memorize.")
+    network = _need_memorizer(network, what="measure_off_sample")
     progress = need_progress(progress)
     seed = need_seed(seed)
     sizes = need_items("sizes of noise", sizes, cure=f"Leave them out for {SIZES}.")
@@ -304,9 +304,9 @@ def _nearest(values: Float[Tensor, "n neurons"], steep: Tensor) -> Float[Tensor,
     return torch.where(steep > 0.0, values.abs() / steep, torch.inf).amin(1)
 
 
-def _need_memorizer(network: Memorizer) -> Memorizer:
+def _need_memorizer(network: Memorizer, *, what: str = "a measurement outside the sample") -> Memorizer:
     """The network in float64."""
-    need_instance("a measurement outside the sample", network, Memorizer, cure="Pass the result of memorize.")
+    network = need_instance(what, unwrap(need_model(what, network)), Memorizer, cure="Pass the result of memorize.")
     is_double = all(parameter.dtype == torch.float64 for parameter in network.parameters())
     return network if is_double else copy.deepcopy(network).double()
 
