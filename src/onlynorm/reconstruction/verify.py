@@ -118,8 +118,9 @@ class Verification(ShownResult):
         broken = f"NaN OR INFINITY IN THE OUTPUT OF {self.n_not_finite} OF " if self.n_not_finite else ""
         return (
             f"{broken}{self.n_samples} {noun}: relative error {self.relative_error:.1e}, largest {self.max_error:.1e}"
-            f", same prediction on {100 * self.agreement:.2f} %, {100 * self.outside:.2f} % outside the calibrated "
-            f"range{box}; {frozen}: {self.n_frozen:,} entries, {self.n_norm:,} in norms, {others}"
+            f", same prediction on {100 * self.agreement:.2f} %\n"
+            f"{100 * self.outside:.2f} % outside the calibrated range{box}\n"
+            f"{frozen}: {self.n_frozen:,} entries, {self.n_norm:,} in norms, {others}"
         )
 
 
@@ -269,7 +270,7 @@ class Comparison(Result):
         if self.target_accuracy is None or self.network_accuracy is None:
             return str(self.check)
         return (
-            f"{self.check}; accuracy {100 * self.target_accuracy:.2f} % of the target, "
+            f"{self.check}\naccuracy {100 * self.target_accuracy:.2f} % of the target, "
             f"{100 * self.network_accuracy:.2f} % of the network"
         )
 
