@@ -29,9 +29,9 @@ PYPROJECT = SOURCE.parent.parent / "pyproject.toml"
 # A room imports only rooms above it in this list; "onlynorm" is the package's own front door, which opens onto the
 # library. The evidence and the command line stand on top of the library.
 ROOMS = [
-    "errors", "validate", "progress", "memory", "seeds", "storage", "display", "modules", "data", "models", "intervals",
-    "features", "solvers", "alignment", "frozen", "optim", "reconstruction", "tuning", "rank", "identity", "files",
-    "onlynorm", "evidence", "cli", "__main__",
+    "errors", "validate", "progress", "memory", "seeds", "storage", "cluster", "display", "modules", "data", "models",
+    "intervals", "features", "solvers", "alignment", "frozen", "optim", "reconstruction", "tuning", "rank", "identity",
+    "files", "onlynorm", "evidence", "cli", "__main__",
 ]  # fmt: skip
 FLOOR = {room: floor for floor, room in enumerate(ROOMS)}
 ON_TOP = ("evidence", "cli", "__main__")

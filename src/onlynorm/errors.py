@@ -120,3 +120,7 @@ class StorageError(OnlynormError, OSError):
 
 class TrainingError(OnlynormError, ArithmeticError):
     """Training cannot continue, for example because the loss is NaN or infinite; the message says what was saved."""
+
+
+class ClusterError(OnlynormError, RuntimeError):
+    """Workers that cannot be reached or started, or tasks that failed on them; the message names the tasks."""

@@ -415,7 +415,7 @@ def test_the_sizes_of_every_benchmark_are_valid(name: str, quick: bool) -> None:
     json.dumps(sizes.key())
 
 
-@pytest.mark.parametrize("package", ["jinja2", "pandas", "pydantic", "threadpoolctl"])
+@pytest.mark.parametrize("package", ["jinja2", "pandas", "pydantic"])
 def test_a_missing_package_names_the_extra_to_install(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:

@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 import onlynorm
-from onlynorm.cli.help import FEATURES, OUTPUT, App, flag, option
+from onlynorm.cli.help import FEATURES, OUTPUT, RUN, App, flag, option
 from onlynorm.cli.terminal import errors
 from onlynorm.errors import OnlynormError, StorageError, ToleranceError
 from onlynorm.features import names
@@ -38,6 +38,15 @@ FeaturesName = Annotated[
         choices=names(),
     ),
 ]
+
+Workers = Annotated[
+    int | None, option(RUN, "N", "Number of processes on this machine (default 1); results do not depend on it.", min=1)
+]
+ClusterName = Annotated[
+    str | None,
+    option(RUN, "ENGINE", "Run on dask:ADDRESS, dask:local:N, ray:ADDRESS or ray:local:N instead.", "--cluster"),
+]
+Threads = Annotated[int, option(RUN, "N", "Threads of each task; results can differ in the last digits.", min=1)]
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,7 +11,7 @@ import importlib.util
 
 from onlynorm.errors import MissingDataError
 
-_needed = ("jinja2", "pandas", "pydantic", "threadpoolctl")
+_needed = ("jinja2", "pandas", "pydantic")
 _missing = [name for name in _needed if importlib.util.find_spec(name) is None]
 if _missing:
     raise MissingDataError(

@@ -15,7 +15,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ import scipy
 import torch
 
 import onlynorm
+from onlynorm.cluster import Engine, Outcome, Task, need_results, run_tasks
 from onlynorm.errors import FormatError
 from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, write_sealed
+from onlynorm.validate import Progress
 
 PIECE = "onlynorm-piece"
 CACHED, OLDER = "cached", "cached, from older code"
@@ -55,18 +58,30 @@ class Piece:
         return (OLDER if self.is_stale else CACHED) if self.is_reloaded else ""
 
 
+@dataclass(frozen=True)
+class Job:
+    """A piece that a worker can compute: `function(*args)` of a module, whose result has a plain form."""
+
+    name: str
+    made_of: Mapping[str, Any]
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
 class Cache:
     """The pieces in one folder; `force` computes all of them again.
 
     `modules` are the names of the modules that compute the results: a change of their code, or of modules they import,
-    makes a piece stale.
+    makes a piece stale. `fresh` are the pieces that this run has computed, by key; they are not computed again.
     """
 
     def __init__(
-        self, folder: Path, *, modules: Iterable[str], force: bool = False, status: OnMessage = lambda _: None
-    ) -> None:
+        self, folder: Path, *, modules: Iterable[str], force: bool = False, status: OnMessage = lambda _: None,
+        fresh: dict[str, Piece] | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.force, self.status = folder, force, status
         self.made_with = {"library": library_digest(*modules), **versions()}
+        self.fresh = {} if fresh is None else fresh
 
     def get_or_compute(
         self,
@@ -81,23 +96,93 @@ class Cache:
         A new result is converted in the same way as a stored one, so that types are the same.
         """
         key = digest(made_of)
-        path = self.folder / f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', name)[:80]}-{key[:16]}.json"
-        if not self.force:
-            try:
-                stored = read_piece(path, key)
-                if stored is not None:
-                    check(stored["result"])
-                    is_stale = stored.get("made_with") != self.made_with
-                    return Piece(key, stored["result"], stored["seconds"], is_reloaded=True, is_stale=is_stale)
-            except FormatError:
-                self.status(f"{name}: {path.name} is damaged or has other fields; computing it again")
-        with claim(path):  # a second run that needs this piece raises instead of computing it again
+        found = self._find(name, key, check)
+        if found is not None:
+            return found
+        with claim(self.path(name, key)):  # a second run that needs this piece raises instead of computing it again
             start = time.perf_counter()
             result = to_plain(compute())
             seconds = time.perf_counter() - start
-            body = {"key": key, "seconds": seconds, "made_with": self.made_with, "result": result}
-            write_sealed(path, body, kind=PIECE)
+            return self._write(name, key, result, seconds, torch.get_num_threads())
+
+    def has(self, name: str, made_of: Mapping[str, Any], *, check: Callable[[Any], object] = lambda _: None) -> bool:
+        """Whether `get_or_compute` would find the piece."""
+        return self._find(name, digest(made_of), check) is not None
+
+    def compute_all(self, jobs: Sequence[Job], engine: Engine) -> None:
+        """Computes pieces on the workers of the engine and stores each as it is finished.
+
+        Raises after all others are done if one failed.
+        """
+
+        def show(done: int, total: int, names: str) -> None:
+            self.status(f"{done} of {total} done; running {names}" if names else f"{done} of {total} done")
+
+        need_results(compute_all([(self, job) for job in jobs], engine, progress=show))
+
+    def store(self, name: str, key: str, result: Any, seconds: float, threads: int) -> Piece:
+        """Writes the plain result of a worker; `get_or_compute` finds it."""
+        self.fresh[key] = self._write(name, key, result, seconds, threads)
+        return self.fresh[key]
+
+    def path(self, name: str, key: str) -> Path:
+        """The file of a piece."""
+        return self.folder / f"{re.sub(r'[^A-Za-z0-9.=_-]+', '-', name)[:80]}-{key[:16]}.json"
+
+    def _find(self, name: str, key: str, check: Callable[[Any], object]) -> Piece | None:
+        """The piece of this run, or of an earlier one unless `force`; None if it is missing or damaged."""
+        if key in self.fresh:
+            return self.fresh[key]
+        if self.force:
+            return None
+        path = self.path(name, key)
+        try:
+            stored = read_piece(path, key)
+            if stored is not None:
+                check(stored["result"])
+                is_stale = stored.get("made_with") != self.made_with
+                return Piece(key, stored["result"], stored["seconds"], is_reloaded=True, is_stale=is_stale)
+        except FormatError:
+            self.status(f"{name}: {path.name} is damaged or has other fields; computing it again")
+        return None
+
+    def _write(self, name: str, key: str, result: Any, seconds: float, threads: int) -> Piece:
+        body = {"key": key, "seconds": seconds, "threads": threads, "made_with": self.made_with, "result": result}
+        write_sealed(self.path(name, key), body, kind=PIECE)
         return Piece(key, from_plain(result), seconds, is_reloaded=False, is_stale=False)
+
+
+def compute_all(
+    jobs: Sequence[tuple[Cache, Job]], engine: Engine, *, progress: Progress | None = None
+) -> list[Outcome]:
+    """Computes pieces of several caches on the workers of the engine; each is stored as it is finished.
+
+    Pieces are locked while they are computed, as by `Cache.get_or_compute`.
+    """
+    keys = [digest(job.made_of) for _, job in jobs]
+    locks = [ExitStack() for _ in jobs]
+
+    def start(number: int) -> None:
+        cache, job = jobs[number]
+        locks[number].enter_context(claim(cache.path(job.name, keys[number])))
+
+    def store(outcome: Outcome) -> None:
+        if outcome.error is None:
+            cache, key = jobs[outcome.number][0], keys[outcome.number]
+            cache.store(outcome.name, key, outcome.result, outcome.seconds, engine.threads)
+        locks[outcome.number].close()
+
+    tasks = [Task(job.name, compute_plain, (job.function, *job.args)) for _, job in jobs]
+    try:
+        return run_tasks(tasks, engine, on_start=start, on_done=store, progress=progress)
+    finally:
+        for one in locks:
+            one.close()
+
+
+def compute_plain(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of the function as it is stored; runs in a worker."""
+    return to_plain(function(*args))
 
 
 def read_piece(path: Path, key: str) -> dict[str, Any] | None:

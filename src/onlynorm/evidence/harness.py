@@ -24,11 +24,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from scipy.special import stdtrit
 
+from onlynorm.cluster import Engine, fixed_threads, open_engine
 from onlynorm.data import Split
 from onlynorm.display import Table
-from onlynorm.evidence.cache import Cache, OnMessage, Piece
+from onlynorm.errors import ValueRangeError
+from onlynorm.evidence.cache import Cache, Job, OnMessage, Piece
 from onlynorm.evidence.records import parse
-from onlynorm.storage import tensors_digest
+from onlynorm.storage import digest, tensors_digest
 from onlynorm.validate import (
     need_callable,
     need_choice,
@@ -205,34 +207,71 @@ class Pieces(typing.Protocol):
     ) -> Piece:  # fmt: skip
         """The piece of this name that depends on `made_of`, stored or computed now."""
 
+    def has(self, name: str, made_of: Mapping[str, Any], *, check: Callable[[Any], object] = ...) -> bool:
+        """Whether the piece need not be computed."""
+
+    def compute_all(self, jobs: Sequence[Job], engine: Engine) -> None:
+        """Computes and stores pieces on the workers of the engine."""
+
 
 @dataclass(frozen=True)
 class Session:
     """One run of a benchmark: `status` shows the current step, `log` prints a line for each finished part.
 
-    `get_or_compute` stores finished results in `pieces`; `folder` is for other files.
+    `get_or_compute` stores finished results in `pieces`; `folder` is for other files. With an `engine` of several
+    workers, `compute_all` computes missing pieces at the same time.
     """
 
     status: OnMessage
     log: OnMessage
     folder: Path
     pieces: Pieces
+    engine: Engine | None = None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether pieces can be computed by other processes."""
+        return self.engine is not None and self.engine.is_parallel
 
     def get_or_compute(
         self, kind: type[_R], name: str, made_of: Mapping[str, Any], compute: Callable[[], _R]
     ) -> tuple[_R, str]:
         """The result for `made_of`, computed or from the cache, and a note if it was cached."""
 
-        def read(stored: Any) -> _R:
-            return parse(kind, stored, what=f"{name}: a stored result", cure="It is computed again.")
-
-        def plain() -> Any:
-            made: Any = compute()
-            return asdict(made) if dataclasses.is_dataclass(made) and not isinstance(made, type) else made
-
-        made_of = {key: _plain_dependency(value) for key, value in made_of.items()}
-        piece = self.pieces.get_or_compute(name, made_of, plain, check=read)
+        read = _reader(kind, name)
+        piece = self.pieces.get_or_compute(name, _plain_parts(made_of), lambda: plain_result(compute), check=read)
         return read(piece.result), piece.note
+
+    def has(self, kind: type[Any], name: str, made_of: Mapping[str, Any]) -> bool:
+        """Whether the result need not be computed."""
+        return self.pieces.has(name, _plain_parts(made_of), check=_reader(kind, name))
+
+    def compute_all(self, jobs: Iterable[tuple[type[Any], Job]]) -> bool:
+        """Computes those of the pieces that are missing on all workers; returns whether there were any."""
+        assert self.engine is not None
+        missing: dict[str, Job] = {}
+        for kind, job in jobs:
+            if not self.has(kind, job.name, job.made_of):
+                made_of = _plain_parts(job.made_of)
+                missing[digest(made_of)] = Job(job.name, made_of, plain_result, (job.function, *job.args))
+        if missing:
+            self.pieces.compute_all(list(missing.values()), self.engine)
+        return bool(missing)
+
+
+def plain_result(compute: Callable[..., Any], *args: Any) -> Any:
+    """The result of the function, as a dictionary if it is a dataclass."""
+    made: Any = compute(*args)
+    return asdict(made) if dataclasses.is_dataclass(made) and not isinstance(made, type) else made
+
+
+def _reader(kind: type[_R], name: str) -> Callable[[Any], _R]:
+    """The function that reads a stored result."""
+    return lambda stored: parse(kind, stored, what=f"{name}: a stored result", cure="It is computed again.")
+
+
+def _plain_parts(made_of: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain_dependency(value) for key, value in made_of.items()}
 
 
 def _plain_dependency(value: Any) -> Any:
@@ -251,8 +290,11 @@ _DIGESTS: dict[int, str] = {}
 class Benchmark(ABC, Generic[_S]):
     """Base class of benchmarks: a name, a description and its sizes.
 
-    `is_stored` if results are cached in a folder; `width` is the number of columns of a terminal that tables need.
+    `is_stored` if results are cached in a folder, `is_parallel` if they contain no times that are compared; `width` is
+    the number of columns of a terminal that tables need.
     """
+
+    is_parallel = False
 
     def __init__(self, name: str, about: str, sizes: type[_S], *, is_stored: bool, width: int) -> None:
         self.name, self.about, self.sizes, self.is_stored, self.width = name, about, sizes, is_stored, width
@@ -275,11 +317,15 @@ class Benchmark(ABC, Generic[_S]):
         *,
         out: Path | str = OUT,
         force: bool = False,
+        workers: int | None = None,
+        cluster: str | None = None,
+        threads: int = 1,
         progress: OnMessage | None = None,
         on_row: OnMessage | None = None,
     ) -> BenchmarkResult:
         """Runs the benchmark; `out` is the folder of cached pieces and figures, `force` computes every piece again.
 
+        `workers`, `cluster` and `threads` are those of `cluster.open_engine`, for sweeps only: a race measures times.
         `progress` is called with status messages, `on_row` with one line for each finished part.
         """
         sizes = need_instance(
@@ -288,7 +334,17 @@ class Benchmark(ABC, Generic[_S]):
         folder = need_path("out", out) / self.name
         status, log = _callback("progress", progress), _callback("on_row", on_row)
         cache = Cache(folder, modules=[self.module], force=need_flag("force", force), status=status)
-        return self.work(sizes, Session(status, log, folder, cache))
+        if not self.is_parallel:
+            if workers is not None or cluster is not None:
+                raise ValueRangeError(
+                    f"workers need a benchmark without times; {self.name} compares times, which would disturb each "
+                    "other. Omit workers and cluster."
+                )
+            return self.work(sizes, Session(status, log, folder, cache))
+        with open_engine(workers=workers, cluster=cluster, threads=threads) as engine, fixed_threads(engine.threads):
+            if engine.remark:
+                log(engine.remark)
+            return self.work(sizes, Session(status, log, folder, cache, engine))
 
     @property
     @abstractmethod

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from importlib import resources
 import torch
 from torch import Tensor
 
+from onlynorm.cluster import Outcome, Task, need_results, open_engine, run_tasks
 from onlynorm.errors import AccuracyWarning, FormatError
 from onlynorm.evidence.records import STRICT, Filled, parse
 from onlynorm.features import draw
@@ -180,30 +180,54 @@ def run_checks(
     keys: Iterable[str] | None = None,
     *,
     seed: int = 0,
+    workers: int | None = None,
+    cluster: str | None = None,
+    threads: int = 1,
     progress: Callable[[Finding], None] | None = None,
 ) -> tuple[Finding, ...]:
-    """Runs the checks of the given statements, by default all; a check of several statements runs once."""
+    """Runs the checks of the given statements, by default all; a check of several statements runs once.
+
+    `workers`, `cluster` and `threads` are those of `cluster.open_engine`; findings do not depend on the number of
+    workers, except their seconds. `progress` is called with each finding, in the order in which checks finish.
+    """
     listed = _registry() if keys is None else need_items("run_checks", keys, cure='List keys: ["giannou2023:thm-1"].')
     chosen = [statement(key).key for key in listed]
     seed = need_seed(seed)
     if progress is not None:
         need_callable("progress", progress, cure="It is called with each finding.")
-    done: dict[Check, tuple[Evidence, float]] = {}
-    findings = []
-    for key in chosen:
+    statements_of: dict[Check, list[str]] = {}
+    found: dict[str, Finding] = {}
+
+    def finish(keys: Iterable[str], evidence: Evidence, seconds: float) -> None:
+        for key in keys:
+            one = Finding(key, evidence.verdict, evidence.text, dict(evidence.measured), seconds)
+            found[key] = one
+            if progress is not None:
+                progress(one)
+
+    for key in dict.fromkeys(chosen):
         function = _check_of(key)
         if function is None:
-            found = Finding(key, Verdict.UNCHECKED, "this statement has no check", {}, 0.0)
+            finish([key], Evidence(Verdict.UNCHECKED, "this statement has no check"), 0.0)
         else:
-            if function not in done:
-                start = time.perf_counter()
-                done[function] = _run(function, seed), time.perf_counter() - start
-            evidence, seconds = done[function]
-            found = Finding(key, evidence.verdict, evidence.text, dict(evidence.measured), seconds)
-        findings.append(found)
-        if progress is not None:
-            progress(found)
-    return tuple(findings)
+            statements_of.setdefault(function, []).append(key)
+    by_first_key = {keys[0]: keys for keys in statements_of.values()}
+
+    def on_done(outcome: Outcome) -> None:
+        if outcome.error is None:
+            finish(by_first_key[outcome.name], outcome.result, outcome.seconds)
+
+    tasks = [Task(key, find_evidence, (key, seed)) for key in by_first_key]
+    with open_engine(workers=workers, cluster=cluster, threads=threads) as engine:
+        need_results(run_tasks(tasks, engine, on_done=on_done))
+    return tuple(found[key] for key in chosen)
+
+
+def find_evidence(key: str, seed: int) -> Evidence:
+    """The result of the check of a statement that has one; an error of the check is a failure."""
+    function = _check_of(key)
+    assert function is not None
+    return _run(function, seed)
 
 
 def _run(function: Check, seed: int) -> Evidence:

@@ -31,7 +31,7 @@ import pandas as pd
 
 from onlynorm.display import Curve, Figure, Table
 from onlynorm.errors import TrainingError
-from onlynorm.evidence.cache import OnMessage, worst_note
+from onlynorm.evidence.cache import Job, OnMessage, worst_note
 from onlynorm.evidence.harness import Benchmark, Goal, Session, Sizes, Spread, number
 from onlynorm.evidence.validation import TRIAL_SEED
 
@@ -308,6 +308,8 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
         hidden: measured quantities that are omitted from --json.
     """
 
+    is_parallel = True
+
     def __init__(
         self,
         name: str,
@@ -379,8 +381,14 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
     def measured(self, sizes: _S, session: Session) -> Results[_S, _C]:
         """Tries learning rates, then trains every case with every seed; finished trainings come from the cache."""
         cases = list(self.cases(sizes))
+        if session.is_parallel:
+            while session.compute_all(self._next_trials(cases, sizes, session)):
+                pass
         tried = list(self._trials(cases, sizes, session))
         chosen = self.results([], tried, sizes=sizes)
+        if session.is_parallel:
+            runs = ((case, run) for case in cases for run in self._runs_of(case, chosen))
+            session.compute_all(self._job(case, run, sizes, "run") for case, run in runs)
         return self.results(self._runs(cases, chosen, session), tried, sizes=sizes)
 
     def work(self, sizes: _S, session: Session) -> Results[_S, _C]:
@@ -395,51 +403,102 @@ class Sweep(Benchmark[_S], Generic[_S, _C]):
 
     def _trials(self, cases: Sequence[_C], sizes: _S, session: Session) -> Iterator[Trial]:
         """The trials of all learning rates, group by group."""
-        groups: dict[Any, list[_C]] = {}
-        for case in dict.fromkeys(map(self.lr_case, cases)):
-            groups.setdefault(self.lr_group(case), []).append(case)
-        for group in groups.values():
+        for group in self._groups(cases):
             found: list[Trial] = []
 
             def attempt(lr: float, group: list[_C] = group, found: list[Trial] = found) -> float:
                 made = [
-                    Trial(case, run, *self._piece(case, run, sizes, session, float, self.validate, "trial"))
-                    for case in group for run in (TrainingRun(seed, lr) for seed in self.trial_seeds(sizes))
-                ]  # fmt: skip
+                    Trial(case, run, *self._piece(case, run, sizes, session, "trial"))
+                    for case, run in self._trials_at(lr, group, sizes)
+                ]
                 found += made
                 return statistics.fmean(one.accuracy for one in made)
 
             try_lrs(self.lrs(group[0]), attempt, start=self.start)
             yield from found
 
+    def _next_trials(self, cases: Sequence[_C], sizes: _S, session: Session) -> Iterator[tuple[type[Any], Job]]:
+        """The trials that `_trials` needs next, as far as they are known from those that are finished."""
+        for group in self._groups(cases):
+            grid = self.lrs(group[0])
+
+            def accuracy(lr: float, group: list[_C] = group) -> float:
+                trials = [(case, run) for case, run in self._trials_at(lr, group, sizes)]
+                if not all(self._has(case, run, sizes, session, "trial") for case, run in trials):
+                    raise _NotTriedError(lr)
+                return statistics.fmean(self._piece(case, run, sizes, session, "trial")[0] for case, run in trials)
+
+            try:
+                try_lrs(grid, accuracy, start=self.start)
+            except TrainingError:  # raised again by `_trials`
+                continue
+            except _NotTriedError as missing:
+                first = [lr for lr in grid if self.start is None or lr in self.start]
+                for lr in first if missing.lr in first else [missing.lr]:
+                    yield from (self._job(case, run, sizes, "trial") for case, run in self._trials_at(lr, group, sizes))
+
+    def _groups(self, cases: Sequence[_C]) -> list[list[_C]]:
+        """The cases that share a learning rate."""
+        groups: dict[Any, list[_C]] = {}
+        for case in dict.fromkeys(map(self.lr_case, cases)):
+            groups.setdefault(self.lr_group(case), []).append(case)
+        return list(groups.values())
+
+    def _trials_at(self, lr: float, group: Sequence[_C], sizes: _S) -> list[tuple[_C, TrainingRun]]:
+        return [(case, TrainingRun(seed, lr)) for case in group for seed in self.trial_seeds(sizes)]
+
     def _runs(self, cases: Sequence[_C], chosen: Results[_S, _C], session: Session) -> Iterator[Measured]:
         """The runs of every case with every seed, at its learning rate and at that of `also_at`."""
         for case in cases:
-            rates = [chosen.lr(case)]
-            if self.also_at is not None:
-                rates.append(chosen.lr(self.also_at(case)))
-            for offset in range(self.n_seeds(case, chosen.sizes)):
-                for lr in dict.fromkeys(rates):
-                    run = TrainingRun(self.first_seed + offset, lr)
-                    row, note = self._piece(case, run, chosen.sizes, session, self.kind, self.train, "run")
-                    made = Measured(case, run, row, note)
-                    session.log(_row_text(made))
-                    yield made
+            for run in self._runs_of(case, chosen):
+                row, note = self._piece(case, run, chosen.sizes, session, "run")
+                made = Measured(case, run, row, note)
+                session.log(_row_text(made))
+                yield made
 
-    def _piece(
-        self, case: _C, run: TrainingRun, sizes: _S, session: Session, kind: type[_R],
-        function: Callable[[_C, TrainingRun, _S], _R], what: str,
-    ) -> tuple[_R, str]:  # fmt: skip
-        """The result of the function, computed or from the cache, and a note if it was cached."""
+    def _runs_of(self, case: _C, chosen: Results[_S, _C]) -> Iterator[TrainingRun]:
+        rates = [chosen.lr(case)]
+        if self.also_at is not None:
+            rates.append(chosen.lr(self.also_at(case)))
+        for offset in range(self.n_seeds(case, chosen.sizes)):
+            for lr in dict.fromkeys(rates):
+                yield TrainingRun(self.first_seed + offset, lr)
+
+    def _piece(self, case: _C, run: TrainingRun, sizes: _S, session: Session, what: str) -> tuple[Any, str]:
+        """The result of a run or trial, computed or from the cache, and a note if it was cached."""
+        kind, job = self._job(case, run, sizes, what)
+        session.status(job.name)
+        shown = dataclasses.replace(run, status=lambda text: session.status(f"{job.name}: {text}"))
+        function = self.validate if what == "trial" else self.train
+        return session.get_or_compute(kind, job.name, job.made_of, lambda: function(case, shown, sizes))
+
+    def _has(self, case: _C, run: TrainingRun, sizes: _S, session: Session, what: str) -> bool:
+        kind, job = self._job(case, run, sizes, what)
+        return session.has(kind, job.name, job.made_of)
+
+    def _job(self, case: _C, run: TrainingRun, sizes: _S, what: str) -> tuple[type[Any], Job]:
+        """The type of the result of a run or trial, and how a worker computes it."""
         lr = "" if math.isnan(run.lr) else f", lr {run.lr:g}"
         name = f"{_named(case)}{lr}, seed {run.seed}" + (", trial" if what == "trial" else "")
-        session.status(name)
         made_of = {
             "benchmark": self.name, "what": what, "case": _plain_case(case), "seed": run.seed, "lr": run.lr,
             "sizes": sizes.key(), **self.made_of(case, sizes),
         }  # fmt: skip
-        run = dataclasses.replace(run, status=lambda text: session.status(f"{name}: {text}"))
-        return session.get_or_compute(kind, name, made_of, lambda: function(case, run, sizes))
+        function, kind = (self.validate, float) if what == "trial" else (self.train, self.kind)
+        return kind, Job(name, made_of, measure_case, (function, case, run.seed, run.lr, sizes))
+
+
+def measure_case(function: Callable[..., Any], case: Any, seed: int, lr: float, sizes: Any) -> Any:
+    """A run or trial in a worker, which shows no status."""
+    return function(case, TrainingRun(seed, lr), sizes)
+
+
+class _NotTriedError(Exception):
+    """The trials of a learning rate are not finished."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__(lr)
+        self.lr = lr
 
 
 def _facts(one: Measured | Trial) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onlynorm.cli.app import AsJson, app, resumable
+from onlynorm.cli.app import AsJson, ClusterName, Threads, Workers, app, resumable
 from onlynorm.cli.help import OUTPUT, PAPERS, RUN, App, Group, examples, flag, option
 from onlynorm.cli.terminal import errors, print_bench, print_json, spinner
 
@@ -63,11 +63,14 @@ app.add_typer(benches, name="bench", rich_help_panel=PAPERS)
 def make_command(one: Benchmark[Any]) -> Any:
     """The command that runs a benchmark."""
 
-    def command(*, quick: bool, markdown: bool, as_json: bool, out: Path, force: bool, **given: Any) -> None:
+    def command(
+        *, quick: bool, markdown: bool, as_json: bool, out: Path, force: bool, workers: int | None = None,
+        cluster: str | None = None, threads: int = 1, **given: Any,
+    ) -> None:  # fmt: skip
         sizes = one.sizes.make(quick=quick, **{name: None if value == [] else value for name, value in given.items()})
         with resumable(out), spinner(f"bench {one.name}", hidden=False) as status:
             result = one.run(
-                sizes, out=out, force=force, progress=status,
+                sizes, out=out, force=force, workers=workers, cluster=cluster, threads=threads, progress=status,
                 on_row=lambda text: errors.print(text, highlight=False, markup=False),
             )  # fmt: skip
         show(result, markdown=markdown, as_json=as_json)
@@ -82,6 +85,8 @@ def make_command(one: Benchmark[Any]) -> Any:
         from onlynorm.evidence.harness import OUT
 
         last = {"out": (Out, OUT), "force": (Force, False), **last}
+    if one.is_parallel:
+        fixed |= {"workers": (Workers, None), "cluster": (ClusterName, None), "threads": (Threads, 1)}
     options = fixed | options_of(one.sizes) | last
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(name, kind, default=d, annotation=a) for name, (a, d) in options.items()]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from onlynorm.cli.app import AsJson, app, resumable
+from onlynorm.cli.app import AsJson, ClusterName, Threads, Workers, app, resumable
 from onlynorm.cli.help import OUTPUT, PAPERS, RUN, examples, flag, option
 from onlynorm.cli.terminal import print_json, print_record, record_facts, screen, stages
 from onlynorm.errors import UnknownNameError
@@ -21,7 +21,7 @@ RECORDS = Path("onlynorm-out/records")
     rich_help_panel=PAPERS,
     epilog=examples(
         "onlynorm reproduce random_features:fig-3",
-        "onlynorm reproduce hardt_ma2017",
+        "onlynorm reproduce hardt_ma2017 --workers 2",
         "onlynorm reproduce random_features:fig-3 --scale paper",
     ),
 )
@@ -43,6 +43,9 @@ def reproduce_command(
         ),
     ] = "quick",
     force: Annotated[bool, flag(RUN, "Compute finished parts again.", "--force")] = False,
+    workers: Workers = None,
+    cluster: ClusterName = None,
+    threads: Threads = 1,
     out: Annotated[Path, option(OUTPUT, "FOLDER", "Folder for records and figures.")] = RECORDS,
     as_json: AsJson = False,
 ) -> None:
@@ -52,7 +55,10 @@ def reproduce_command(
     if scale not in ("quick", "paper"):
         raise UnknownNameError("scale", scale, ("quick", "paper"))
     with resumable(out), stages(hidden=as_json) as show:
-        records = reproduce(ids or None, scale=scale, out=out, force=force, progress=show)  # type: ignore[arg-type]
+        records = reproduce(
+            ids or None, scale=scale, out=out, force=force, workers=workers, cluster=cluster,  # type: ignore[arg-type]
+            threads=threads, progress=show,
+        )  # fmt: skip
     if as_json:
         print_json([record_facts(r) for r in records])
     else:

@@ -13,12 +13,13 @@ caveat to the record until it is recomputed with `force=True`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
@@ -26,14 +27,15 @@ from typing import Any, Literal
 import torch
 
 import onlynorm
+from onlynorm.cluster import Engine, fixed_threads, need_results, open_engine
 from onlynorm.display import Curve, Panel, Table
 from onlynorm.errors import MissingDataError, StorageError, ValueRangeError
 from onlynorm.evidence.artifacts import SCALES, Artifact, Scale, artifacts, select
-from onlynorm.evidence.cache import Cache, Piece, source_digest, versions
+from onlynorm.evidence.cache import Cache, Job, Piece, compute_all, source_digest, versions
 from onlynorm.evidence.harness import Session
 from onlynorm.evidence.papers.expectations import check, decide
 from onlynorm.evidence.records import PieceNote, Record, write_record
-from onlynorm.storage import claim, from_plain, to_plain
+from onlynorm.storage import claim, digest, from_plain, to_plain
 from onlynorm.validate import need_callable, need_instance, need_items, need_path
 
 PIECE_FORMAT = 1
@@ -73,6 +75,8 @@ class Run:
     report: Callable[[PieceProgress], None] = field(default=lambda _: None)
     notes: list[PieceNote] = field(default_factory=list)
     total: int | None = None
+    engine: Engine | None = None
+    fresh: dict[str, Piece] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Mapping[str, Any]:
@@ -97,41 +101,165 @@ class Run:
 
         A new result is converted in the same way as a cached one, so that the types are the same.
         """
+        job, modules = self.job(name, function, config)
+        return self._stored(job, from_plain(to_plain(config)), lambda: job.function(*job.args), modules).result
+
+    def job(self, name: str, function: Callable[..., Any], config: Mapping[str, Any]) -> tuple[Job, tuple[str, ...]]:
+        """How a piece is computed, and the modules on which it depends."""
         if not isinstance(function, FunctionType) or function.__closure__:
             raise ValueRangeError(
                 f"piece {name!r} needs a plain function without a closure, so that its result depends only on its "
                 f"configuration; got {function!r}. Define it at the top of a module and pass the rest as config."
             )
         config = to_plain(config)
-        modules = (self.artifact.function.__module__, function.__module__)
         made_of = piece_parts(self.artifact, name, function, config)
-        return self._stored(name, made_of, config, lambda: function(**from_plain(config)), modules).result
+        modules = (self.artifact.function.__module__, function.__module__)
+        return Job(name, made_of, call_with, (function, from_plain(config))), modules
 
     def session(self, n_pieces: int) -> Session:
         """The session of a sweep inside this artifact; each training is a piece."""
         self.announce(n_pieces)
-        return Session(lambda _: None, lambda _: None, self.folder, self)
+        return Session(lambda _: None, lambda _: None, self.folder, self, self.engine)
 
     def get_or_compute(
         self, name: str, made_of: Mapping[str, Any], compute: Callable[[], Any], *,
         check: Callable[[Any], object] = lambda _: None,
     ) -> Piece:  # fmt: skip
         """A piece of a sweep; its key includes the source text of the artifact's module."""
+        job = self._of_sweep(Job(name, made_of, compute))
+        return self._stored(job, to_plain(made_of), compute, self._own_module, check)
+
+    def has(self, name: str, made_of: Mapping[str, Any], *, check: Callable[[Any], object] = lambda _: None) -> bool:
+        """Whether a piece of a sweep need not be computed."""
+        return self.cache(self._own_module).has(
+            name, self._of_sweep(Job(name, made_of, call_with)).made_of, check=check
+        )
+
+    def compute_all(self, jobs: Sequence[Job], engine: Engine) -> None:
+        """Computes and stores pieces of a sweep on the workers of the engine."""
+        cache = self.cache(self._own_module)
+        need_results(compute_all([(cache, self._of_sweep(job)) for job in jobs], engine, progress=self.progress_of_all))
+
+    def cache(self, modules: Iterable[str]) -> Cache:
+        """The stored pieces, as computed by these modules."""
+        return Cache(self.folder / "pieces", modules=modules, force=self.is_forced, fresh=self.fresh)
+
+    def progress_of_all(self, done: int, total: int, names: str) -> None:
+        """Reports pieces that workers compute at the same time."""
+        self.report(PieceProgress("pieces", names, "started", done, total))
+
+    @property
+    def _own_module(self) -> tuple[str]:
+        return (self.artifact.function.__module__,)
+
+    def _of_sweep(self, job: Job) -> Job:
         code = [self.artifact.source_digest, PIECE_FORMAT, onlynorm.__version__]
-        config, modules = to_plain(made_of), (self.artifact.function.__module__,)
-        parts = {"artifact": self.artifact.id, "piece": name, "config": config, "code": code}
-        return self._stored(name, parts, config, compute, modules, check)
+        parts = {"artifact": self.artifact.id, "piece": job.name, "config": to_plain(job.made_of), "code": code}
+        return replace(job, made_of=parts)
 
     def _stored(
-        self, name: str, made_of: Mapping[str, Any], config: Any, compute: Callable[[], Any], modules: Iterable[str],
+        self, job: Job, config: Any, compute: Callable[[], Any], modules: Iterable[str],
         check: Callable[[Any], object] = lambda _: None,
     ) -> Piece:  # fmt: skip
-        cache = Cache(self.folder / "pieces", modules=modules, force=self.is_forced)
-        self.progress(name, "started")
-        found = cache.get_or_compute(name, made_of, compute, check=check)
-        self.notes.append(PieceNote(name, found.key, config, found.seconds, found.is_reloaded, found.is_stale))
-        self.progress(name, "reloaded" if found.is_reloaded else "computed")
+        self.progress(job.name, "started")
+        found = self.cache(modules).get_or_compute(job.name, job.made_of, compute, check=check)
+        self.notes.append(PieceNote(job.name, found.key, config, found.seconds, found.is_reloaded, found.is_stale))
+        self.progress(job.name, "reloaded" if found.is_reloaded else "computed")
         return found
+
+
+def call_with(function: Callable[..., Any], config: Mapping[str, Any]) -> Any:
+    """The result of a piece."""
+    return function(**config)
+
+
+# ------------------------------------------------------------------------------- several workers
+
+
+class _NotComputedError(Exception):
+    """The result of a piece was used before it was computed."""
+
+
+class _Unknown:
+    """Stands for the result of a piece that is not computed yet. It can be passed on and indexed, but not used."""
+
+    def __getitem__(self, key: object) -> _Unknown:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotComputedError(name)
+
+    def _stop(self, *_: object) -> Any:
+        raise _NotComputedError
+
+    __iter__ = __len__ = __bool__ = __float__ = __int__ = __index__ = __contains__ = _stop
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _stop
+    __neg__ = __abs__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __round__ = __format__ = __str__ = _stop
+
+
+@dataclass
+class _Survey(Run):
+    """A run that lists the missing pieces instead of computing them, until the function of the artifact needs one."""
+
+    missing: dict[str, tuple[Cache, Job]] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    def progress(self, piece: str, state: Literal["started", "computed", "reloaded", "finished"]) -> None:
+        """Nothing: the run itself reports its pieces."""
+
+    def piece(self, name: str, function: Callable[..., Any], **config: Any) -> Any:
+        """The stored result, or an `_Unknown`."""
+        try:
+            job, modules = self.job(name, function, config)
+        except _NotComputedError:  # it depends on an unknown result
+            return _Unknown()
+        cache = self.cache(modules)
+        if cache.has(name, job.made_of):
+            return cache.get_or_compute(name, job.made_of, lambda: None).result
+        self.missing[str(cache.path(name, digest(job.made_of)))] = (cache, job)
+        return _Unknown()
+
+    def compute_all(self, jobs: Sequence[Job], engine: Engine) -> None:
+        """Computes pieces of a sweep, which decides itself what comes next."""
+        try:
+            super().compute_all(jobs, engine)
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _compute_ahead(runs: Sequence[Run], engine: Engine) -> dict[str, Exception]:
+    """Computes missing pieces of all artifacts on the workers; returns the failures by id of the artifact.
+
+    The function of an artifact is called until it needs a missing result. Its missing pieces are computed together
+    with those of the other artifacts; then it is called again. The run itself finds all pieces in the cache.
+    """
+    failures: dict[str, Exception] = {}
+    waiting = list(runs)
+    while waiting:
+        surveys = []
+        for run in waiting:
+            one = _Survey(
+                run.artifact, run.scale, run.folder, run.is_forced, run.report, engine=engine, fresh=run.fresh
+            )
+            with contextlib.suppress(Exception):  # raised again by the run, unless it is due to an unknown result
+                run.artifact.function(one)
+            if one.failure is not None:
+                failures[run.artifact.id] = one.failure
+            elif one.missing:
+                surveys.append((run, one))
+        jobs = [(run, *pair) for run, one in surveys for pair in one.missing.values()]
+        if not jobs:
+            break
+        outcomes = compute_all([(cache, job) for _, cache, job in jobs], engine, progress=runs[0].progress_of_all)
+        for run, _ in surveys:
+            own = [outcome for outcome, (owner, _, _) in zip(outcomes, jobs, strict=True) if owner is run]
+            try:
+                need_results(own)
+            except Exception as error:
+                failures[run.artifact.id] = error
+        waiting = [run for run, _ in surveys if run.artifact.id not in failures]
+    return failures
 
 
 def reproduce(
@@ -140,9 +268,15 @@ def reproduce(
     scale: Scale = "quick",
     out: Path | str = RECORDS,
     force: bool = False,
+    workers: int | None = None,
+    cluster: str | None = None,
+    threads: int = 1,
     progress: Callable[[PieceProgress], None] | None = None,
 ) -> tuple[Record, ...]:
     """One record per artifact, written with its figure to `out`; finished pieces are reused unless `force`.
+
+    `workers`, `cluster` and `threads` are those of `cluster.open_engine`. Workers compute pieces of all artifacts at
+    the same time; values do not depend on their number, but times in a table are then those of a busy machine.
 
     `ids` are artifact ids, keys of papers (all artifacts of that paper) or Artifact objects; None selects all. If an
     artifact raises an error, its record contains the error and the others still run. An artifact whose data is missing
@@ -160,29 +294,30 @@ def reproduce(
             need_instance("ids", item, (str, Artifact), cure=cure)
     only_given = ids is not None and all(isinstance(item, Artifact) for item in ids)
     chosen = select(ids, {} if only_given else artifacts())
+    report = (lambda _: None) if progress is None else progress
+    runs = [Run(one, scale, folder.joinpath(*one.id.split(":")), force, report) for one in chosen]
     records, without = [], {}
-    for one in chosen:
-        try:
-            with claim(Path(out).joinpath(*one.id.split(":"))):
-                records.append(_reproduce(one, scale, folder, force, progress))
-        except MissingDataError as error:
-            without[one.id] = error
+    with open_engine(workers=workers, cluster=cluster, threads=threads) as engine, fixed_threads(engine.threads):
+        failures = _compute_ahead(runs, engine) if engine.is_parallel else {}
+        for run in runs:
+            try:
+                with claim(run.folder):
+                    records.append(_reproduce(run, failures.get(run.artifact.id)))
+            except MissingDataError as error:
+                without[run.artifact.id] = error
     if without:
         done = " The others are done." if records else ""
         raise MissingDataError(f"{', '.join(without)}: {next(iter(without.values()))}{done}")
     return tuple(records)
 
 
-def _reproduce(
-    one: Artifact, scale: Scale, out: Path, force: bool, progress: Callable[[PieceProgress], None] | None
-) -> Record:
-    folder = out.joinpath(*one.id.split(":"))
-    run = Run(one, scale, folder, is_forced=force)
-    if progress is not None:
-        run.report = progress
+def _reproduce(run: Run, failed: Exception | None = None) -> Record:
+    """The record of a run; `failed` is the error of a worker."""
     start, failure = time.perf_counter(), ""
     try:
-        outcome = one.function(run)
+        if failed is not None:
+            raise failed
+        outcome = run.artifact.function(run)
     except (MissingDataError, StorageError):
         raise
     except Exception as error:
@@ -191,7 +326,7 @@ def _reproduce(
             f"The run stopped: {type(error).__name__}: {_without_paths(str(error))}",
         )
     record = _record(run, outcome, failure=failure, seconds=time.perf_counter() - start)
-    place = folder / scale
+    place = run.folder / run.scale
     write_record(place / "record.json", record)
     record.figure.write(place)
     run.progress("", "finished")
