@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError
-from onlynorm.modules.walk import need_model, unwrap, without_compiling
+from onlynorm.modules.walk import input_cure, need_model, unwrap, without_compiling
 from onlynorm.seeds import GLOBAL_GENERATORS, seeded
 
 
@@ -119,11 +119,12 @@ def need_layers(what: str, model: object) -> nn.Module:
 
 def failed_on(what: str, model: nn.Module, inputs: Iterable[Tensor], error: Exception) -> ConversionError:
     """The error to raise if the model raised `error` on these inputs."""
+    inputs, cure = list(inputs), "Pass a tensor, or a tuple of the arguments of forward."
     shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
     first = str(error).partition("\n")[0]
     return ConversionError(
         f"{what} needs inputs that the model accepts; got {shapes}, on which {type(model).__name__} failed with "
-        f"{type(error).__name__}: {first:.200}. Pass a tensor, or a tuple of the arguments of forward."
+        f"{type(error).__name__}: {first:.200}. {input_cure(model, inputs, error, otherwise=cure)}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from onlynorm.errors import ConversionError, OnlynormError, ShapeError, ValueRan
 from onlynorm.validate import as_tensor
 
 Output = Callable[[Any], Any]
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|not implemented for '")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -237,10 +239,25 @@ def run(network: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         raise
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         shapes = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in inputs)
+        cure = "Pass inputs that forward accepts, and remove casts to a fixed dtype or device from it."
+        # Floating-point inputs are cast to the precision of the network.
+        given = [x for x in inputs if not x.is_floating_point() or "'indices'" in str(error)]
         raise ConversionError(
-            f"the network needs inputs that it accepts; got {shapes}, and it failed with: {first_line(error)}. Pass "
-            "inputs that forward accepts, and remove casts to a fixed dtype or device from it."
+            f"the network needs inputs that it accepts; got {shapes}, and it failed with: {first_line(error)}. "
+            f"{input_cure(network, given, error, otherwise=cure)}"
         ) from error
+
+
+def input_cure(network: nn.Module, inputs: Any, error: BaseException, *, otherwise: str) -> str:
+    """The cure for inputs on which the network failed: their dtype if the error is about dtypes, else `otherwise`."""
+    text = str(error)
+    tensors = [x for x in (inputs if isinstance(inputs, list | tuple) else [inputs]) if isinstance(x, Tensor)]
+    if "'indices'" in text and any(x.dtype not in (torch.int64, torch.int32) for x in tensors):
+        return "Pass the indices of an embedding as int64, with inputs.long()."
+    dtype = precision(network)
+    if _ABOUT_DTYPES.search(text) and any(x.dtype != dtype for x in tensors):
+        return f"Pass inputs of the dtype of the model, with inputs.to({dtype})."
+    return otherwise
 
 
 def outputs_of(returned: object) -> list[Tensor]:

@@ -43,6 +43,7 @@ from onlynorm.modules.norms import (
     scale_at_zero,
 )
 from onlynorm.modules.norms import add_affine as give_affine
+from onlynorm.modules.walk import input_cure
 from onlynorm.seeds import seeded
 from onlynorm.tuning.fingerprint import Digests, digests, hidden_buffers, state_of, ties
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_items, need_seed
@@ -126,7 +127,7 @@ class NormHandle(Result):
         modes = {module: module.training for module in self.model.modules()}
         momenta = [norm.momentum for norm in norms]
         before = [{name: value.clone() for name, value in norm.named_buffers(recurse=False)} for norm in norms]
-        n_batches = 0
+        n_batches, inputs = 0, None
         try:
             self.model.eval()  # no dropout: only the norms are in training mode
             for norm in norms:
@@ -149,9 +150,10 @@ class NormHandle(Result):
                     norm.get_buffer(name).copy_(value)
             if isinstance(error, OnlynormError) or not isinstance(error, Exception):
                 raise
+            cure = "Pass an iterable of inputs, or of (inputs, labels)."
             raise ConversionError(
                 f"recalibrate needs batches of valid inputs; the model failed at batch {n_batches} with: "
-                f"{first_line(error)}. Pass an iterable of inputs, or of (inputs, labels)."
+                f"{first_line(error)}. {input_cure(self.model, inputs, error, otherwise=cure)}"
             ) from error
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):

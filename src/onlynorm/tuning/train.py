@@ -38,6 +38,7 @@ from onlynorm.errors import (
 from onlynorm.modules import Loss, default_loss, find_output, is_class_labels, without_autocast
 from onlynorm.modules.losses import call_loss
 from onlynorm.modules.norms import is_statistic, need_module
+from onlynorm.modules.walk import input_cure
 from onlynorm.optim import follow_weights, release
 from onlynorm.progress import with_progress
 from onlynorm.storage import claiming
@@ -395,10 +396,11 @@ def _call(model: nn.Module, inputs: Tensor) -> Any:
                 f"batch norms need at least two samples in every batch; got one of shape {tuple(inputs.shape)}. Change "
                 "batch_size, or freeze the statistics."
             ) from error
+        cure = "Pass inputs of the shape and dtype that forward expects."
         raise ShapeError(
             f"training needs inputs that the model accepts; got {tuple(inputs.shape)} of {inputs.dtype}, and the model "
-            f"failed with {type(error).__name__}: {first_line(error)}. Pass inputs of the shape and dtype that forward "
-            "expects."
+            f"failed with {type(error).__name__}: {first_line(error)}. "
+            f"{input_cure(model, inputs, error, otherwise=cure)}"
         ) from error
 
 
