@@ -13,7 +13,7 @@ from tensors import normal, relative
 from torch import Tensor
 
 import onlynorm as on
-from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
+from onlynorm.errors import InsufficientFeaturesError, MemoryLimitError, ToleranceError, ValueRangeError
 from onlynorm.seeds import seeded
 from onlynorm.solvers import fallback
 
@@ -187,7 +187,7 @@ def test_too_few_features_with_extreme_rows_still_give_the_least_squares_optimum
     assert solution.is_least_squares
     assert solution.residual <= best * (1 + 1e-6)
     assert "the least-squares optimum" in solution.shortfall
-    n = _named(solution, r"(\d+) more reach 1e-10" if power == 6 else r"(\d+) more (?:dense|reach)")
+    n = _named(solution, REACH if power == 6 else r"(\d+) more (?:dense|reach)")
     assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
 
 
@@ -196,8 +196,7 @@ def test_the_features_it_names_reach_the_tolerance_with_rows_of_unequal_size(see
     left, right, target = draw_system(14, 14, 166, seed=seed)
     left = left * torch.logspace(-4, 4, 14, dtype=torch.float64)[:, None]
     solution = on.solve(left, right, target)
-    assert "30 more dense features make the system solvable" in solution.shortfall
-    n = _named(solution, r"(\d+) more reach 1e-10")
+    n = _named(solution, REACH)
     assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
 
 
@@ -219,6 +218,8 @@ def test_a_result_that_is_no_optimum_says_so() -> None:
 
 
 # Cures that are followed
+
+REACH = r"(\d+) more (?:dense features )?reach 1e-10"
 
 
 def _cauchy(side: int, n_features: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -278,8 +279,96 @@ def test_nearly_repeated_features_name_as_many_as_reach_the_tolerance() -> None:
     left, right = left.repeat(1, 2), right.repeat(2, 1)
     left[:, 10:] += 1e-9 * normal(8, 10, seed=5)
     solution = on.solve(left, right, target)
-    n = _named(solution, r"up to rounding.*, and (\d+) more reach 1e-10")
+    n = _named(solution, REACH)
     assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_first_number_it_names_reaches_the_tolerance_with_rows_of_extreme_size(axis: int, seed: int) -> None:
+    """Completing the rank would leave a residual of up to one half."""
+    left, right, target = draw_system(5, 9, 40, seed=seed)
+    scales = torch.logspace(-8, 8, (5, 9)[axis], dtype=torch.float64)
+    left, right = (left * scales[:, None], right) if axis == 0 else (left, right * scales)
+    left[:, 30:], right[30:] = left[:, :10], right[:10]
+    n = _named(on.solve(left, right, target), r"(\d+) more dense features")
+    assert on.solve(*_more(left, right, n), target, tolerance=1e-10).is_exact
+    assert not on.solve(*_more(left, right, 15), target).is_exact
+
+
+@pytest.mark.parametrize("near", [1e7, 1e9])
+@pytest.mark.parametrize("lack", ["repeated", "output", "all"])
+def test_features_that_lack_directions_are_not_blamed_on_near(lack: str, near: float) -> None:
+    left, right, target = draw_system(4, 6, 40)
+    if lack == "repeated":
+        left, right = left[:, :10].repeat(1, 4), right[:10].repeat(4, 1)
+    elif lack == "output":
+        left[1] = 0
+    else:
+        right = 0 * right
+    shortfall = on.solve(left, right, target, near=near).shortfall
+    assert "without near" in shortfall
+    n = int(re.search(r"(\d+) more dense features", shortfall)[1])
+    more = _more(left, right, n)
+    assert on.solve(*more, target, tolerance=1e-10).is_exact
+    assert not on.solve(*more, target, near=near).is_exact
+
+
+@pytest.mark.parametrize("options", [{}, {"near": 1e9}, {"method": "krylov"}, {"least_norm": False}])
+@pytest.mark.parametrize("n_features", [3, 18, 60])
+def test_features_that_are_all_zero_in_one_factor_each_are_solved(n_features: int, options: dict[str, object]) -> None:
+    left, right, target = draw_system(4, 9, n_features)
+    left[:, ::2], right[1::2] = 0, 0
+    solution = on.solve(left, right, target, **options)
+    assert solution.residual == 1.0
+    assert solution.is_least_squares
+    assert torch.equal(solution.gamma, torch.full_like(solution.gamma, options.get("near", 0.0)))
+    assert _named(solution, r"(\d+) more dense features") == 36
+
+
+def test_more_features_than_equations_need_another_method_than_lu() -> None:
+    left, right, target = draw_system(2, 3, 6)
+    solution = on.solve(0 * left, right, target, method="lu")
+    assert "6 more dense features and method='auto'" in solution.shortfall
+    assert on.solve(*_more(0 * left, right, 6), target, tolerance=1e-10).is_exact
+
+
+def test_a_small_near_is_not_blamed() -> None:
+    left, right, target = draw_system(4, 6, 20)
+    solution = on.solve(left, right, target, near=0.5)
+    assert "near" not in solution.shortfall
+    n = _named(solution, r"(\d+) more dense features")
+    assert n == 4
+    assert on.solve(*_more(left, right, n), target, near=0.5, tolerance=1e-10).is_exact
+
+
+@pytest.mark.parametrize("method", ["auto", "krylov"])
+def test_features_of_unknown_rank_name_a_number_for_any_rank(method: str) -> None:
+    left, right, target = draw_system(6, 6, 8)
+    solution = on.solve(left.repeat(1, 4), right.repeat(4, 1), target, method=method)
+    n = _named(solution, r"(\d+) more otherwise" if method == "krylov" else r"(\d+) more dense features")
+    more = _more(left.repeat(1, 4), right.repeat(4, 1), n)
+    assert on.solve(*more, target, method=method, tolerance=1e-10).is_exact
+
+
+def test_the_memory_that_more_features_need_is_named() -> None:
+    left, right, target = draw_system(4, 40, 80)
+    solution = on.solve(left, right, target, memory=40e3)
+    n, memory = re.search(r"(\d+) more dense features and memory=(\S+) or more", solution.shortfall).groups()
+    with pytest.raises(MemoryLimitError, match="needs at least"):
+        on.solve(*_more(left, right, int(n)), target, memory=40e3)
+    assert on.solve(*_more(left, right, 160), target, memory=float(memory)).is_exact
+
+
+def test_a_refusal_of_too_few_features_names_a_number_for_any_rank() -> None:
+    left, right, target = draw_system(4, 5, 6)
+    left, right = left.repeat(1, 3), right.repeat(3, 1)
+    with pytest.raises(InsufficientFeaturesError, match=r"Draw 2 more features if .*, 20 more dense ones otherwise"):
+        on.solve(left, right, target, tolerance=1e-10)
+    assert not on.solve(*_more(left, right, 2), target).is_exact
+    assert on.solve(*_more(left, right, 20), target, tolerance=1e-10).is_exact
+    with pytest.raises(InsufficientFeaturesError, match="20 more dense ones without near otherwise"):
+        on.solve(left, right, target, near=1e9, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("method", ["lu", "cholesky", "krylov"])

@@ -82,15 +82,16 @@ def need_one_target(target: Tensor, near: Tensor | float | None) -> None:
         )
 
 
-def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool) -> None:
+def need_enough(operator: KhatriRao, tolerance: float | None, minimum_width: bool, *, has_near: bool = False) -> None:
     """Raises if a tolerance is given with fewer features than equations."""
     if tolerance is None or minimum_width or operator.n_features >= operator.equations:
         return
-    missing = operator.equations - operator.n_features
+    missing, otherwise = operator.equations - operator.n_features, "without near otherwise" if has_near else "otherwise"
     raise InsufficientFeaturesError(
         f"an exact solution needs {operator.equations} features for {operator.out} x {operator.inp} weights; got "
-        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features, or omit the "
-        "tolerance for the least-squares solution."
+        f"{operator.n_features} (excess {operator.excess:.3g}). Draw {missing} more features if the present ones are "
+        f"independent, {operator.equations} more dense ones {otherwise}, or omit the tolerance for the least-squares "
+        "solution."
     )
 
 
@@ -167,7 +168,7 @@ def live_features(operator: KhatriRao) -> Bool[Tensor, " feat"] | None:
     live = left.any(0) & right.any(1)
     count = int(live.sum())
     is_overdetermined = count < operator.equations <= operator.n_features
-    return live if 0 < count < FEW_LEFT * operator.n_features or (is_overdetermined and count) else None
+    return live if count < FEW_LEFT * operator.n_features or is_overdetermined else None
 
 
 def nonzero_fraction(operator: KhatriRao) -> float | None:

@@ -23,7 +23,7 @@ from onlynorm.errors import ToleranceError, ValueRangeError, shown
 from onlynorm.features import Features
 from onlynorm.memory import MemoryMeter, aligned, memory_budget, memory_limit, readable, release_free_memory
 from onlynorm.modules import is_autocast, without_autocast
-from onlynorm.solvers.choose import METHODS, choose
+from onlynorm.solvers.choose import METHODS, choose, krylov_memory
 from onlynorm.solvers.fallback import TINY, SolverRun, solve_with_fallback
 from onlynorm.solvers.lazy import MAX_HELD, copy_lazy, lazy, set_lazy
 from onlynorm.solvers.methods.closed_form import solve_closed_form
@@ -59,6 +59,8 @@ LARGE = 8 * 2**20
 """Size in bytes of drawn features above which the temporary memory of drawing is released."""
 METERED = 2**20
 """Size in bytes of the dense matrix from which memory is measured, which takes as long as solving a tiny system."""
+MILD = 1e-7
+"""Predicted rounding errors above this are not called rounding errors."""
 N_BINS = 40
 """Bins of the histogram of gammas."""
 _ON_STEP = "It is called with (iterations, relative residual)."
@@ -316,7 +318,7 @@ def _solve(
         need_callable("on_step", on_step, cure=_ON_STEP)
     limit = memory_budget(memory)
     target = aligned(need_target(operator, target, near).contiguous())  # rounding of products depends on strides
-    need_enough(operator, tolerance, minimum_width)
+    need_enough(operator, tolerance, minimum_width, has_near=near is not None)
     if minimum_width:
         need_one_target(target, near)
     history: list[tuple[int, float]] = []
@@ -342,7 +344,7 @@ def _solve(
         if tolerance is not None and reached is not None:
             need_reached(operator, target, *reached)
         system, scaled, power = in_range(operator, target)
-        output_gamma = None
+        output_gamma = offset = None
         if minimum_width:
             attempt, residual, output_gamma = _solve_minimum_width(system, scaled, options)
         else:
@@ -360,7 +362,8 @@ def _solve(
         history=tuple(history),
     )  # fmt: skip
     copy_lazy("condition", attempt, solution)
-    return _add_shortfall(operator, solution, attempt, tolerance, method, has_near=near is not None)
+    rounding = 0.0 if offset is None or solution.is_exact else _near_rounding(system, scaled, offset)
+    return _add_shortfall(operator, solution, attempt, tolerance, method, limit, rounding)
 
 
 def _attempt(
@@ -390,6 +393,9 @@ def _attempt(
         gamma = target.new_zeros(*target.shape[:-2], system.n_features)
         rank = 0 if reached is not None and not bool(reached[0].any() and reached[1].any()) else None
         attempt = SolverRun(gamma, "none", 0, 1.0, "the target is zero where features are nonzero", 0.0, rank=rank)
+    elif features is not None and not bool(features.any()):
+        gamma = target.new_zeros(*target.shape[:-2], system.n_features)
+        attempt = SolverRun(gamma, "none", 0, 1.0, "no feature is nonzero", 1.0, rank=0, optimality=0.0)
     else:
         n_features = system.n_features
         if reached is not None or features is not None:
@@ -520,7 +526,13 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
 
 
 def _add_shortfall(
-    operator: KhatriRao, solution: Solution, attempt: SolverRun, tolerance: float | None, method: str, *, has_near: bool
+    operator: KhatriRao,
+    solution: Solution,
+    attempt: SolverRun,
+    tolerance: float | None,
+    method: str,
+    limit: int,
+    near_rounding: float,
 ) -> Solution:
     found = [solution.gamma] if solution.output_gamma is None else [solution.gamma, solution.output_gamma]
     if not all(is_finite(values) for values in found):
@@ -532,7 +544,7 @@ def _add_shortfall(
         return solution
     tried = f"; tried: {', '.join(attempt.tried)}" if attempt.tried else ""
     if tolerance is not None:
-        remedy = _cure(operator, solution, attempt, method, has_near=has_near)
+        remedy = _cure(operator, solution, attempt, method, limit, near_rounding)
         raise ToleranceError(
             f"solve needs a relative residual of {tolerance:.0e}; {solution.method} reached {solution.residual:.1e} "
             f"on {operator.equations} equations with {operator.n_features} features{tried}. Cure: {remedy} Or omit "
@@ -549,14 +561,16 @@ def _add_shortfall(
             reached += ", the least-squares optimum for these features"
         elif solution.output_gamma is None:
             reached += f", not the least-squares optimum ({solution.optimality:.1e} in the span of the features)"
-        return f"{reached}{tried}. {_cure(held, solution, attempt, method, has_near=has_near)}"
+        return f"{reached}{tried}. {_cure(held, solution, attempt, method, limit, near_rounding)}"
 
     # Computed now if features are not stored: reading the field would draw them again.
     set_lazy(solution, "shortfall", shortfall, n_bytes)
     return solution
 
 
-def _cure(operator: KhatriRao, solution: Solution, attempt: SolverRun, method: str, *, has_near: bool) -> str:
+def _cure(
+    operator: KhatriRao, solution: Solution, attempt: SolverRun, method: str, limit: int, near_rounding: float
+) -> str:
     """A sentence with the change that makes the tolerance reachable."""
     is_minimum_width = solution.output_gamma is not None
     # No method can improve an optimum with a residual above rounding error.
@@ -565,8 +579,6 @@ def _cure(operator: KhatriRao, solution: Solution, attempt: SolverRun, method: s
         return f"Omit method='{method}' to try more robust methods."
     if attempt.missing_memory and not is_best:
         return f"Pass memory={_rounded_up(attempt.missing_memory):.2g} or more for a more robust method."
-    if has_near and not solution.is_least_squares:
-        return "The residual is rounding error of near, which is too large relative to the target: omit near."
     equations = attempt.equations if is_minimum_width else operator.equations
     known = rank = attempt.known_rank()
     if rank is None:
@@ -574,24 +586,46 @@ def _cure(operator: KhatriRao, solution: Solution, attempt: SolverRun, method: s
         n_reached = operator.equations if reached is None else int(reached[0].sum()) * int(reached[1].sum())
         n_nonzero = sum(int((left.any(1) & right.any(1)).sum()) for _, left, right in operator.blocks())
         rank = min(n_reached, n_nonzero + (operator.out - 1 if is_minimum_width else 0))
-    wanted, note = solution.tolerance, ""
+    wanted, enough = solution.tolerance, _more(operator, operator.equations, method, limit)
     rounding = 10.0 ** math.ceil(math.log10(max(2.0 * solution.residual, TINY)))
+    completed = EPS * _completed_condition(equations, rank, attempt.condition) if rank > 0 else 0.0
+    is_rounded = completed > (0.01 if is_minimum_width else 0.1) * wanted  # minimum width amplifies rounding errors
+    if near_rounding > 0.01 * wanted:
+        if equations <= rank and not solution.is_least_squares:
+            return "The residual is rounding error of near, which is too large relative to the target: omit near."
+        if equations > rank:  # of features that are not scaled to unit length, where a length can hide a direction
+            n = operator.equations if is_rounded or rank < operator.n_features else equations - rank
+            more = _more(operator, n, method, limit)
+            return f"{more} make the system solvable without near, which causes rounding errors."
     if is_minimum_width and attempt.error <= OPTIMAL < rounding:
         # Solved with a row factor of zero, as for an output without features: the rank is not informative.
-        return f"{equations} more dense features make the system solvable."
+        return f"{enough} make the system solvable{' without minimum_width' * is_rounded}."
     if equations > rank:
-        if rank != operator.n_features and not is_minimum_width:
-            note = f" (their rank is {rank})"
+        if is_rounded and is_minimum_width:
+            return f"{enough} make the system solvable without minimum_width."
+        if completed > MILD or (is_rounded and (method != "auto" or attempt.method == "krylov")):
+            return f"{enough} reach {max(wanted, ROUNDED):.0e}; fewer may leave rounding errors."
+        more = f"{_more(operator, equations - rank, method, limit)} make the system solvable"
+        if rank != operator.n_features and not is_minimum_width and known is not None:
+            more += f" (their rank is {rank})"
+        if is_rounded:
+            return f"{more} up to rounding error, and {operator.equations} more reach {max(wanted, ROUNDED):.0e}."
         if known is None:
-            note = " if the present ones are independent"
-        if rank > 0 and _completed_condition(equations, rank, attempt.condition) * EPS > 0.1 * wanted:
-            note += f" up to rounding error, and {equations} more reach {max(wanted, ROUNDED):.0e}"
-        elif has_near and solution.optimality > 0.1 * wanted:
-            note += " up to rounding error of near, which is large relative to the target"
-        return f"{equations - rank} more dense features make the system solvable{note}."
+            return f"{more} if the present ones are independent, {operator.equations} more otherwise."
+        return f"{more}."
     if is_best or rounding >= 1.0:
-        return f"{equations} more dense features make the system solvable."
+        return f"{enough} make the system solvable."
     return f"The residual is rounding error: a tolerance of {rounding:.0e} can be reached."
+
+
+def _more(operator: KhatriRao, n: int, method: str, limit: int) -> str:
+    """The number of features to add, and the arguments that must change with them.
+
+    The memory is that for as many as equations.
+    """
+    need = krylov_memory(operator.out, operator.inp, operator.n_features + operator.equations)
+    memory = f" and memory={_rounded_up(need):.2g} or more" if need > limit else ""
+    return f"{n} more dense features{memory}" + (" and method='auto'" if method == "lu" else "")
 
 
 def _completed_condition(equations: int, rank: int, condition: float) -> float:
@@ -607,6 +641,15 @@ def _rounded_up(value: float) -> float:
     """The value rounded up to two significant digits."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return math.ceil(value / unit) * unit
+
+
+def _near_rounding(operator: KhatriRao, target: Tensor, offset: Tensor) -> float:
+    """The rounding error of M near relative to the target, also with more features as long as the longest or one."""
+    sizes = torch.linalg.vector_norm(target, dim=(-2, -1))
+    longest = max(1.0, float(operator.unit()[1].max())) * math.sqrt(operator.equations + operator.n_features)
+    made = torch.linalg.vector_norm(operator.apply(offset), dim=(-2, -1))
+    largest = torch.maximum(made, offset.abs().amax(-1) * longest) / torch.where(sizes > 0, sizes, 1.0)
+    return EPS * math.sqrt(operator.n_features) * float(largest.nan_to_num(nan=math.inf).max())
 
 
 def _offset(operator: KhatriRao, near: Tensor | float | None, target: Tensor, power: int | Tensor) -> Tensor | None:

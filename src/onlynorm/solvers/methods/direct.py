@@ -77,8 +77,8 @@ def solve_lu(
     """The unique gamma of a square system, by LU in `dtype` and refinement in the operator's precision."""
     if operator.n_features != operator.equations:
         raise ShapeError(
-            f"solve_lu needs as many features as equations; got {operator.n_features} for {operator.equations}. "
-            "Use Krylov or Cholesky for other shapes."
+            f"method='lu' needs as many features as equations with a feature; got {operator.n_features} for "
+            f"{operator.equations}. Use method='auto'."
         )
     substitute, condition, precondition = _factor_lu(operator, dtype)
     gamma, count, error = _refine(operator, target, lambda rest: rest, substitute, tolerance)
