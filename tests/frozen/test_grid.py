@@ -18,11 +18,12 @@ import onlynorm as on
 from onlynorm.errors import FormatError, ShapeError
 from onlynorm.features import Features, draw
 from onlynorm.features.draw import factor_rows
-from onlynorm.frozen import streaming
+from onlynorm.frozen import pair, streaming
 from onlynorm.frozen.pair import NormOnlyBlock
 from onlynorm.frozen.streaming import find_sharing, fold_kernel
 from onlynorm.modules.affine import SharedNorm, Sharing, affine, make_norm, set_affine
 from onlynorm.modules.layers import layer_options
+from onlynorm.reconstruction.constructions import wide
 from onlynorm.storage import read_tensors, write_tensors
 
 ROUNDING = 1e-12
@@ -195,7 +196,7 @@ def test_a_file_has_two_numbers_for_every_weight(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", [None, "given"])
 def test_a_value_per_input_is_spread_over_its_channels(n_groups: int, inputs: str | None) -> None:
     index = torch.cat([torch.arange(12) % 4 + 4 * group for group in range(n_groups)])
-    sharing = Sharing(12 * n_groups, (4,) * n_groups, None if inputs is None else index.int())
+    sharing = Sharing(12 * n_groups, (4,) * n_groups, None if inputs is None else index.__getitem__)
     values = normal(4 * n_groups)
     for which in (slice(None), slice(0, 8), slice(4, 12), slice(3, 9), slice(8, 12 * n_groups)):
         assert torch.equal(sharing.spread(values, which), values[index[which]])
@@ -244,3 +245,43 @@ def test_only_the_norms_of_a_grid_learn() -> None:
         f"0.{norm}.{name}" for norm in ("first_norm", "second_norm") for name in ("weight", "bias")
     }
     assert sum(norm.n_channels for norm in norms.norms) == 24
+
+
+@pytest.mark.parametrize("kernel", ["first", "second"])
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.Tanh()])
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_parts_in_which_minimal_features_are_computed_do_not_matter(
+    kernel: str, activation: nn.Module, learns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS["grouped"]()
+    block = make_block(layer, "id_cond_minimal", kernel, activation=activation)
+    inputs = normal(3, 4, 8, 7)
+
+    def computed() -> list[Tensor]:
+        sums = [wide._row_sums(block, group, one) for group, one in enumerate(block.features)]
+        if not learns:
+            return [block(inputs).detach(), *sums]
+        block.zero_grad()
+        made = block(inputs)
+        made.square().sum().backward()
+        return [made.detach(), *(values.grad for values in block.parameters() if values.grad is not None), *sums]
+
+    block.requires_grad_(learns)
+    whole = computed()
+    for size in (1, 13, 26):
+        monkeypatch.setattr(pair, "PART", size)
+        monkeypatch.setattr(wide, "PART", size)
+        (made, *found), (expected, *others) = computed(), whole
+        assert torch.equal(made, expected)
+        # The gradient of the shared feature is summed in another order.
+        assert all(torch.allclose(*both, rtol=ROUNDING, atol=ROUNDING) for both in zip(found, others, strict=True))
+
+
+def test_inputs_of_fast_orthogonal_features_are_not_overwritten() -> None:
+    for layer, inputs in ((LAYERS["linear"](), normal(4, 5)), (nn.Conv1d(3, 2, 4), normal(2, 3, 4))):
+        block = make_block(layer, "fast_ortho_cond", "first", activation=nn.Tanh())
+        before = inputs.clone()
+        with torch.no_grad():
+            made = block(inputs)
+        assert torch.equal(inputs, before)
+        assert torch.equal(made, block(inputs.clone().requires_grad_()).detach())

@@ -308,6 +308,7 @@ MEASURED: list[dict[str, Any]] = [
     {"network": "conv", "sizes": [128, 8], "features": "id_cond"},
     {"network": "conv", "sizes": [64, 8], "features": "id_cond", "activation": "linear", "n_samples": 16},
     {"network": "conv", "sizes": [256, 7], "features": "id_cond", "n_samples": 8},
+    {"network": "conv", "sizes": [256, 7], "features": "id_cond_minimal", "n_samples": 8},
     {"network": "mlp", "sizes": [512, 512, 10], "features": "ortho_cond"},
     {"network": "mlp", "sizes": [512, 512, 10], "features": "fast_ortho_cond"},
     {"network": "resnet", "sizes": [8], "features": "id_cond"},
@@ -327,8 +328,9 @@ def test_the_planned_memory_is_what_a_run_takes(case: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["relu", "linear"])
-def test_structured_features_take_at_most_six_numbers_per_weight(activation: str) -> None:
-    case = {"network": "layer", "sizes": [512, 7], "features": "id_cond", "n_samples": 8, "activation": activation}
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "fast_ortho_cond"])
+def test_structured_features_take_at_most_six_numbers_per_weight(features: str, activation: str) -> None:
+    case = {"network": "layer", "sizes": [512, 7], "features": features, "n_samples": 8, "activation": activation}
     limit = 6 * 8 * 512 * 512 * 9
     measured = (measure_in_subprocess(case)["memory"] for _ in range(3))  # fragments of the allocator only ever add
     assert any(memory <= limit for memory in measured)

@@ -68,6 +68,14 @@ class FastOrthogonal:
         """F^T x, which is F^-1 x, for every vector x."""
         return self._by_panels(x, is_transposed=True)
 
+    def apply_(self, x: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        """As `apply`, in place and without gradients."""
+        return self._by_panels(x, is_transposed=False, made=x)
+
+    def apply_transpose_(self, x: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+        """As `apply_transpose`, in place and without gradients."""
+        return self._by_panels(x, is_transposed=True, made=x)
+
     def columns(self, start: int, stop: int) -> Float[Tensor, "block n"]:
         """Columns [start, stop) of F, one per row of the result, computed in float64."""
         return self.apply(self._unit_vectors(start, stop)).to(self.signs.dtype)
@@ -88,14 +96,16 @@ class FastOrthogonal:
         units[:, start:stop].fill_diagonal_(1.0)
         return units
 
-    def _by_panels(self, x: Tensor, *, is_transposed: bool) -> Tensor:
+    def _by_panels(self, x: Tensor, *, is_transposed: bool, made: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, self.n).to(torch.promote_types(x.dtype, torch.float32))
         signs, orders = self.signs.to(rows), self.orders.to(rows.device)
         apply, orders = (_apply_transpose, orders.argsort(1)) if is_transposed else (_apply, orders)
         panels = (apply(part.mT, signs, orders).mT for part in rows.split(max(_FEWEST, _PANEL // self.n)))
-        if x.numel() < _LARGE or (torch.is_grad_enabled() and x.requires_grad):
-            return torch.cat(list(panels)).reshape(x.shape).to(x.dtype)
-        made, start = torch.empty_like(rows, dtype=x.dtype, memory_format=torch.contiguous_format), 0
+        if made is None:
+            if x.numel() < _LARGE or (torch.is_grad_enabled() and x.requires_grad):
+                return torch.cat(list(panels)).reshape(x.shape).to(x.dtype)
+            made = torch.empty_like(rows, dtype=x.dtype, memory_format=torch.contiguous_format)
+        start = 0
         for panel in panels:  # without a second copy of the results
             made[start : start + len(panel)] = panel
             start += len(panel)

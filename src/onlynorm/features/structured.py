@@ -278,6 +278,12 @@ class FastOrthoCond:
         """M gamma = U2 G U1 with G = grid(gamma)."""
         return self.transform_outputs(self.right_factor.apply_transpose(self.grid(gamma)).mT).mT
 
+    def rotate_(self, grid: Float[Tensor, "rows cols"]) -> Float[Tensor, "rows cols"]:
+        """U2 G U1, in place and without gradients."""
+        self.right_factor.apply_transpose_(grid)
+        self.left_factor.apply_(grid.mT)
+        return grid
+
     def transform_inputs(self, x: Float[Tensor, "*batch cols"]) -> Float[Tensor, "*batch cols"]:
         """U1 x for every vector x: the inputs of the features."""
         return self.right_factor.apply(x)
@@ -409,8 +415,17 @@ class IdCondMinimal:
         matrix = torch.cat([own[..., :s], shared, own[..., s:]], dim=-1)
         if output_gamma is not None:
             check_gamma("output_gamma of id_cond_minimal", output_gamma, self.n_outputs)
-            matrix = output_gamma[..., None] * matrix
+            scale = output_gamma[..., None]
+            learns = torch.is_grad_enabled() and (matrix.requires_grad or scale.requires_grad)
+            matrix = scale * matrix if learns or scale.dtype != matrix.dtype else matrix.mul_(scale)
         return matrix.reshape(*batch, self.rows, self.cols)
+
+    def part(self, start: int, stop: int) -> tuple[IdCondMinimal, slice]:
+        """The structure of outputs [start, stop), and the features of these outputs except the shared one."""
+        n_own = self.n_positions - 1
+        rows = (stop - start) * (self.rows // self.n_outputs)
+        own = slice(1 + start * n_own, 1 + stop * n_own)
+        return IdCondMinimal(rows, self.cols, stop - start, self.shared_column), own
 
     def grid(self, values: Float[Tensor, "*batch feat"]) -> Float[Tensor, "*batch rows cols"]:
         """One value per feature at its entry; that of the shared feature at one entry of every output."""
@@ -422,7 +437,10 @@ class IdCondMinimal:
 
     def input_of(self, k: Int[Tensor, "*k"] | int | None = None) -> Int[Tensor, "*k"]:
         """Column of feature k in the target matrix, or of all features."""
-        return self._joins(torch.arange(self.n_features, device="cpu") if k is None else torch.as_tensor(k))[1]
+        index = torch.arange(self.n_features, device="cpu") if k is None else torch.as_tensor(k)
+        position = (index - 1) % max(self.n_positions - 1, 1)
+        position += position >= self.shared_column
+        return torch.where(index == 0, self.shared_column, position) % self.cols
 
     def transpose(self, residual: Float[Tensor, "*batch rows cols"]) -> Float[Tensor, "*batch feat"]:
         """M^T r: the sum over outputs for the shared feature, one entry for every other feature."""
@@ -437,12 +455,19 @@ class IdCondMinimal:
         The gamma of the shared feature is 1. Zero outputs get g2_i = 0. Raises if a nonzero output is zero at the
         shared position. Gammas grow with max_j |T_ij / T_is|.
         """
-        pivot, own = self._split(target)
-        is_blocked = (pivot == 0) & (own != 0).any(-1)
+        check_matrix("id_cond_minimal", target, self.rows, self.cols)
+        batch, s = target.shape[:-2], self.shared_column
+        flat = target.reshape(*batch, self.n_outputs, self.n_positions)
+        pivot = flat[..., s]
+        is_blocked = (pivot == 0) & (flat != 0).any(-1)
         if bool(is_blocked.any()):
             self._raise_blocked(target, is_blocked)
-        gamma = own / torch.where(pivot == 0, torch.ones_like(pivot), pivot)[..., None]
-        return torch.cat([torch.ones_like(pivot[..., :1]), gamma.flatten(-2)], dim=-1), pivot.clone()
+        divisor = torch.where(pivot == 0, torch.ones_like(pivot), pivot)[..., None]
+        gamma = target.new_ones(*batch, self.n_features)
+        own = gamma[..., 1:].view(*batch, self.n_outputs, self.n_positions - 1)
+        own[..., :s] = flat[..., :s] / divisor
+        own[..., s:] = flat[..., s + 1 :] / divisor
+        return gamma, pivot.clone()
 
     def left(self, start: int, stop: int) -> Float[Tensor, "rows block"]:
         row, _, is_shared = self._joins(torch.arange(start, stop))

@@ -302,11 +302,15 @@ class GridMap(FrozenMap):
     def constant(self, beta: Tensor) -> Tensor:
         return self.structure(beta).constant(self.by_copy(beta)).reshape(self.shape[0], -1).sum(1)
 
-    def rotate_inputs(self, x: Tensor) -> Tensor:
-        """U1 x for every row x, the inputs of the features; x itself for ID cond."""
+    def rotate_inputs(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
+        """U1 x for every row x, the inputs of the features; x itself for ID cond.
+
+        With `overwrite` the result may be written to x, if no gradients are needed.
+        """
         structure = self._fast()
         if structure is not None:
-            return structure.transform_inputs(x)
+            learns = torch.is_grad_enabled() and x.requires_grad
+            return structure.right_factor.apply_(x) if overwrite and not learns else structure.transform_inputs(x)
         return x @ self.rows("right").to(x.dtype).mT if self.features.has_factors else x
 
     def rotate_outputs(self, v: Tensor) -> Tensor:
@@ -317,10 +321,11 @@ class GridMap(FrozenMap):
         return v @ self.rows("left").to(v.dtype) if self.features.has_factors else v
 
     def rotate_grid(self, scale: Tensor) -> Tensor:
-        """U2 scale U1 for the scales of one copy as a (rows, cols) matrix."""
+        """U2 scale U1 for the scales of one copy as a (rows, cols) matrix, which may be overwritten."""
         structure = self._fast()
         if structure is not None:
-            return structure.apply(scale.flatten())
+            learns = torch.is_grad_enabled() and scale.requires_grad
+            return structure.apply(scale.flatten()) if learns else structure.rotate_(scale)
         if not self.features.has_factors:
             return scale
         return self.rows("left").to(scale).mT @ scale @ self.rows("right").to(scale)

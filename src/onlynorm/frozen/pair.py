@@ -18,7 +18,7 @@ Theory: giannou2023:thm-1, burkholz2024:thm-2.4
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from onlynorm.features import Features
+from onlynorm.features.structured import IdCondMinimal
 from onlynorm.frozen.form import FrozenBlock
 from onlynorm.frozen.maps import FrozenMap, GridMap, features_from_settings, make_maps
 from onlynorm.frozen.streaming import (
@@ -173,8 +174,7 @@ class NormOnlyBlock(FrozenBlock):
         missing = missing_features(features, inputs)
         made = []
         for part in inputs.tensor_split(n_parts):
-            values, positions = self._patch_rows(part, features)
-            values = self.grid_map(group).rotate_inputs(values)
+            values, positions = self._rotated_rows(part, features, group)
             if trains:
                 assert not isinstance(norm, Affine)
                 values = normalise_inputs(norm, values, self.input_slice(group, 0, features.n_seen))
@@ -200,6 +200,13 @@ class NormOnlyBlock(FrozenBlock):
             return patches.rows(part), patches.positions(part)
         return part.movedim(1, -1).flatten(0, -2), list(part.shape[2:])
 
+    def _rotated_rows(self, part: Tensor, features: Features, group: int) -> tuple[Tensor, list[int]]:
+        """The distinct inputs of the features, a row per sample and position, and the output size along each axis."""
+        values, positions = self._patch_rows(part, features)
+        can_overwrite = not torch.compiler.is_compiling() and type(values) is Tensor
+        is_copy = can_overwrite and values.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
+        return self.grid_map(group).rotate_inputs(values, overwrite=is_copy), positions
+
     def _n_patch_bytes(self, inputs: Tensor, features: Features) -> int:
         if self.axes and features.kernel == "first":
             return self._patches(features).n_bytes(inputs)
@@ -222,6 +229,8 @@ class NormOnlyBlock(FrozenBlock):
             return rows
         structure = features.structure
         assert structure is not None
+        if isinstance(structure, IdCondMinimal):
+            return _MinimalRows(structure, lines, self.feature_slice(group, 0, 1).start)
         scale, shift = (structure.grid(values) for values in lines(self.feature_slice(group, 0, features.n_features)))
         return lambda start, stop: (scale[start:stop], shift[start:stop])
 
@@ -331,9 +340,8 @@ class NormOnlyBlock(FrozenBlock):
         """Values of the distinct inputs [start, stop) of a group, before the norm."""
         is_whole = features.is_structured and (start, stop) == (0, features.n_seen)
         if is_whole and features.has_factors and not features.has_dense_factors and not isinstance(inputs, Interval):
-            if self.axes and features.kernel == "first":
-                inputs = self._patches(features).channels(inputs)
-            return self.grid_map(group).rotate_inputs(inputs.movedim(1, -1)).movedim(-1, 1)
+            values, positions = self._rotated_rows(inputs, features, group)
+            return values.view(len(inputs), *positions, features.cols).movedim(-1, 1)
         if features.is_structured and not features.has_factors and not isinstance(inputs, Interval):
             if not self.axes or features.kernel == "second":
                 return inputs[:, start:stop]
@@ -393,6 +401,31 @@ class NormOnlyBlock(FrozenBlock):
         if own is not None and own.ndim:  # a PReLU with one slope per feature
             slope = torch.where(is_second, own[which].to(slope), slope)
         return slope * scale, slope * shift + offset
+
+
+class _MinimalRows:
+    """Scale and shift of features at the minimum width for rows of the grid, computed for some outputs at a time."""
+
+    def __init__(
+        self, structure: IdCondMinimal, lines: Callable[[slice], tuple[Tensor, Tensor]], first_feature: int
+    ) -> None:
+        self.structure, self.lines, self.first_feature = structure, lines, first_feature
+        self.computed = range(0)
+        self.grids: tuple[Tensor, ...] = ()
+
+    def __call__(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(scale, shift) of the rows [start, stop), each (rows, cols)."""
+        n_rows = self.structure.rows // self.structure.n_outputs
+        if start < self.computed.start or stop > self.computed.stop:
+            first, n_outputs = start // n_rows, max(1, PART // self.structure.n_positions)
+            last = min(max(-(-stop // n_rows), first + n_outputs), self.structure.n_outputs)
+            part, own = self.structure.part(first, last)
+            shared = self.lines(slice(self.first_feature, self.first_feature + 1))
+            others = self.lines(slice(self.first_feature + own.start, self.first_feature + own.stop))
+            self.grids = tuple(part.grid(torch.cat(values)) for values in zip(shared, others, strict=True))
+            self.computed = range(first * n_rows, last * n_rows)
+        scale, shift = (values[start - self.computed.start : stop - self.computed.start] for values in self.grids)
+        return scale, shift
 
 
 class LowRankBlock(FrozenBlock):

@@ -19,15 +19,17 @@ the identity for ID cond and never built. Without an activation it is one layer 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from onlynorm.features import Features
+from onlynorm.features.structured import Structure
 from onlynorm.modules.affine import Sharing
 
 CHUNK_BYTES = 8 * 2**20
@@ -141,14 +143,23 @@ def find_sharing(groups: Sequence[Features]) -> Sharing | None:
     """Which features of all groups have the same input; None for random features, which have distinct inputs."""
     if not groups[0].is_structured:
         return None
-    inputs, first = [], 0
-    for one in groups:
-        if not one.is_full_grid:
-            assert one.structure is not None
-            inputs.append((one.structure.input_of().cpu() + first).int())
-        first += one.n_seen
-    n_inputs = tuple(one.n_seen for one in groups)
-    return Sharing(sum(one.n_features for one in groups), n_inputs, torch.cat(inputs) if inputs else None)
+    n_inputs, n_features = (tuple(sizes) for sizes in zip(*((g.n_seen, g.n_features) for g in groups), strict=True))
+    if groups[0].is_full_grid:
+        return Sharing(sum(n_features), n_inputs)
+    structures = [one.structure for one in groups if one.structure is not None]
+    return Sharing(sum(n_features), n_inputs, functools.partial(_inputs_of, structures, n_features, n_inputs))
+
+
+def _inputs_of(
+    structures: Sequence[Structure], n_features: Sequence[int], n_inputs: Sequence[int], k: Int[Tensor, " feat"]
+) -> Int[Tensor, " feat"]:
+    """The inputs of some features of all groups, in ascending order."""
+    found, first, first_input = [], 0, 0
+    for structure, n, n_seen in zip(structures, n_features, n_inputs, strict=True):
+        own = k[(k >= first) & (k < first + n)] - first if len(structures) > 1 else k
+        found.append(structure.input_of(own).cpu() + first_input)
+        first, first_input = first + n, first_input + n_seen
+    return torch.cat(found)
 
 
 def missing_features(features: Features, like: Tensor) -> Bool[Tensor, "rows cols"] | None:
@@ -169,11 +180,22 @@ def sum_features(
     learns: bool,
 ) -> Float[Tensor, "n rows"]:
     """v_q for every sample and position; with `learns`, for gradients, nothing is overwritten."""
-    parts = [
-        torch.cat([_summed(part, slice(*ends), rows(*ends), activation, missing, learns) for ends in cuts], 1)
-        for part, cuts in _pieces(inputs, n_rows)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if learns:
+        parts = [
+            torch.cat([_summed(part, slice(*ends), rows(*ends), activation, missing, learns) for ends in cuts], 1)
+            for part, cuts in _pieces(inputs, n_rows)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    total: Tensor | None = None
+    first = 0
+    for part, cuts in _pieces(inputs, n_rows):
+        for start, stop in cuts:  # small results between large temporary ones would fragment the memory
+            made = _summed(part, slice(start, stop), rows(start, stop), activation, missing, learns)
+            total = made.new_empty(len(inputs), n_rows) if total is None else total
+            total[first : first + len(part), start:stop] = made
+        first += len(part)
+    assert total is not None
+    return total
 
 
 def _pieces(inputs: Tensor, n_rows: int) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:

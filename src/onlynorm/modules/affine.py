@@ -12,6 +12,7 @@ Theory: giannou2023:prop-1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -54,18 +55,19 @@ class Affine(nn.Module):
 class Sharing:
     """Maps each channel to one of a few distinct inputs; `n_inputs` is the number of inputs per group of channels.
 
-    Without `inputs`, the index of the input of each channel, channels cycle through the inputs of their group.
+    `inputs` returns the index of the input of each of some channels. Without it, channels cycle through the inputs of
+    their group.
     """
 
     n_channels: int
     n_inputs: tuple[int, ...]
-    inputs: Int[Tensor, " feat"] | None = None
+    inputs: Callable[[Int[Tensor, " feat"]], Int[Tensor, " feat"]] | None = None
 
     def spread(self, values: Shaped[Tensor, " inp"], which: slice = slice(None)) -> Shaped[Tensor, " feat"]:
         """Values per input as values per channel, for the channels `which`."""
         start, stop, _ = which.indices(self.n_channels)
         if self.inputs is not None:
-            return values[self.inputs[start:stop].to(values.device)]
+            return values[self.inputs(torch.arange(start, stop, device="cpu")).to(values.device)]
         n, n_groups = self.n_inputs[0], len(self.n_inputs)
         per_group = self.n_channels // n_groups
         if start % n == stop % n == 0 and start // per_group == (stop - 1) // per_group:  # whole rows of a group

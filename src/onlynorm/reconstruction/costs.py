@@ -131,7 +131,7 @@ def pair_costs(features: Features, *, tolerance: float | None = None) -> Costs:
     elif features.name == "fast_ortho_cond":  # gamma and its weight, each transformed on both sides
         right, left = transform_costs(features)
         seconds += 2.0 * TRANSFORM_SECONDS * (features.rows * right + features.cols * left)
-        memory += 16 * features.equations + 16 * n_frozen
+        memory += 8 * features.equations + 16 * n_frozen
     elif features.name == "kron_normal":
         condition = predict_features(features).condition
         error = max(error, EPS * condition)
@@ -230,7 +230,7 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
     one, n_groups = groups[0], len(groups)
     axes, n_features, n_seen = len(one.shape) - 2, sum(g.n_features for g in groups), sum(g.n_seen for g in groups)
     factors = 8 * sum(g.n_frozen for g in groups) if one.has_factors else 0
-    index = 0 if one.is_full_grid else 8 * n_features
+    index = 0 if one.density is None else 4 * n_features
     # Gamma and beta; statistics and range of distinct inputs; the second norm.
     n_copies = 1 + (is_stored and one.has_dense_factors)
     stored = 16 * n_features + 32 * n_seen + 32 * one.shape[0] * n_groups + index + factors * n_copies
@@ -247,12 +247,12 @@ def grid_costs(solving: Costs, groups: Sequence[Features], load: Load, *, is_sto
     calibrating = batch + chunk + max(chunk, unfolded)
     is_fast = one.has_factors and not one.has_dense_factors
     is_transformed = is_fast and values * max(padded, positions) <= CHUNK_BYTES * positions
-    if is_transformed:  # patches in rows, transformed in panels, and concatenated
-        calibrating = batch + 4 * values
+    if is_transformed:  # patches in rows, transformed in place
+        calibrating = batch + values
     elif is_fast:  # the rows of U1 for the inputs of a chunk, computed in panels
         calibrating += 24 * one.cols * min(one.cols, max(1, CHUNK_BYTES // max(each, 8 * (one.rows + one.cols))))
     part = 8 * min(n_features, PART)
-    choosing = max(NORM_VECTORS * part, 0 if one.is_full_grid else 80 * n_features)
+    choosing = max(NORM_VECTORS * part, 0 if one.density is None else 80 * n_features)
     few = min(N_MEASURED, load.n_samples)
     measured = dataclasses.replace(load, n_samples=few)
     measuring = grid_pass_memory(groups, measured, is_linear=is_linear)
@@ -292,7 +292,7 @@ def grid_pass_memory(groups: Sequence[Features], load: Load, *, is_linear: bool)
     if is_linear:
         return 8 * one.n_features + 8 * part + patches
     n_parts = min(load.n_samples, -(-8 * rows * one.cols // PATCH_BYTES)) if len(groups) == 1 else 1
-    grids = 0 if one.is_full_grid else 24 * one.n_features
+    grids = 0 if one.density is None else 24 * one.n_features
     return patches // max(1, n_parts) + 3 * max(HIDDEN_BYTES, 8 * one.n_seen) + grids
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from onlynorm.errors import InsufficientFeaturesError, ToleranceError, ValueRangeError
 from onlynorm.features import Features, draw
 from onlynorm.features.draw import factor_rows
-from onlynorm.features.structured import FastOrthoCond
+from onlynorm.features.structured import FastOrthoCond, IdCondMinimal
 from onlynorm.frozen.pair import PART, NormOnlyBlock
 from onlynorm.memory import release_free_memory
 from onlynorm.modules.activations import Ray, known
@@ -331,6 +331,11 @@ def _row_sums(block: NormOnlyBlock, group: int, features: Features) -> Tensor:
             total = total @ factor_rows(features, "left").to(total)
         elif isinstance(features.structure, FastOrthoCond):
             total = features.structure.transform_outputs(total)
+    elif isinstance(features.structure, IdCondMinimal):
+        structure, shared = features.structure, constants(0, 1)
+        step = max(1, PART // structure.n_positions)
+        parts = (structure.part(i, min(i + step, structure.n_outputs)) for i in range(0, structure.n_outputs, step))
+        total = torch.cat([one.constant(torch.cat([shared, constants(own.start, own.stop)])) for one, own in parts])
     elif features.structure is not None:
         total = features.structure.constant(constants(0, features.n_features))
     else:

@@ -27,5 +27,7 @@ def solve_closed_form(
         gamma, output_gamma = found, None
         made = structure.apply(gamma)
     size = torch.linalg.vector_norm(target)
-    residual = torch.linalg.vector_norm(made - target) / size if float(size) > 0.0 else size
+    is_new = made.data_ptr() != gamma.data_ptr() and not made.requires_grad
+    difference = made.sub_(target) if is_new else made - target
+    residual = torch.linalg.vector_norm(difference) / size if float(size) > 0.0 else size
     return gamma, output_gamma, float(residual)
