@@ -115,7 +115,7 @@ def test_demo_writes_one_page_with_both_figures_and_prints_its_path(run: RunCli,
     page = tmp_path / "new" / "folder" / "demo.html"
     assert str(page) in ran.stdout.replace("\n", "")
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 2
+    assert text.count("<svg") == 4, "each for wide pages and for phones"
     assert "A network of 13 layers that does not learn" in text
     assert "rebuilt from random weights" in text
     assert "http://" not in re.sub(r"xmlns[:\w]*=.http://www.w3.org/[\w/]*", "", text)

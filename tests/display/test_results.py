@@ -136,7 +136,7 @@ def test_a_result_is_drawn_and_written_as_a_page_that_loads_nothing(name: str, t
     assert page.startswith("<!DOCTYPE html>")
     assert "prefers-color-scheme: dark" in page
     assert "default-src 'none'" in page
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == (1 if len(figure.used_panels) == 1 else 2)
     assert "<script" not in page
     assert re.findall(r'(?:src|href)="(?!data:|#)([^"]*)"', page) == []
     assert f"<h1>{result.view().title}</h1>".replace("'", "&#39;") in page
@@ -162,6 +162,20 @@ def test_colours_of_curves_follow_the_page() -> None:
     assert "currentColor" in svg
     css = (Path(on.__file__).parent / "display/page.css").read_text(encoding="utf-8")
     assert css.count("--curve-0:") == 2, "one for light pages, one for dark ones"
+
+
+def test_panels_are_below_each_other_on_a_phone() -> None:
+    panels = [Curve("a", (1, 2), (1, 2), panel=name) for name in ("left", "right")]
+    wide, narrow = (f"<svg{part}" for part in Figure(panels).responsive_svg().split("<svg")[1:])
+    assert 'class="wide"' in wide
+    assert re.search(r'class="narrow" style="display: none;', narrow), "hidden where no style sheet shows it"
+    sizes = [[float(x) for x in re.search(r'viewBox="0 0 (\S+) (\S+)"', one).groups()] for one in (wide, narrow)]
+    assert sizes[0][0] > 2 * sizes[0][1] > sizes[1][0]
+    assert sizes[1][1] > 1.5 * sizes[1][0]
+    ids = [set(re.findall(r' id="([^"]+)"', one)) for one in (wide, narrow)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    assert Figure(panels[:1]).responsive_svg() == Figure(panels[:1]).inline_svg()
 
 
 def test_an_iterative_solve_remembers_its_residuals_and_a_direct_one_has_none() -> None:

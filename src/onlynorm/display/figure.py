@@ -46,6 +46,8 @@ MAX_NAMES = 24
 """Maximum number of tick labels of an axis; of more names, every n-th is shown."""
 LARGEST = 1.7
 """Maximum pixels per point of a figure in a page."""
+WIDE, NARROW = (4.6, 3.4), (3.9, 2.9)
+"""Width and height of a panel in inches: side by side, and below each other on a phone."""
 _SVG = "http://www.w3.org/2000/svg"
 _NOT_XML = re.compile("[\ufffe\uffff]")
 
@@ -165,22 +167,36 @@ class Figure:
         drawing, hovered = _draw(self, is_hovered=True)
         return _inline(_saved(drawing, format="svg", transparent=True, metadata={"Date": None}).decode(), hovered)
 
+    def responsive_svg(self) -> str:
+        """Inline SVG; of several panels also one with all below each other, which style sheets show on a phone."""
+        wide = self.inline_svg()
+        if len(self.used_panels) < 2:
+            return wide
+        drawing, _ = _draw(self, n_columns=1, size=NARROW)
+        salt = f"{STYLE['svg.hashsalt']}, narrow"  # ids differ from those of the wide one
+        drawn = _saved(drawing, salt=salt, format="svg", transparent=True, metadata={"Date": None}).decode()
+        narrow = _inline(drawn, {})
+        narrow = narrow.replace('style="max-width', 'class="narrow" style="display: none; max-width', 1)
+        return wide.replace('style="max-width', 'class="wide" style="max-width', 1) + narrow
+
     def _repr_html_(self) -> str:
-        return self.inline_svg()
+        return self.responsive_svg()
 
 
-def _draw(figure: Figure, *, is_hovered: bool = False) -> tuple[Drawing, dict[str, list[str]]]:
-    """The drawing, and the hover texts of points by the id of their group."""
+def _draw(
+    figure: Figure, *, is_hovered: bool = False, n_columns: int = 3, size: tuple[float, float] = WIDE
+) -> tuple[Drawing, dict[str, list[str]]]:
+    """The drawing with panels of this size, and the hover texts of points by the id of their group."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Drawing
 
     panels = figure.used_panels
-    n_columns = max(1, min(3, len(panels)))
+    n_columns = max(1, min(n_columns, len(panels)))
     n_rows = max(1, -(-len(panels) // n_columns))
     hovered: dict[str, list[str]] = {}
     with matplotlib.rc_context(STYLE):
-        drawing = Drawing(figsize=(4.6 * n_columns, 3.4 * n_rows + 0.7), layout="constrained")
+        drawing = Drawing(figsize=(size[0] * n_columns, size[1] * n_rows + 0.7), layout="constrained")
         FigureCanvasAgg(drawing)
         styles, named = _styles(figure.curves), dict[str, Any]()
         grid = drawing.subplots(n_rows, n_columns, squeeze=False)
@@ -201,11 +217,11 @@ def _draw(figure: Figure, *, is_hovered: bool = False) -> tuple[Drawing, dict[st
     return drawing, hovered
 
 
-def _saved(drawing: Drawing, **options: Any) -> bytes:
+def _saved(drawing: Drawing, *, salt: str = STYLE["svg.hashsalt"], **options: Any) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # labels without space, or missing glyphs
         drawing.savefig(buffer, **options)
     return buffer.getvalue()

@@ -147,7 +147,7 @@ class ShownResult(Result):
     def _shown(self) -> tuple[View, str]:
         """The content of the page and the figure as SVG; empty without curves."""
         figure = self.plot()
-        return self.view(), figure.inline_svg() if figure.curves else ""
+        return self.view(), figure.responsive_svg() if figure.curves else ""
 
     def _repr_html_(self) -> str:
         return self._render("display/notebook.html")

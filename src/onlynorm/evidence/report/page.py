@@ -56,7 +56,7 @@ def render_page(
         "evidence/report/report.html",
         scripts=[resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")],
         title="reproduction report", summary=_summary(records), records=records, tones=TONES,
-        figures=[record.figure.inline_svg() if record.curves else "" for record in records],
+        figures=[record.figure.responsive_svg() if record.curves else "" for record in records],
         details=[_details(record) for record in records], unchecked=[_unchecked(record) for record in records],
         groups=[(titles.get(key, key), key, group) for key, group in groups.items()], n_statements=len(statements),
         verdicts=[verdict.value for verdict in Verdict if verdict in present],
