@@ -69,6 +69,7 @@ def distance(one: Any, other: Any) -> float:
         {"features": "orthogonal", "excess": 1.5},
         {"features": "ortho_cond"},
         {"features": "fast_ortho_cond"},
+        {"features": "kron_normal"},
         {"features": "id_cond_minimal"},
         {"features": "id_cond"},
         {"features": "id_cond", "spectrum": 1000.0},

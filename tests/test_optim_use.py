@@ -16,7 +16,7 @@ from onlynorm.optim import follow_weights, release
 from onlynorm.seeds import own_randomness
 
 EPS = torch.finfo(torch.float64).eps
-FOLLOWED = ["he_normal", "ortho_cond", "fast_ortho_cond", "id_cond_minimal"]
+FOLLOWED = ["he_normal", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal"]
 
 
 def layer(features: str, *, seed: int = 0) -> tuple[NormOnlyLinear, nn.Linear]:

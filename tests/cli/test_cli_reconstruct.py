@@ -37,7 +37,7 @@ def test_plan_weighs_every_method_and_names_one(run: RunCli) -> None:
     assert not next(option for option in facts["options"] if option["method"] == facts["method"])["obstacle"]
 
 
-@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond"])
+@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal"])
 def test_plan_knows_the_closed_form_of_structured_features(run: RunCli, features: str) -> None:
     facts = run("plan", "4x5", "--features", features, "--json").json()
     assert facts["method"] == "closed form"

@@ -117,7 +117,7 @@ def test_too_few_features_are_never_invertible() -> None:
     assert not is_generically_invertible(ones, torch.ones(5, 3, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "fast_ortho_cond", "he_normal"])
+@pytest.mark.parametrize("name", ["id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal", "he_normal"])
 def test_dense_and_structured_features_have_full_structural_rank(name: str) -> None:
     features = draw(name, (3, 4))
     assert is_generically_invertible(features.mask_left(), features.mask_right())

@@ -23,7 +23,7 @@ from onlynorm.features.structured import IdCond, IdCondMinimal, OrthoCond, Struc
 EPS = torch.finfo(torch.float64).eps
 SHAPES = st.lists(st.integers(1, 4), min_size=2, max_size=4).map(tuple)
 KERNELS = st.sampled_from(["first", "second"])
-NAMES = ("id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond")
+NAMES = ("id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal")
 
 
 def numbers(name: str, *shape: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ def test_sources_are_described_by_plain_words() -> None:
         assert features_from_settings(json.loads(json.dumps(kind_of(one)(one).settings()))) == one
 
 
-@pytest.mark.parametrize("features", ["he_normal", "ortho_cond", "fast_ortho_cond"])
+@pytest.mark.parametrize("features", ["he_normal", "ortho_cond", "fast_ortho_cond", "kron_normal"])
 def test_chunks_made_from_the_seed_give_the_same_bits(features: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onlynorm.frozen.pair.CHUNK_BYTES", 3 * 20 * 8)
     blocks = []

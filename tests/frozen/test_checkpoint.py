@@ -78,7 +78,7 @@ def test_absurd_features_are_refused_before_anything_is_allocated(small: Path, k
 
 
 @pytest.mark.parametrize(
-    "name", ["he_normal", "id_cond", "ortho_cond", "fast_ortho_cond", "orthogonal", "sparse_he_normal"]
+    "name", ["he_normal", "id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal", "orthogonal", "sparse_he_normal"]
 )
 def test_huge_weights_are_refused_whatever_the_features(small: Path, name: str) -> None:
     density = 0.5 if name == "id_cond" else None

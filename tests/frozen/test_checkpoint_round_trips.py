@@ -71,7 +71,8 @@ def test_a_loaded_network_gives_the_same_bits(dtype: torch.dtype, storage: str, 
 
 
 @pytest.mark.parametrize(
-    "features", ["he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond", "fast_ortho_cond"]
+    "features",
+    ["he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal"],
 )
 @pytest.mark.parametrize("norms", ["batch", "affine"])
 def test_every_distribution_and_both_kinds_of_norms_come_back(features: str, norms: str, tmp_path: Path) -> None:

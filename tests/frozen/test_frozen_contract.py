@@ -34,6 +34,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "given": {"features": "id_cond", "spectrum": semicircle_spectrum(6 * 2 * 4, condition=3.0)},
     "ortho_cond": {},
     "fast_ortho_cond": {},
+    "kron_normal": {},
     "id_cond_minimal": {"shared_column": 1},
     "he_normal": {"excess": 1.5},
     "blocks": {"features": "he_normal", "n_blocks": 6},
@@ -149,6 +150,7 @@ class TestMapsOfBlocks(MapContract):
             "sparse",
             "ortho_cond",
             "fast_ortho_cond",
+            "kron_normal",
             "id_cond_minimal",
             "he_normal",
             "sparse_he_normal",
@@ -162,7 +164,7 @@ class TestMapsOfBlocks(MapContract):
         return kind_of(drawn)(drawn)
 
 
-@pytest.mark.parametrize("features", ["ortho_cond", "fast_ortho_cond", "id_cond_minimal", "he_normal"])
+@pytest.mark.parametrize("features", ["ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal", "he_normal"])
 def test_groups_have_the_frozen_numbers_of_one(features: str) -> None:
     whole = make_map((6, 2, 3), choose(features), groups=3)
     one = make_map((2, 2, 3), choose(features))
@@ -278,7 +280,7 @@ class LayerContract:
 
 class TestNormOnlyLayers(LayerContract):
     def kinds(self) -> tuple[str, ...]:
-        return ("id_cond", "scaled", "ortho_cond", "fast_ortho_cond", "id_cond_minimal", "he_normal")
+        return ("id_cond", "scaled", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal", "he_normal")
 
     def make(self, plain: nn.Module, inputs: Tensor, kind: str) -> FrozenLayer:
         return wrap(plain, choose(kind)).eval()  # type: ignore[arg-type]
@@ -290,6 +292,7 @@ class TestBlocks(LayerContract):
             "id_cond",
             "ortho_cond",
             "fast_ortho_cond",
+            "kron_normal",
             "id_cond_minimal",
             "he_normal",
             "residual",

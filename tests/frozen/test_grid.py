@@ -39,7 +39,7 @@ LAYERS = {
     "replicated": lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="replicate"),
 }
 FEATURES: dict[str, dict[str, Any]] = {
-    "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {}, "id_cond_minimal": {"shared_column": 1},
+    "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {}, "kron_normal": {}, "id_cond_minimal": {"shared_column": 1},
     "sparse": {"density": 0.6},
 }  # fmt: skip
 
@@ -147,7 +147,9 @@ def test_a_rebuilt_grid_is_its_target_and_collapses_to_it(
     assert check.outside == 0.0
     assert on.verify(target, made, 100 * inputs).outside == 1.0
     assert on.verify(target, on.collapse(made), inputs).is_same(1e-11)
-    assert len(made.network[0].low) == (3 if kernel == "second" else 27)
+    # kron_normal has ceil(sqrt(1.25) n) distinct inputs
+    n_seen = {"first": 31, "second": 4} if features == "kron_normal" else {"first": 27, "second": 3}
+    assert len(made.network[0].low) == n_seen[kernel]
 
 
 @pytest.mark.parametrize("features", FEATURES)

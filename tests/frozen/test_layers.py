@@ -91,7 +91,15 @@ def test_only_norms_are_parameters_and_nothing_frozen_is_saved(features: str) ->
 
 
 def test_the_weight_is_made_of_the_frozen_features_that_draw_gives() -> None:
-    for features in ("he_normal", "orthogonal", "ortho_cond", "fast_ortho_cond", "id_cond", "sparse_he_normal"):
+    for features in (
+        "he_normal",
+        "orthogonal",
+        "ortho_cond",
+        "fast_ortho_cond",
+        "kron_normal",
+        "id_cond",
+        "sparse_he_normal",
+    ):
         layer = NormOnlyConv2d(3, 4, kernel_size=2, features=features, seed=5, layer="here", **DOUBLE)
         made = draw(features, (4, 3, 2, 2), seed=5, layer="here")
         by_hand = (made.left() * layer.gamma) @ made.right()
@@ -154,7 +162,7 @@ def test_a_sparse_layer_trains_like_a_masked_one() -> None:
     assert 0.2 < n_kept / sum(mask.numel() for mask in masks) < 0.4
 
 
-@pytest.mark.parametrize("features", ["he_normal", "ortho_cond", "fast_ortho_cond", "id_cond_minimal"])
+@pytest.mark.parametrize("features", ["he_normal", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal"])
 def test_gradients_are_those_of_finite_differences(features: str) -> None:
     layer = NormOnlyLinear(3, 4, features=features, seed=1, **DOUBLE)
     x = normal(5, 3)

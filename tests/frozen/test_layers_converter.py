@@ -69,7 +69,9 @@ class Tied(nn.Module):
 # ------------------------------------------------------------------------------- what becomes what
 
 
-@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "he_normal"])
+@pytest.mark.parametrize(
+    "features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal", "he_normal"]
+)
 def test_a_converted_resnet_computes_the_same_and_trains_only_norms(features: str) -> None:
     model = resnet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -156,7 +158,9 @@ def test_layers_can_be_kept_by_name_by_container_and_by_pattern() -> None:
         to_norm_only(model, keep="head")
 
 
-@pytest.mark.parametrize("features", ["id_cond", "ortho_cond", "fast_ortho_cond", "id_cond_minimal", "he_normal"])
+@pytest.mark.parametrize(
+    "features", ["id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal", "he_normal"]
+)
 def test_convolutions_in_groups_are_converted(features: str) -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 1)).double()
     mine = to_norm_only(model, features=features, strict=True)
@@ -182,7 +186,7 @@ def test_a_layer_that_does_not_start_with_its_weight_is_warned_of() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "features", ["he_normal", "er_sign", "ortho_cond", "fast_ortho_cond", "id_cond", "id_cond_minimal"]
+    "features", ["he_normal", "er_sign", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond", "id_cond_minimal"]
 )
 def test_features_that_reach_the_weight_start_without_a_warning(features: str, dtype: torch.dtype) -> None:
     with own_randomness(0):
@@ -252,6 +256,7 @@ def test_models_without_anything_to_convert_are_refused() -> None:
         {"features": "id_cond_minimal"},
         {"features": "ortho_cond"},
         {"features": "fast_ortho_cond"},
+        {"features": "kron_normal"},
         {"features": "he_normal", "n_blocks": 2},
         {"features": "id_cond", "spectrum": 100.0},
     ],

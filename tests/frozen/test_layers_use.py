@@ -42,6 +42,7 @@ SEEDED: list[dict[str, Any]] = [
     {"features": "er_sign", "density": 0.8},
     {"features": "ortho_cond"},
     {"features": "fast_ortho_cond"},
+    {"features": "kron_normal"},
     {"features": "id_cond", "spectrum": 10.0},
 ]
 
@@ -66,7 +67,7 @@ def test_sizes_have_the_names_of_the_ordinary_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "he_normal", "er_sign"]
+    "features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal", "he_normal", "er_sign"]
 )
 def test_a_layer_can_be_made_on_meta(features: str) -> None:
     layer = NormOnlyLinear(3, 4, features=features, device="meta")
@@ -161,7 +162,9 @@ def test_layers_are_kept_by_name_only(keep: Any) -> None:
 # ------------------------------------------------------------------------------- numbers
 
 
-@pytest.mark.parametrize("features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "he_normal"])
+@pytest.mark.parametrize(
+    "features", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal", "he_normal"]
+)
 @pytest.mark.parametrize("what", ["weight", "bias"])
 def test_numbers_that_are_none_are_refused_for_all_features(features: str, what: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4))
@@ -205,6 +208,7 @@ FEATURES: list[dict[str, Any]] = [
     {"features": "he_normal", "excess": 1.25, "n_blocks": 2},
     {"features": "ortho_cond"},
     {"features": "fast_ortho_cond"},
+    {"features": "kron_normal"},
     {"features": "id_cond"},
     {"features": "id_cond", "spectrum": 1e9},
     {"features": "id_cond_minimal"},

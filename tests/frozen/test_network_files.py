@@ -93,7 +93,7 @@ class WithTables(nn.Module):
         return out
 
 
-FLOAT32_GAMMAS = ("ortho_cond", "fast_ortho_cond", "he_normal", "id_cond_minimal")
+FLOAT32_GAMMAS = ("ortho_cond", "fast_ortho_cond", "kron_normal", "he_normal", "id_cond_minimal")
 
 
 @pytest.mark.parametrize("features", FLOAT32_GAMMAS)

@@ -121,6 +121,7 @@ RECIPES = [
     {"features": "id_cond_minimal"},
     {"features": "ortho_cond"},
     {"features": "fast_ortho_cond"},
+    {"features": "kron_normal"},
     {"features": "sparse_he_normal", "density": 0.3},
     {"storage": "seed", "norms": "affine", "activation": nn.Tanh(), "tolerance": 1e-12, "margin": 0.5},
     {"excess": 0.1},
@@ -301,6 +302,7 @@ MEASURED: list[dict[str, Any]] = [
     {"network": "conv", "sizes": [8, 8], "kernel": "second"},
     {"network": "conv", "sizes": [16, 16], "storage": "seed", "features": "ortho_cond"},
     {"network": "conv", "sizes": [16, 16], "features": "fast_ortho_cond"},
+    {"network": "conv", "sizes": [16, 16], "features": "kron_normal"},
     {"network": "conv", "sizes": [16, 16], "construction": "low_rank"},
     {"network": "conv", "sizes": [8, 8], "construction": "multilayer"},
     {"network": "conv", "sizes": [8, 8], "construction": "deep", "features": "orthogonal"},
@@ -311,6 +313,7 @@ MEASURED: list[dict[str, Any]] = [
     {"network": "conv", "sizes": [256, 7], "features": "id_cond_minimal", "n_samples": 8},
     {"network": "mlp", "sizes": [512, 512, 10], "features": "ortho_cond"},
     {"network": "mlp", "sizes": [512, 512, 10], "features": "fast_ortho_cond"},
+    {"network": "mlp", "sizes": [512, 512, 10], "features": "kron_normal"},
     {"network": "resnet", "sizes": [8], "features": "id_cond"},
 ]
 

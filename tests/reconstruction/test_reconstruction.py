@@ -104,7 +104,16 @@ def test_sigmoid_is_as_exact_as_its_offset_allows() -> None:
 
 @pytest.mark.parametrize(
     "features",
-    ["he_normal", "he_uniform", "orthogonal", "sparse_he_normal", "id_cond", "ortho_cond", "fast_ortho_cond"],
+    [
+        "he_normal",
+        "he_uniform",
+        "orthogonal",
+        "sparse_he_normal",
+        "id_cond",
+        "ortho_cond",
+        "fast_ortho_cond",
+        "kron_normal",
+    ],
 )
 def test_every_distribution_serves(features: str) -> None:
     network, inputs = Residual(), normal(8, 2, 6, 6)

@@ -47,7 +47,7 @@ def test_minimal_features_use_both_norms() -> None:
     assert (solution.method, features.n_features) == ("closed form", 16)
 
 
-@pytest.mark.parametrize("name", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond"])
+@pytest.mark.parametrize("name", ["id_cond", "id_cond_minimal", "ortho_cond", "fast_ortho_cond", "kron_normal"])
 @pytest.mark.parametrize("scale", [1e-300, 1e-30, 1.0, 1e30, 1e300])
 def test_extreme_targets_keep_an_honest_residual(name: str, scale: float) -> None:
     features = on.draw(name, (6, 5), seed=1)

@@ -28,7 +28,7 @@ DENSE, MASKED = ("he_normal", "he_uniform", "uniform"), ("er_sign", "er_normal",
 
 
 @pytest.mark.parametrize(
-    "name", ["he_normal", "er_sign", "id_cond", "ortho_cond", "fast_ortho_cond", "id_cond_minimal"]
+    "name", ["he_normal", "er_sign", "id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal", "id_cond_minimal"]
 )
 def test_values_are_those_of_the_materialised_matrix(name: str) -> None:
     features = draw(name, (5, 6), seed=1, n_features=40 if name in ("he_normal", "er_sign") else None)

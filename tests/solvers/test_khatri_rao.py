@@ -167,7 +167,7 @@ def test_to_and_cast_change_the_precision_and_nothing_else(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["he_normal", "sparse_he_normal", "orthogonal", "id_cond", "ortho_cond", "fast_ortho_cond"]
+    "name", ["he_normal", "sparse_he_normal", "orthogonal", "id_cond", "ortho_cond", "fast_ortho_cond", "kron_normal"]
 )
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 4), (4, 1), (2, 3, 3)])
 @pytest.mark.parametrize("block", [None, 4])

@@ -43,13 +43,11 @@ def grid_for_excess(rows: int, cols: int, excess: Fraction) -> tuple[int, int]:
 
     A factor for one row or one column has condition number 1 at any size, so that it stays square.
     """
-    n_q = 1 if rows == 1 else _ceil_root(excess * rows**2)
-    n_d = 1 if cols == 1 else _ceil_root(excess * cols**2)
-    if rows == 1 and cols > 1:
-        n_d = math.ceil(excess * cols)
-    if cols == 1 and rows > 1:
-        n_q = math.ceil(excess * rows)
-    return n_q, n_d
+    if rows == 1:
+        return 1, math.ceil(excess * cols)
+    if cols == 1:
+        return math.ceil(excess * rows), 1
+    return _ceil_root(excess * rows**2), _ceil_root(excess * cols**2)
 
 
 def find_grid(rows: int, cols: int, n_features: int) -> tuple[int, int]:
@@ -62,7 +60,7 @@ def find_grid(rows: int, cols: int, n_features: int) -> tuple[int, int]:
     divisors = {int(q) for q in small} | {n_features // int(q) for q in small}
     fitting = [(q, n_features // q) for q in sorted(divisors) if q >= rows and n_features // q >= cols]
     if rows == 1 or cols == 1:  # that factor stays square
-        fitting = [(q, d) for q, d in fitting if (rows > 1 or q == 1) and (cols > 1 or d == 1)]
+        fitting = [(q, d) for q, d in fitting if (q if rows == 1 else d) == 1]
     if not fitting:
         n_q, n_d = grid_for_excess(rows, cols, max(Fraction(1), Fraction(n_features, rows * cols)))
         raise ValueRangeError(

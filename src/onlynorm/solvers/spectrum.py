@@ -565,6 +565,10 @@ LIMIT, LIMIT_SLOPE = 1.2, 0.55
 """The distance of n singular values is below (1.2 + 0.55 log n) / n for 99 % of draws. Fitted to simulated quantiles
 for shapes 2 x 2 to 24 x 24, 2 x 32 and 4 x 64 with normal and uniform entries and excess 0.5 to 2, 120 to 3,000 draws
 each: the 99 % quantile of distance times n was 2.6 at n = 16, 3.4 at 64, 3.8 at 144, 4.2 at 256 and 4.4 at 576."""
+PRODUCT_LIMIT = 1.25
+"""The same for products of the singular values of two factors, of which there are n and m: 1.25 sqrt(1/n^2 + 1/m^2)."""
+MIN_PRODUCT_SIDE = 8
+"""Minimum rows of a factor, if not one, at which unit-length features have the predicted condition number."""
 DENSE = ("he_normal", "he_uniform", "uniform", "orthogonal")
 """Dense distributions that were compared with the law; heavy-tailed custom distributions need not follow it."""
 EQUAL_LENGTHS = 0.01
@@ -618,8 +622,13 @@ class Spectrum(ShownResult):
         """The predicted condition number; unknown for features as drawn whose lengths vary."""
         if not self.is_random:
             return Prediction(self.condition, True, "measured")
-        is_product = self.features.name == "kron_normal"  # with Gaussian factors, to which the law applies as drawn
-        if not self.is_unit_length and self.length_spread > EQUAL_LENGTHS and not is_product:
+        if self.features.name == "kron_normal":  # Gaussian factors, to which the law applies as drawn
+            is_known = not self.is_unit_length or all(
+                n == 1 or n >= MIN_PRODUCT_SIDE for n, _ in factor_counts(self.features)
+            )
+        else:
+            is_known = self.is_unit_length or self.length_spread <= EQUAL_LENGTHS
+        if not is_known:
             return Prediction(1.0, False, "unknown")
         return predict_features(self.features)
 
@@ -632,12 +641,12 @@ class Spectrum(ShownResult):
 
     @property
     def limit(self) -> float:
-        """The 99 % quantile of the distance for Gaussian features of this size.
-
-        For a product of laws, the sum of both quantiles: the distance is at most the sum of the distances.
-        """
-        sizes = [min(counts) for counts in factor_counts(self.features)]
-        return sum((LIMIT + LIMIT_SLOPE * math.log(n)) / n for n in sizes if n > 1 or len(sizes) == 1)
+        """The 99 % quantile of the distance for Gaussian features of this size."""
+        sizes = [n for n in (min(counts) for counts in factor_counts(self.features)) if n > 1]
+        if len(sizes) == 2:
+            return PRODUCT_LIMIT * math.hypot(*(1.0 / n for n in sizes))
+        n = len(self.values)
+        return (LIMIT + LIMIT_SLOPE * math.log(n)) / n
 
     @property
     def follows_law(self) -> bool | None:
@@ -814,7 +823,7 @@ class ExcessSweep(ShownResult):
 def predict_features(features: Features) -> Prediction:
     """The predicted condition number of these features at unit length; unknown for custom distributions.
 
-    For kron_normal it is the product of those of both factors.
+    For kron_normal, which is solved as drawn, it is the product of the condition numbers of both factors.
 
     Examples:
         >>> import onlynorm as on
