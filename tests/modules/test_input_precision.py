@@ -58,8 +58,10 @@ def test_the_cure_names_the_dtype_of_the_model(name: str, dtype: torch.dtype, gi
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("given", [torch.float32, torch.uint8])
 def test_tokens_need_to_be_indices(name: str, given: torch.dtype) -> None:
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
     tokens = torch.arange(36).reshape(12, 3) % 9
     with pytest.raises(OnlynormError, match=r"indices of an embedding as int64, with inputs.long\(\)"):
-        CALLS[name](model, tokens.to(given))
-    CALLS[name](model, tokens)
+        CALLS[name](make(), tokens.to(given))
+    CALLS[name](make(), tokens)

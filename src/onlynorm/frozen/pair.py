@@ -85,7 +85,7 @@ class NormOnlyBlock(FrozenBlock):
         super().__init__()
         self.features = features
         self.frozen = make_maps(features, storage=storage, dtype=dtype)
-        self.activation = activation or nn.Identity()
+        self.activation = nn.Identity() if activation is None else activation
         self.storage = storage
         self.axes, self.n_inputs = len(features[0].shape) - 2, sum(f.shape[1] for f in features)
         self.options = options

@@ -113,7 +113,7 @@ class SequenceBlock(FrozenBlock):
     ) -> None:
         super().__init__()
         self.options, self.axes, self.norms, self.storage = options, axes, norms, storage
-        self.activation = activation or nn.Identity()
+        self.activation = nn.Identity() if activation is None else activation
         self.padding = explicit_padding(options) if axes else ()
         self.layer_norms = nn.ModuleList(make_norm(norms, width, axes=axes, dtype=dtype) for width in widths)
         for name, value in (("low", -torch.inf), ("high", torch.inf), ("slope", 1.0), ("offset", 0.0)):

@@ -31,6 +31,8 @@ def propagate(network: nn.Module, names: Sequence[str], box: Box) -> dict[str, B
     inside: list[str] = []
     hooks = []
     for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # has no hooks
+            continue
         hooks.append(module.register_forward_pre_hook(functools.partial(_enter, inside, name)))
         hooks.append(module.register_forward_hook(functools.partial(_leave, inside)))
     for name in names:

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor, fx, nn
 
 from onlynorm.display import Result
-from onlynorm.errors import ConversionError, ShapeError
+from onlynorm.errors import ConversionError, ShapeError, first_line
 from onlynorm.modules.affine import Affine, BatchNorm, to_affine
 from onlynorm.modules.affine import from_affine as unfold_norm
 from onlynorm.modules.affine import to_affine as fold_norm
@@ -45,6 +45,7 @@ from onlynorm.modules.walk import (
     need_batch,
     need_evaluation,
     need_model,
+    need_open,
     outputs_of,
     places_of,
     precision,
@@ -292,6 +293,7 @@ def fold(model: nn.Module, inputs: Tensor | tuple[Tensor, ...] | None = None) ->
         True
     """
     model = need_module("folding", model)
+    need_open("folding", model)
     if isinstance(model, BatchNorm):
         return fold_norm(model)
     need_evaluation("folding", model)
@@ -457,8 +459,8 @@ def _trace(model: nn.Module) -> Wiring:
             nodes = list(_Tracer().trace(copied, concrete_args=defaults).nodes)
     except Exception as error:  # forward may raise anything on proxies
         raise ConversionError(
-            f"folding without inputs needs a traceable model; {type(model).__name__} is not: {error}. Pass a "
-            "batch: fold(model, inputs)."
+            f"folding without inputs needs a traceable model; {type(model).__name__} is not: {first_line(error)}. "
+            "Pass a batch: fold(model, inputs)."
         ) from error
     names = {module: name for name, module in copied.named_modules()}
     calls: dict[str, list[fx.Node]] = {}

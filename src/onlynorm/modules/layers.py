@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from onlynorm.display import Result
 from onlynorm.errors import ConversionError, UnknownNameError, ValueRangeError
 from onlynorm.modules.norms import NORMS
-from onlynorm.modules.walk import need_model, places_of
+from onlynorm.modules.walk import need_model, need_open, places_of
 from onlynorm.validate import need_callable, need_flag, need_items
 
 LINEAR = (nn.Linear,)
@@ -183,15 +183,6 @@ def _tied_elsewhere(network: nn.Module, layers: list[TargetLayer]) -> dict[str, 
         if owner is not None:
             found[name] = f"shares a tensor with {owner!r}, which stays as it is"
     return found
-
-
-def need_open(what: str, network: nn.Module) -> None:
-    """Raises for a network made by torch.jit, whose layers cannot be replaced; `what` names the caller in errors."""
-    if isinstance(network, torch.jit.ScriptModule):
-        raise ConversionError(
-            f"{what} needs layers that Python calls; got a traced or scripted {type(network).__name__}. Pass the model "
-            "that it was made from."
-        )
 
 
 def find_read(layers: Iterable[nn.Module], call: Callable[[], object]) -> set[nn.Module]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from onlynorm.display import Result, Table
@@ -121,7 +122,8 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
         if module not in recorder.shapes and (made := next(tensors_in(output), None)) is not None:
             recorder.shapes[module] = tuple(made.shape)
 
-    handles = [module.register_forward_hook(record) for _, module in _modules(model)]
+    open_modules = (module for _, module in _modules(model) if not isinstance(module, torch.jit.ScriptModule))
+    handles = [module.register_forward_hook(record) for module in open_modules]  # scripted ones have no hooks
     try:
         yield recorder
     finally:

@@ -391,6 +391,15 @@ def need_model(what: str, model: Any, *, is_empty_allowed: bool = True) -> nn.Mo
     return model
 
 
+def need_open(what: str, network: nn.Module) -> None:
+    """Raises for a network made by torch.jit, whose layers cannot be replaced; `what` names the caller in errors."""
+    if isinstance(network, torch.jit.ScriptModule):
+        raise ConversionError(
+            f"{what} needs layers that Python calls; got a traced or scripted {type(network).__name__}. Pass the model "
+            "that it was made from."
+        )
+
+
 def need_batch(what: str, network: nn.Module, inputs: Inputs) -> None:
     """Raises unless the inputs are non-empty, real, finite tensors on the device of the network."""
     given = as_tuple(inputs)

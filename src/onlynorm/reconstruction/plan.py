@@ -19,7 +19,7 @@ from onlynorm.errors import MemoryLimitError, OnlynormError, visible
 from onlynorm.features.distributions import STRUCTURED
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.memory import memory_limit, need_memory, readable
-from onlynorm.modules.layers import Left, TargetLayer, find_layers, need_open
+from onlynorm.modules.layers import Left, TargetLayer, find_layers
 from onlynorm.modules.tree import ModuleTree, recording
 from onlynorm.modules.walk import (
     Inputs,
@@ -29,6 +29,7 @@ from onlynorm.modules.walk import (
     copy_network,
     counting_samples,
     need_batch,
+    need_open,
     run,
 )
 from onlynorm.reconstruction.activation_memory import Activations, measure_activations

@@ -32,7 +32,7 @@ from onlynorm.frozen.form import FrozenBlock, FrozenLayer, find_blocks, find_fro
 from onlynorm.memory import aligned, release_free_memory
 from onlynorm.modules import without_autocast
 from onlynorm.modules.fold import cast_network, find_pairs, fold_pairs, same_pairs
-from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer, find_layers, need_open
+from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer, find_layers
 from onlynorm.modules.norms import NORMS, folded_places
 from onlynorm.modules.walk import (
     Inputs,
@@ -44,6 +44,7 @@ from onlynorm.modules.walk import (
     counting_samples,
     need_batch,
     need_evaluation,
+    need_open,
     outputs_of,
     precision,
     relative_difference,

@@ -34,6 +34,7 @@ from onlynorm.modules.norms import (
     plain_name,
     reference_tensor,
 )
+from onlynorm.modules.walk import need_open
 from onlynorm.storage import read_tensors, write_tensors
 from onlynorm.tuning.fingerprint import (
     Digests,
@@ -381,6 +382,7 @@ def _all_norms(model: nn.Module, *, need: bool = True) -> set[str]:
     """Names of the scales and shifts of all norms, at all their places."""
     norms = find_norms(model).norms
     if need and not norms:
+        need_open("an adapter", model)
         raise ConversionError(
             f"an adapter needs a model with norms; got none in {type(model).__name__}. Insert norms first."
         )

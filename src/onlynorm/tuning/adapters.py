@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from onlynorm.errors import ConversionError, ShapeError, ValueRangeError, shown
 from onlynorm.modules.norms import add_affine, can_get_affine, need_module, plain_name, reference_tensor, remove_affine
+from onlynorm.modules.walk import need_open
 from onlynorm.tuning.adapter import (
     Adapter,
     free_tensors,
@@ -56,6 +57,7 @@ class Adapters:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = need_module("Adapters", model)
+        need_open("Adapters", self.model)
         self.active: str | None = None
         self._adapters: dict[str, Adapter] = {}
         state = self._state()

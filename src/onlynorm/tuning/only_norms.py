@@ -43,7 +43,7 @@ from onlynorm.modules.norms import (
     scale_at_zero,
 )
 from onlynorm.modules.norms import add_affine as give_affine
-from onlynorm.modules.walk import input_cure
+from onlynorm.modules.walk import input_cure, need_open
 from onlynorm.seeds import seeded
 from onlynorm.tuning.fingerprint import Digests, digests, hidden_buffers, state_of, ties
 from onlynorm.validate import as_tensor, need_choice, need_flag, need_instance, need_items, need_seed
@@ -224,6 +224,7 @@ def only_norms(
         >>> handle.undo()  # all parameters are trainable again
     """
     wrapper, model = model, need_module("only_norms", model)
+    need_open("only_norms", model)
     need_choice("statistics", statistics, STATISTICS)
     if preparation_of(model) is not None:
         raise ConversionError(

@@ -273,7 +273,8 @@ def fit(
     release(model)  # the model may still be attached to another optimizer
     try:
         wrapped, moved = _set_up(fabric, given if _is_compiled(given) else model, model, schedule)
-        run = _Run(fabric, model, wrapped, moved, schedule, pairs, test_pairs, loss or _default(schedule))
+        used = _default(schedule) if loss is None else loss  # `or` would ask a compiled loss for its length
+        run = _Run(fabric, model, wrapped, moved, schedule, pairs, test_pairs, used)
         run.named = {"precision": precision, "loss": "default" if loss is None else _name_of(loss)}
         run.begin(None if checkpoint is None else need_path("checkpoint", checkpoint))
         # The caller may be inside no_grad or autocast; only `precision` selects autocast here.

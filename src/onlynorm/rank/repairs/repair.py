@@ -365,7 +365,7 @@ def _choose(
             f"repair needs a network before training; this one looks trained: {sign}. Its weights would be "
             "lost. Pass force=True to change it anyway."
         )
-    report = progress or _ignore
+    report = _ignore if progress is None else progress
     if method != "auto":
         report(0, 1, method)
         remark = METHODS[method].run(first)

@@ -120,20 +120,22 @@ def _ranges(
 ) -> FeatureRanges:
     """The ranges of a layer, on the batch with a margin or for the box, and its statistics."""
     parts: list[tuple[Tensor, ...]] = []
-    extremes: list[tuple[Tensor, Tensor]] = []
+    of_samples: tuple[Tensor, Tensor] | None = None
     count = n_rows = 0
     for part in block.samples(block.padded(received.inputs.double())):
         values = block.project(part, carried, is_first=True)
-        of_rows = extremes_of_rows(values)
+        count += values.numel() // values.shape[1]
+        parts.append(_statistics(values))
         if received.leave_one_out is not None:
-            extremes.append(received.leave_one_out.extremes(*of_rows, first_row=n_rows))
+            found = received.leave_one_out.extremes(*extremes_of_rows(values), first_row=n_rows)
+            if of_samples is not None:
+                found = torch.minimum(found[0], of_samples[0]), torch.maximum(found[1], of_samples[1])
+            of_samples = found
         n_rows += len(values)
-        flat = values.movedim(1, 0).flatten(1)
-        count += flat.shape[1]
-        parts.append((of_rows[0].amin(0), of_rows[1].amax(0), flat.sum(1), flat.square().sum(1)))
-    if received.leave_one_out is not None:
-        of_samples = [torch.stack(column) for column in zip(*extremes, strict=True)]
-        received.leave_one_out.update(of_samples[0].amin(0), of_samples[1].amax(0))
+        del values  # before the next part is computed
+    if received.leave_one_out is not None and of_samples is not None:
+        received.leave_one_out.update(*of_samples)
+    del of_samples
     lows, highs, sums, squares = (torch.stack(column) for column in zip(*parts, strict=True))
     low, high = lows.amin(0), highs.amax(0)
     mean = sums.sum(0) / count
@@ -149,6 +151,20 @@ def _ranges(
     return FeatureRanges(*widen(low, high, CERTIFIED_MARGIN if margin is None else margin), mean, variance)
 
 
+def _statistics(values: Float[Tensor, "samples feat ..."]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lowest and highest value of every feature, its sum and its sum of squares, without copies of the values."""
+    step = max(1, MEASURED_BYTES // max(1, values[:, 0].numel() * values.element_size()))
+    found = []
+    for few in values.split(step, dim=1):
+        flat = few.movedim(1, 0).flatten(1)
+        lows, highs = extremes_of_rows(few)
+        found.append((lows.amin(0), highs.amax(0), flat.sum(1), flat.square().sum(1)))
+    low, high, sums, squares = (torch.cat(column) for column in zip(*found, strict=True))
+    return low, high, sums, squares
+
+
+MEASURED_BYTES = 2**22
+"""Hidden values that are measured at a time."""
 STEPS = 20
 """Steps of a solve, and below, inner iterations divided by the initial condition number: medians measured at 1,024 to
 9,216 equations and 3 to 10 layers; the maximum was three times as large."""

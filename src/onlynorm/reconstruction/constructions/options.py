@@ -16,7 +16,7 @@ from onlynorm.errors import ValueRangeError, shown
 from onlynorm.features.distributions import FACTORED, STRUCTURED
 from onlynorm.frozen.options import STORAGES, FrozenOptions
 from onlynorm.intervals.tensor import Box
-from onlynorm.modules import need_model
+from onlynorm.modules import need_model, unwrap
 from onlynorm.modules.activations import Ray, known
 from onlynorm.modules.affine import NORM_KINDS
 from onlynorm.solvers import need_tolerance
@@ -59,6 +59,7 @@ class Construction(FrozenOptions):
         need_choice("norms", self.norms, NORM_KINDS)
         if self.activation is not None:
             _need_module(self.activation)
+            object.__setattr__(self, "activation", unwrap(self.activation))  # without the wrapper of torch.compile
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
