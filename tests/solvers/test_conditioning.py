@@ -101,7 +101,41 @@ def test_features_that_do_not_follow_the_law_are_rejected(seed: int) -> None:
     assert sparse.follows_law is False
     assert not sparse.prediction.is_known
     # Groups of orthogonal features are better conditioned than independent ones: a law of their own.
-    assert measure_spectrum(draw("orthogonal", (8, 48), excess=1.5, seed=seed)).follows_law is False
+    shape, excess = (8, 48), 1.5
+    normal, orthogonal = (draw(name, shape, excess=excess, seed=seed) for name in ("he_normal", "orthogonal"))
+    assert module.Spectrum(normal, measure_spectrum(orthogonal).values).follows_law is False
+    assert module.Spectrum(orthogonal, measure_spectrum(normal).values).follows_law is False
+
+
+@pytest.mark.parametrize("excess", [0.5, 0.8, 1.0, 1.25, 2.0])
+@pytest.mark.parametrize("shape", [(4, 16), (8, 48), (40, 6), (SIDE, SIDE)])
+def test_orthogonal_features_follow_a_law_of_their_own(shape: tuple[int, int], excess: float) -> None:
+    found = measure_spectrum(draw("orthogonal", shape, excess=excess, seed=3))
+    if found.n_groups == int(found.n_groups) or found.n_groups >= module.MIN_GROUPS:
+        assert found.follows_law is True, str(found)
+        _, high = edges(found.features.equations, found.features.n_features, n_groups=found.n_groups)
+        assert found.as_dict()["law"]["largest"] == high
+        _, shares, law = found.histogram(20)
+        assert np.abs(shares - law).max() < 0.1
+        assert law.sum() == pytest.approx(1.0, abs=1e-6)
+    else:
+        assert found.follows_law is None
+
+
+@pytest.mark.parametrize(("shape", "excess"), [((3, 40), 2.0), ((8, 8), 1 / 8), ((5, 30), 0.5)])
+def test_orthogonal_features_without_a_known_law_say_so(shape: tuple[int, int], excess: float) -> None:
+    found = measure_spectrum(draw("orthogonal", shape, excess=excess, seed=0))
+    assert found.is_random
+    assert not found.has_law
+    assert found.follows_law is None
+    assert math.isnan(found.distance)
+    assert "law" not in found.as_dict()
+    assert "their law is unknown" in str(found)
+    assert np.isnan(found.histogram(5)[2]).all()
+    assert len(found.plot().curves) == 1
+    assert "law" not in " ".join(found.view().facts)
+    with pytest.raises(ValueRangeError, match=r"law_curve needs features with a known law; got orthogonal"):
+        found.law_curve(10)
 
 
 @pytest.mark.parametrize("excess", [0.5, 1.5])

@@ -40,6 +40,19 @@ def test_features_of_any_size_reach_the_tolerance(method: str, scale: float) -> 
     assert relative(rebuild(tiny / scale, right, solution.gamma), target * scale / scale) <= 1e-9
 
 
+@pytest.mark.parametrize("n_features", [12, 20])
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_the_residual_is_that_of_a_gamma_rounded_to_subnormal_numbers(n_features: int, is_batch: bool) -> None:
+    left, right, target = draw_system(3, 4, n_features)
+    tiny = 1e-316 * target
+    solution = on.solve(left, right, torch.stack([target, tiny]) if is_batch else tiny)
+    gamma = 2.0**1000 * solution.gamma.reshape(-1, n_features)[-1]
+    assert solution.residual == pytest.approx(relative(left @ (gamma[:, None] * right), 2.0**1000 * tiny), rel=1e-6)
+    assert solution.residual > 1e-9
+    assert "scale the target up" in solution.shortfall
+    assert on.solve(left, right, 2.0**1000 * tiny).is_exact
+
+
 def test_gammas_beyond_float64_are_an_error_with_a_cure() -> None:
     left, right, target = draw_system(3, 3, 12)
     with pytest.raises(ValueRangeError, match=r"gamma needs to fit into float64; got an overflow.*Rescale"):

@@ -287,6 +287,34 @@ def test_empty_systems_have_no_law(n: int, c: int) -> None:
         spectrum.edges(n, c)
 
 
+@pytest.mark.parametrize(("n", "c", "n_groups"), [(64, 96, 12.0), (64, 32, 4.0), (64, 64, 8.0), (150, 75, 3.7)])
+def test_the_law_of_orthogonal_groups_integrates_to_one(n: int, c: int, n_groups: float) -> None:
+    low, high = spectrum.edges(n, c, n_groups=n_groups)
+    part = c / n / n_groups
+    assert low**2 + high**2 == pytest.approx(2 * (1 + c / n - 2 * part))
+    total, error = integrate.quad(
+        lambda x: float(spectrum.density(np.array(x), n, c, n_groups=n_groups)), low, high, limit=500
+    )
+    assert total == pytest.approx(1.0, abs=10 * error + 1e-6)
+    ends = spectrum.cumulative(np.array([low, high]), n, c, n_groups=n_groups)
+    assert ends.tolist() == pytest.approx([0.0, 1.0], abs=1e-9)
+
+
+def test_many_orthogonal_groups_have_the_law_of_independent_features() -> None:
+    x = np.linspace(0.1, 3.0, 30)
+    found = spectrum.density(x, 100, 150, n_groups=1e12)
+    np.testing.assert_allclose(found, spectrum.density(x, 100, 150), atol=1e-9)
+
+
+@pytest.mark.parametrize("n_groups", [1.0, 0.0, -3.0, math.nan, math.inf])
+def test_a_number_of_groups_that_cannot_be_is_refused(n_groups: float) -> None:
+    for call in (spectrum.edges, lambda *sizes, **more: spectrum.density(np.ones(1), *sizes, **more)):
+        with pytest.raises(ValueRangeError, match="n_groups must be a number in"):
+            call(64, 32, n_groups=n_groups)
+    with pytest.raises(ValueRangeError, match="n_groups"):  # more features per group than equations
+        spectrum.edges(10, 40, n_groups=3.0)
+
+
 def test_impossible_numbers_are_refused() -> None:
     with pytest.raises(ValueRangeError, match=r"tolerance in \(0, 1\); got 0\.0\. Try 1e-10"):
         spectrum.iterations_for(10.0, 0.0)

@@ -57,6 +57,8 @@ DENSE = 0.25
 """Fraction of nonzero entries above which a square subset of the features is almost always invertible."""
 LARGE = 8 * 2**20
 """Size in bytes of drawn features above which the temporary memory of drawing is released."""
+ROUNDING_POWER = -900
+"""Power of two below which a gamma may lose digits when it is scaled back."""
 METERED = 2**20
 """Size in bytes of the dense matrix from which memory is measured, which takes as long as solving a tiny system."""
 MILD = 1e-7
@@ -347,14 +349,17 @@ def _solve(
         output_gamma = offset = None
         if minimum_width:
             attempt, residual, output_gamma = _solve_minimum_width(system, scaled, options)
+            gamma = times_power(attempt.gamma, power)
         else:
             features = None if fraction is None or method == "lu" else live_features(system)
             offset = _offset(operator, near, target, power)
             is_dense = fraction is None or fraction >= DENSE
             is_least = least_norm or not is_dense
             attempt = _attempt(system, scaled, reached, features, offset, options, least_norm=is_least)
+            gamma = times_power(attempt.gamma, power)
+            if (power if isinstance(power, int) else int(power.min())) < ROUNDING_POWER:
+                attempt.gamma = times_power(gamma, -power)  # as rounded to a subnormal number
             residual = relative_residual(system, scaled, attempt.gamma)
-        gamma = times_power(attempt.gamma, power)
     solution = Solution(
         gamma, residual, attempt.method, attempt.iterations, math.nan, time.perf_counter() - start,
         0 if meter is None else meter.peak, attempt.reason, wanted, output_gamma=output_gamma,
@@ -573,6 +578,10 @@ def _cure(
 ) -> str:
     """A sentence with the change that makes the tolerance reachable."""
     is_minimum_width = solution.output_gamma is not None
+    largest = solution.gamma.abs().amax(-1).flatten()
+    rounded = TINY * EPS * math.sqrt(operator.n_features) / largest[largest > 0]
+    if bool((rounded > 0.01 * solution.residual).any()):
+        return "Gamma is too small for the precision of float64: scale the target up, or the features down."
     # No method can improve an optimum with a residual above rounding error.
     is_best = solution.is_least_squares and solution.residual > 10 * solution.optimality
     if method not in ("auto", "qr", "svd") and not is_best:

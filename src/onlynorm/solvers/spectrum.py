@@ -10,14 +10,17 @@ This is the limit of large N. `condition_number` is the median at finite N: both
 Tracy-Widom law. kappa is the same for l and 1 / l, and of order N at l = 1, where the lower edge is zero: as a function
 of the excess l it is a double descent.
 
+Features in m orthogonal groups (`orthogonal`) have another law, that of a sum of free projections: the edges are
+|sqrt(l - l / m) -+ sqrt(1 - l / m)|, and the density is multiplied by m / (m - x^2).
+
 Predictions and measurements are for features of unit length: columns of M divided by their norm
 |left[:, f]| |right[f, :]|, as in the solver. Features as drawn have random lengths, and their condition number is
 larger, most of all for layers with few outputs or inputs.
 
 `Spectrum.follows_law` is a test at the 1 % level. The null hypothesis: features are unit-length products of two
-independent Gaussian vectors. The statistic: the Kolmogorov distance between the singular values and the law. Singular
-values repel each other, so that the distance of n values is of order log(n) / n, not 1 / sqrt(n), and tables of the
-Kolmogorov-Smirnov test do not apply.
+independent Gaussian vectors or, for `orthogonal` features, of columns of two Haar matrices per group. The statistic:
+the Kolmogorov distance between the singular values and the law. Singular values repel each other, so that the distance
+of n values is of order log(n) / n, not 1 / sqrt(n), and tables of the Kolmogorov-Smirnov test do not apply.
 
 The matrix of kron_normal features is a Kronecker product, so that its singular values are all products of one singular
 value of each factor. Both factors have independent normal entries and follow the law with their own l.
@@ -89,8 +92,10 @@ ROUNDING = 1e3
 """Squared singular values below this many eps of the largest count as zero."""
 
 
-def edges(n_equations: int, n_features: int) -> tuple[float, float]:
+def edges(n_equations: int, n_features: int, *, n_groups: float | None = None) -> tuple[float, float]:
     """The ends (a, b) of the support of the nonzero singular values, for entries of variance 1 / n_equations.
+
+    `n_groups` is the number of groups of orthogonal features; the last may be a part of one.
 
     Examples:
         >>> import onlynorm as on
@@ -98,12 +103,18 @@ def edges(n_equations: int, n_features: int) -> tuple[float, float]:
         (1.0, 3.0)
     """
     n_equations, n_features = _need_counts(n_equations, n_features)
-    root = math.sqrt(n_features / n_equations)
-    return abs(1.0 - root), 1.0 + root
+    excess = n_features / n_equations
+    part = 0.0 if n_groups is None else excess / _need_groups(n_groups, excess)
+    ends = math.sqrt(excess - part), math.sqrt(1.0 - part)
+    return abs(ends[0] - ends[1]), ends[0] + ends[1]
 
 
-def density(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArray[np.float64]:
+def density(
+    x: NDArray[np.float64], n_equations: int, n_features: int, *, n_groups: float | None = None
+) -> NDArray[np.float64]:
     """The density at x of the min(n_equations, n_features) nonzero singular values; it integrates to one.
+
+    `n_groups` as in `edges`.
 
     Examples:
         >>> import numpy as np
@@ -111,19 +122,23 @@ def density(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArra
         >>> on.spectrum.density(np.array([0.5, 2.0]), n_equations=100, n_features=400)
         array([0.        , 0.61640444])
     """
-    low, high = edges(n_equations, n_features)
+    low, high = edges(n_equations, n_features, n_groups=n_groups)
     x = _need_points(x)
     inside = np.clip((x**2 - low**2) * (high**2 - x**2), 0.0, None)
     fraction = min(n_features / n_equations, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = np.sqrt(inside) / (math.pi * fraction * x)
-    # At l = 1 the formula is sqrt(4 - x^2) / pi: finite at zero, where the quotient is 0 / 0.
-    value = np.where(x == 0.0, 2.0 / math.pi if low == 0.0 else 0.0, value)
+        if n_groups is not None:
+            value = value * n_groups / (n_groups - x**2)
+    # At l = 1 the formula is sqrt(b^2 - x^2) / pi: finite at zero, where the quotient is 0 / 0.
+    value = np.where(x == 0.0, high / math.pi if low == 0.0 else 0.0, value)
     return np.where((x >= low) & (x <= high), value, 0.0)
 
 
-def cumulative(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDArray[np.float64]:
-    """The fraction of the nonzero singular values that are at most x.
+def cumulative(
+    x: NDArray[np.float64], n_equations: int, n_features: int, *, n_groups: float | None = None
+) -> NDArray[np.float64]:
+    """The fraction of the nonzero singular values that are at most x. `n_groups` as in `edges`.
 
     The substitution x = (a + b) / 2 - (b - a) / 2 cos(theta) removes the square-root ends, so that 256
     Gauss-Legendre points per half circle are exact to rounding for every shape.
@@ -134,13 +149,14 @@ def cumulative(x: NDArray[np.float64], n_equations: int, n_features: int) -> NDA
         >>> on.spectrum.cumulative(np.array([0.0, 3.0]), n_equations=100, n_features=400).round(3)
         array([0., 1.])
     """
-    low, high = edges(n_equations, n_features)
+    low, high = edges(n_equations, n_features, n_groups=n_groups)
     x = np.atleast_1d(_need_points(x))
     middle, half = (low + high) / 2, (high - low) / 2
     end = np.arccos(np.clip((middle - x) / half, -1.0, 1.0))
     nodes, weights = np.polynomial.legendre.leggauss(256)
     theta = end[..., None] * (nodes + 1.0) / 2
-    values = density(middle - half * np.cos(theta), n_equations, n_features) * half * np.sin(theta)
+    points = middle - half * np.cos(theta)
+    values = density(points, n_equations, n_features, n_groups=n_groups) * half * np.sin(theta)
     return np.clip((values * weights).sum(-1) * end / 2, 0.0, 1.0)
 
 
@@ -213,7 +229,7 @@ def condition_for(iterations: int, tolerance: float) -> float:
     return 1.0 / math.tanh(math.log(2.0 / tolerance) / (2.0 * iterations))
 
 
-def factor_counts(features: Features) -> list[tuple[int, int]]:
+def _factor_counts(features: Features) -> list[tuple[int, int]]:
     """(equations, features) of every law whose product has the singular values of these features.
 
     One pair for random features; for kron_normal those of U2 and of U1.
@@ -224,23 +240,23 @@ def factor_counts(features: Features) -> list[tuple[int, int]]:
     return [(features.rows, n_q), (features.cols, n_d)]
 
 
-def law_edges(features: Features) -> tuple[float, float]:
+def _law_edges(features: Features) -> tuple[float, float]:
     """The ends of the support of the law of these features."""
-    ends = [_factor_edges(*counts) for counts in factor_counts(features)]
+    ends = [_factor_edges(*counts) for counts in _factor_counts(features)]
     return math.prod(low for low, _ in ends), math.prod(high for _, high in ends)
 
 
-def law_cumulative(x: NDArray[np.float64], features: Features) -> NDArray[np.float64]:
+def _law_cumulative(x: NDArray[np.float64], features: Features) -> NDArray[np.float64]:
     """The fraction of the singular values of these features that are at most x, according to the law.
 
     For kron_normal, singular values are products s t of those of U2 and U1: P(s t <= x) is the mean of P(t <= x / s)
     over quantiles s of the first law.
     """
-    counts = factor_counts(features)
+    counts = _factor_counts(features)
     if len(counts) == 1:
         return cumulative(x, *counts[0])
     (first, _), second = _law_table(*counts[0]), _law_table(*counts[1])
-    low, high = law_edges(features)
+    low, high = _law_edges(features)
     points = low + (high - low) * (1.0 - np.cos(np.linspace(0.0, np.pi, N_POINTS))) / 2
     made = np.zeros(N_POINTS)
     for s in first:
@@ -550,6 +566,11 @@ def _need_counts(n_equations: int, n_features: int) -> tuple[int, int]:
     return int(n_equations), int(n_features)
 
 
+def _need_groups(n_groups: float, excess: float) -> float:
+    cure = "Pass the number of features over the size of a group."
+    return need_number("n_groups", n_groups, low=max(1.0, excess), high=1e300, open_low=True, cure=cure)
+
+
 def _need_points(x: object) -> NDArray[np.float64]:
     return as_real("x", x, cure="Pass singular values.").detach().double().cpu().numpy()
 
@@ -575,6 +596,8 @@ EQUAL_LENGTHS = 0.01
 """Maximum relative variation of lengths at which features as drawn have the spectrum of unit-length features."""
 MIN_VALUES = 4
 """Minimum number of singular values for the test."""
+MIN_GROUPS = 3
+"""Orthogonal features follow their law from 3 groups on; with fewer, if no group is truncated."""
 RESOLVED = 1e-7
 """Singular values below this fraction of the largest are rounding error of the float64 Gram matrix."""
 N_BINS = 48
@@ -599,8 +622,27 @@ class Spectrum(ShownResult):
 
     @property
     def is_random(self) -> bool:
-        """Whether the law applies to these features."""
+        """Whether the singular values are random."""
         return not self.features.is_structured or self.features.name == "kron_normal"
+
+    @property
+    def n_groups(self) -> float | None:
+        """The number of orthogonal groups, the last of which may be truncated; None for other features."""
+        features = self.features
+        return features.n_features / max(features.rows, features.cols) if features.name == "orthogonal" else None
+
+    @property
+    def has_law(self) -> bool:
+        """Whether the law of the singular values is known.
+
+        It is unknown for structured features, and for orthogonal ones with fewer than 4 outputs or inputs, with one
+        group, or with fewer than 3 groups of which one is truncated.
+        """
+        n_groups = self.n_groups
+        if not self.is_random or n_groups is None:
+            return self.is_random
+        is_whole = n_groups == int(n_groups) and n_groups > 1
+        return min(self.features.rows, self.features.cols) >= MIN_SIDE and (is_whole or n_groups >= MIN_GROUPS)
 
     @property
     def n_unresolved(self) -> int:
@@ -624,7 +666,7 @@ class Spectrum(ShownResult):
             return Prediction(self.condition, True, "measured")
         if self.features.name == "kron_normal":  # Gaussian factors, to which the law applies as drawn
             is_known = not self.is_unit_length or all(
-                n == 1 or n >= MIN_PRODUCT_SIDE for n, _ in factor_counts(self.features)
+                n == 1 or n >= MIN_PRODUCT_SIDE for n, _ in _factor_counts(self.features)
             )
         else:
             is_known = self.is_unit_length or self.length_spread <= EQUAL_LENGTHS
@@ -634,15 +676,17 @@ class Spectrum(ShownResult):
 
     @property
     def distance(self) -> float:
-        """Kolmogorov distance between the singular values and the law."""
-        law = law_cumulative(self.values, self.features)
+        """Kolmogorov distance between the singular values and the law; NaN if it is unknown."""
+        if not self.has_law:
+            return math.nan
+        law = self.law_cumulative(self.values)
         steps = np.arange(len(self.values) + 1) / len(self.values)
         return float(max(np.max(law - steps[:-1]), np.max(steps[1:] - law)))
 
     @property
     def limit(self) -> float:
-        """The 99 % quantile of the distance for Gaussian features of this size."""
-        sizes = [n for n in (min(counts) for counts in factor_counts(self.features)) if n > 1]
+        """The 99 % quantile of the distance for features of this size that follow the law."""
+        sizes = [n for n in (min(counts) for counts in _factor_counts(self.features)) if n > 1]
         if len(sizes) == 2:
             return PRODUCT_LIMIT * math.hypot(*(1.0 / n for n in sizes))
         n = len(self.values)
@@ -652,34 +696,50 @@ class Spectrum(ShownResult):
     def follows_law(self) -> bool | None:
         """Whether the distance is within the limit: a test at the 1 % level.
 
-        None for structured features and for fewer than four singular values.
+        None if the law is unknown, and for fewer than four singular values.
         """
-        if not self.is_random or len(self.values) < MIN_VALUES:
+        if not self.has_law or len(self.values) < MIN_VALUES:
             return None
         return self.distance <= self.limit
 
     def histogram(self, n_bins: int) -> tuple[Array, Array, Array]:
-        """Bin edges, the fraction of singular values per bin, and the law's fraction."""
+        """Bin edges, the fraction of singular values per bin, and the law's fraction, NaN if it is unknown."""
         n_bins = need_integer("n_bins", n_bins, low=1, high=_MOST_POINTS, cure="Try 24.")
-        top = max(float(self.values[-1]), law_edges(self.features)[1] if self.is_random else 0.0) * (1.0 + 1e-9)
+        top = max(float(self.values[-1]), self.law_edges()[1] if self.has_law else 0.0) * (1.0 + 1e-9)
         counts, bins = np.histogram(self.values, bins=n_bins, range=(0.0, top))
-        law = np.diff(law_cumulative(bins, self.features)) if self.is_random else np.full(n_bins, np.nan)
+        law = np.diff(self.law_cumulative(bins)) if self.has_law else np.full(n_bins, np.nan)
         return bins, counts / len(self.values), law
+
+    def law_edges(self) -> tuple[float, float]:
+        """The ends of the support of the law."""
+        if self.n_groups is None:
+            return _law_edges(self.features)
+        return edges(self.features.equations, self.features.n_features, n_groups=self.n_groups)
+
+    def law_cumulative(self, x: Array) -> Array:
+        """The fraction of the singular values that are at most x according to the law."""
+        if self.n_groups is None:
+            return _law_cumulative(x, self.features)
+        return cumulative(x, self.features.equations, self.features.n_features, n_groups=self.n_groups)
 
     def law_curve(self, n_points: int) -> tuple[Array, Array]:
         """Points (x, density) of the law, denser near its edges, where it behaves like a square root."""
         n_points = need_integer("n_points", n_points, low=2, high=_MOST_POINTS, cure="Try 200.")
-        low, high = law_edges(self.features)
+        if not self.has_law:
+            raise ValueRangeError(
+                f"law_curve needs features with a known law; got {self.features.name} features, {self.features.rows} x "
+                f"{self.features.cols}, excess {self.features.excess:.3g}. Check has_law first."
+            )
+        low, high = self.law_edges()
         x = low + (high - low) * (1.0 - np.cos(np.linspace(0.01, np.pi, n_points))) / 2
-        counts = factor_counts(self.features)
+        counts = _factor_counts(self.features)
         if len(counts) == 1:
-            return x, density(x, *counts[0])
+            return x, density(x, *counts[0], n_groups=self.n_groups)
         width = (high - low) / N_BINS / 4
-        return x, (law_cumulative(x + width, self.features) - law_cumulative(x - width, self.features)) / (2.0 * width)
+        return x, (self.law_cumulative(x + width) - self.law_cumulative(x - width)) / (2.0 * width)
 
     def as_dict(self) -> dict[str, Any]:
         """The result as a dictionary of plain values."""
-        low, high = law_edges(self.features)
         bins, fractions, law = self.histogram(24)
         facts: dict[str, Any] = {
             "features": self.features.name,
@@ -695,7 +755,8 @@ class Spectrum(ShownResult):
             "length_spread": self.length_spread,
             "histogram": {"edges": bins.tolist(), "share": fractions.tolist()},
         }
-        if self.is_random:
+        if self.has_law:
+            low, high = self.law_edges()
             facts["histogram"]["law"] = law.tolist()
             facts["law"] = {
                 "smallest": low, "largest": high, "condition_number": self.law_condition,
@@ -710,7 +771,7 @@ class Spectrum(ShownResult):
         bins, fractions, _ = self.histogram(N_BINS)
         heights = fractions / (bins[1] - bins[0])
         curves = [Curve(f"{features.name} features", bins.tolist(), heights.tolist(), "histogram", "spectrum")]
-        if self.is_random:
+        if self.has_law:
             x, y = self.law_curve(300)
             curves.append(Curve("law", x.tolist(), y.tolist(), panel="spectrum", style="law"))
         title = f"{features.equations:,} equations, {features.n_features:,} features"
@@ -726,8 +787,8 @@ class Spectrum(ShownResult):
             "singular values": f"{self.values[0]:.4g} to {self.values[-1]:.4g}",
             "zero or unresolved": self.n_unresolved, "condition number": self.condition,
         }  # fmt: skip
-        if self.is_random:
-            low, high = law_edges(self.features)
+        if self.has_law:
+            low, high = self.law_edges()
             facts |= {
                 "singular values of the law": f"{low:.4g} to {high:.4g}",
                 "prediction": str(self.prediction),
@@ -743,8 +804,10 @@ class Spectrum(ShownResult):
         )
         if not self.is_random:
             return f"{head}, by design"
-        low, high = law_edges(self.features)
         of = "features of unit length" if self.is_unit_length else "features as drawn"
+        if not self.has_law:
+            return f"{of}: {head}; their law is unknown. Lengths vary by {self.length_spread:.1%}"
+        low, high = self.law_edges()
         if self.follows_law is None:
             verdict = "too few values for a test"
         else:
@@ -832,7 +895,7 @@ def predict_features(features: Features) -> Prediction:
     """
     need_instance("features", features, Features, cure=_DRAWN)
     if features.name == "kron_normal":
-        parts = factor_counts(features)
+        parts = _factor_counts(features)
         kappa = math.prod(_condition(*counts) for counts in parts)
         spread = math.exp(math.hypot(*(math.log(_spread(*counts)) for counts in parts)))
         return Prediction(kappa, True, "law", spread, features.equations)

@@ -107,7 +107,7 @@ def _print_spectrum(found: spectrum.Spectrum) -> None:
     widest = max(fractions.max(), 1e-12)
     for i, fraction in enumerate(fractions):
         bar_text = "#" * round(30 * fraction / widest)
-        predicted = f"{100 * expected[i]:.1f} %" if found.is_random else ""
+        predicted = f"{100 * expected[i]:.1f} %" if found.has_law else ""
         grid.add_row(f"{bins[i]:.3f} to {bins[i + 1]:.3f}", f"{100 * fraction:.1f} %", predicted, bar_text)
     for column in grid.columns[1:3]:
         column.justify = "right"
