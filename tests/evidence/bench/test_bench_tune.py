@@ -89,7 +89,7 @@ def test_what_does_not_hang_on_the_clock_is_met(quick: Any) -> None:
     judged = [goal for goal in quick.goals if "step" not in goal.aim]
     assert len(judged) == 9
     missed = [goal for goal in judged if not goal.is_met]
-    assert ["PEFT's file holds no statistics" in goal.measured for goal in missed] == [True], "half is the least there"
+    assert ["PEFT's file has no statistics" in goal.measured for goal in missed] == [True], "half is the least there"
 
 
 # ------------------------------------------------------------------------------- what comes back
