@@ -179,7 +179,7 @@ class BenchmarkResult(typing.Protocol):
 
     @property
     def goals(self) -> Sequence[Goal]:
-        """What was promised, as far as this run measured it."""
+        """The goals that this run measured."""
 
     def tables(self) -> list[Table]:
         """Tables of all measurements, without the goals."""

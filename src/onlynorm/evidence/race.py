@@ -1,6 +1,6 @@
 """Races: benchmarks that compare several methods in one run, with the times of `timing.race`.
 
-race = Race("chain", "Batched chains beside a loop.", ChainSizes, columns={"rows": {"width": "width:,"}})
+race = Race("chain", "Batched chains against a loop.", ChainSizes, columns={"rows": {"width": "width:,"}})
 
 @race.measure
 def measure(sizes: ChainSizes, session: Session) -> Iterator[tuple[str, ChainRow]]: ...  # (part, row)
@@ -38,7 +38,7 @@ class RaceResult(Generic[_S]):
 
     @property
     def goals(self) -> list[Goal]:
-        """What was promised, as far as this run measured it."""
+        """The goals that this run measured."""
         return list(self.race.judge(self))
 
     def find(self, **fields: Any) -> Any:

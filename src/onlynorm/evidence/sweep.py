@@ -36,7 +36,7 @@ from onlynorm.evidence.harness import Benchmark, Goal, Session, Sizes, Spread, n
 from onlynorm.evidence.validation import TRIAL_SEED
 
 MIN_SEEDS = 3
-"""Seeds from which an interval says something."""
+"""Minimum number of seeds for a meaningful interval."""
 _S = TypeVar("_S", bound=Sizes)
 _C = TypeVar("_C", bound=tuple[Any, ...])
 _R = TypeVar("_R")
@@ -211,7 +211,7 @@ class Results(Generic[_S, _C]):
 
     @property
     def goals(self) -> list[Goal]:
-        """What was promised, as far as this run measured it."""
+        """The goals that this run measured."""
         return list(self.sweep.judge(self)) if self.measured else []
 
     def tables(self) -> list[Table]:

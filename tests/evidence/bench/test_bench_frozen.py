@@ -132,7 +132,7 @@ def test_goals_are_met_and_each_can_be_missed() -> None:
     assert missed(made_up(2)) == ["every method is measured on every network with 3 seeds or more"]
     assert missed(made_up(**{"8,4": 0.3})) == ["norms only: accuracy grows with the width, 2 to 4"]
     assert missed(made_up(**{"14,2": 0.2})) == ["norms only: accuracy grows with the depth, 8 to 14"]
-    assert missed(made_up(is_frozen=False)) == ["what is frozen is as it was drawn, to the last bit"]
+    assert missed(made_up(is_frozen=False)) == ["frozen weights are bit-identical after training"]
 
 
 def test_a_scale_beyond_the_axis_is_counted_at_its_end() -> None:

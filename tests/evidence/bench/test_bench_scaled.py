@@ -68,7 +68,7 @@ def test_every_spectrum_is_trained_at_its_own_learning_rate_and_at_the_ordinary_
             assert list(found.of(case, lr=lr)["seed"]) == [0, 1]
     exact, step, *falls = found.goals
     assert exact.is_met
-    assert exact.measured == "2 of 2 seeds agree to the last bit"
+    assert exact.measured == "2 of 2 seeds are bit-identical"
     assert step.is_met
     assert len(falls) == 2
 
@@ -96,14 +96,14 @@ def test_the_largest_condition_has_to_lie_below_the_first_by_more_than_chance() 
     assert not is_met(measured((0.3, 0.6, 0.5)))
     goal = below.goals[-1]
     assert goal.aim == "toy, semi-circle: the interval of accuracy at condition 1e+06 lies below that at 1"
-    assert goal.measured == "40.0 ± 2.5 % beside 50.0 ± 2.5 %; 10.0 ± 0.0 points lower seed by seed"
+    assert goal.measured == "40.0 ± 2.5 % against 50.0 ± 2.5 %; 10.0 ± 0.0 points lower for equal seeds"
     assert not is_met(measured((0.49, 0.50, 0.48))), "seed by seed the fall is certain, but the intervals overlap"
 
 
 def test_condition_one_has_to_be_the_ordinary_network_to_the_last_bit() -> None:
     off = measured((0.40, 0.41, 0.39), first=(0.5, 0.51 + 1e-12, 0.49))
     assert [goal.is_met for goal in off.goals] == [False, True, True]
-    assert off.goals[0].measured == "2 of 3 seeds agree to the last bit"
+    assert off.goals[0].measured == "2 of 3 seeds are bit-identical"
 
 
 def test_a_step_that_is_not_the_square_misses_its_goal() -> None:

@@ -128,7 +128,7 @@ def test_id_cond_has_to_give_the_same_numbers() -> None:
     ordinary = [made(ORDINARY, 0.5, 0), made(ORDINARY, 0.6, 1)]
     same = goals(*ordinary, made(ID_COND, 0.5, 0), made(ID_COND, 0.6, 1))
     other = goals(*ordinary, made(ID_COND, 0.5, 0), made(ID_COND, 0.6, 1, losses=(1.0, 0.5000001)))
-    aim = "toy: id_cond trains as the ordinary network does, to the last digit"
+    aim = "toy: training id_cond is bit-identical to the ordinary network"
     assert same[aim] == ("accuracy and the losses of all epochs equal for 2 of 2 seeds", True)
     assert other[aim] == ("accuracy and the losses of all epochs equal for 1 of 2 seeds", False)
 
@@ -138,12 +138,12 @@ def test_followed_gammas_have_to_match_within_the_interval_of_the_ordinary_seeds
     near = goals(*ordinary, *(made(followed(BOUND), x, s) for s, x in enumerate((0.79, 0.80, 0.80))))
     far = goals(*ordinary, *(made(followed(BOUND), x, s) for s, x in enumerate((0.78, 0.78, 0.78))))
     aim = f"toy: {followed(BOUND)} is as accurate as the ordinary network, within the interval of its seeds"
-    assert near[aim] == ("behind by 1.33 points, interval ± 2.48", True)
-    assert far[aim] == ("behind by 3.00 points, interval ± 2.48", False)
+    assert near[aim] == ("1.33 points below, interval ± 2.48", True)
+    assert far[aim] == ("3.00 points below, interval ± 2.48", False)
     assert goals(ordinary[0], made(followed(BOUND), 0.1)) == {}, "one seed has no interval"
     wide = [made(ORDINARY, x, seed) for seed, x in enumerate((0.7, 0.9))]
     unclear = goals(*wide, *(made(followed(BOUND), x, s) for s, x in enumerate((0.6, 0.6))))
-    assert unclear[aim] == ("behind by 20.00 points, interval ± 127.06", False), "it would hold any gap"
+    assert unclear[aim] == ("20.00 points below, interval ± 127.06", False), "it would hold any gap"
 
 
 def test_the_papers_finding_is_decided_by_the_interval_of_the_gap() -> None:
@@ -155,7 +155,7 @@ def test_the_papers_finding_is_decided_by_the_interval_of_the_gap() -> None:
     }
     for words, found in cases.items():
         told = goals(*ordinary, *(made(plain(ABOVE), x, s) for s, x in enumerate(found)))
-        measured, met = told[f"toy: the paper's finding that {plain(ABOVE)} trails the ordinary network"]
+        measured, met = told[f"toy: the paper's finding that {plain(ABOVE)} is below the ordinary network"]
         assert measured.endswith(f": {words}")
         assert met == (words == "confirmed")
 

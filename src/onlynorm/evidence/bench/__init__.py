@@ -1,5 +1,5 @@
-"""Everything that is promised, measured beside its competitors: `races` of time and `sweeps` of accuracy.
+"""Benchmarks: `races` compare running times with competitors, `sweeps` compare accuracies.
 
-`table` lists them. They measure on `systems`, `networks` and `tasks`, and compare `competitors`, `papers_method` and
-`tuners`; `duels` says how solvers are compared.
+`table` lists them. The inputs are in `systems`, `networks` and `tasks`, the compared methods in `competitors`,
+`papers_method` and `tuners`; `duels` compares solvers.
 """

@@ -1,7 +1,7 @@
-"""What blocks of features save: one layer in more and more blocks, its solve, its weight and its frozen numbers.
+"""The cost of one layer against the number of blocks: solving, computing the weight, and frozen parameters.
 
-A layer of the size of ResNet-20's from random features, at equal exactness: each of n blocks holds an n-th of the
-features, so that all three are to drop n times.
+A layer with the size of those of ResNet-20 is rebuilt from random features with the same accuracy. Each of n blocks has
+one n-th of the features, so all three costs should decrease by a factor of n.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ COUNTS = (1, 2, 4, 8)
 EXCESS = 1.25
 TOLERANCE = 1e-10
 NOISE = 1.1
-"""A ratio of times may miss its limit by this factor."""
+"""Tolerance of the limits for ratios of times."""
 
 
 @dataclass(frozen=True)
 class BlockRow:
-    """One number of blocks: seconds of the solve and of making the weight, frozen numbers, and exactness."""
+    """Costs for one number of blocks: seconds to solve and to compute the weight, frozen parameters, residual."""
 
     n_blocks: int
     solve_seconds: float
@@ -43,11 +43,11 @@ BLOCK_COLUMNS: dict[str, Column] = {
     "blocks": "n_blocks", "solve s": "solve_seconds:.3f", "weight ms": "weight_seconds*1e3:.2f",
     "frozen": "n_frozen:,", "residual": "residual:.0e",
 }  # fmt: skip
-"""Of a table with a row per number of blocks."""
+"""Columns of the table with a row per number of blocks."""
 
 
 def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
-    """A 3 x 3 convolution of so many channels from he_normal features in 1, 2, 4 and 8 blocks."""
+    """A 3 x 3 convolution with this number of channels from he_normal features in 1, 2, 4 and 8 blocks."""
     with own_randomness(0):
         plain = nn.Conv2d(n_channels, n_channels, 3)
     found = {n: draw_blocks("he_normal", tuple(plain.weight.shape), n_blocks=n, excess=EXCESS) for n in COUNTS}
@@ -64,13 +64,13 @@ def measure_blocks(n_channels: int, *, repeats: int) -> list[BlockRow]:
 
 
 def block_goals(rows: Sequence[BlockRow]) -> Iterator[Goal]:
-    """Every number of blocks drops its costs as many times, beside the first row of one block."""
+    """n blocks reduce the costs by a factor of n, compared with one block in the first row."""
     for row in rows[1:]:
         one = rows[0]
         drops = [getattr(one, name) / getattr(row, name) for name in ("solve_seconds", "weight_seconds", "n_frozen")]
         is_exact = max(one.residual, row.residual) <= TOLERANCE
         yield Goal(
-            f"{row.n_blocks} blocks: solve, weight and frozen numbers drop {row.n_blocks} times, as exact",
+            f"{row.n_blocks} blocks: solve, weight and frozen parameters {row.n_blocks} times cheaper, same accuracy",
             f"{drops[0]:.1f}, {drops[1]:.1f} and {drops[2]:.1f} times, residual {row.residual:.0e}",
             is_exact and drops[2] >= row.n_blocks and min(drops[:2]) * NOISE >= row.n_blocks,
         )

@@ -1,4 +1,4 @@
-"""The solvers that `bench solve` compares: ours, and rivals as strong as NumPy, SciPy and torch allow.
+"""The solvers that `bench solve` compares: onlynorm, and the fastest methods of NumPy, SciPy and torch.
 
 Every solver takes left (out, feat), right (feat, inp) and target (out, inp) in float64. M is the matrix of the system,
 with one column per feature. Where two libraries have the same method, the faster one is used.
@@ -31,7 +31,7 @@ LSMR = "LSMR"
 PAPERS = "float32 + LBFGS"
 LSMR_STEPS = 1000
 EXACT, FIT = 1e-10, 1e-8
-"""What LSMR is asked for: the residual of a solvable system, the optimality |M^T r| / (|M| |r|) of another one."""
+"""Tolerance of LSMR: for the residual of a solvable system, else for the optimality |M^T r| / (|M| |r|)."""
 
 
 class Found(NamedTuple):
@@ -46,13 +46,13 @@ Solver = Callable[[Tensor, Tensor, Tensor], Found]
 
 
 def ours(left: Tensor, right: Tensor, target: Tensor) -> Found:
-    """`onlynorm.solve` with its defaults; the note is the method that it chose."""
+    """`onlynorm.solve` with its defaults; the note is the selected method."""
     solution = solve(left, right, target)
     return Found(solution.gamma, solution.iterations, solution.method)
 
 
 def any_solution(left: Tensor, right: Tensor, target: Tensor) -> Found:
-    """`onlynorm.solve` with `least_norm=False`: what is comparable to LU of the first N features."""
+    """`onlynorm.solve` with `least_norm=False`, comparable to LU of the first N features."""
     solution = solve(left, right, target, least_norm=False)
     return Found(solution.gamma, solution.iterations, f"{solution.method}, any")
 
@@ -96,7 +96,7 @@ def cholesky(left: Tensor, right: Tensor, target: Tensor) -> Found:
 
 
 def gelsy(left: Tensor, right: Tensor, target: Tensor) -> Found:
-    """SciPy's pivoted QR. torch's passes unset pivots to LAPACK, so that zero features give it a wrong rank."""
+    """SciPy's pivoted QR. torch passes uninitialized pivots to LAPACK and returns a wrong rank for zero features."""
     matrix = _columns(left, right).mT.numpy()
     return Found(torch.from_numpy(_pivoted(matrix, target.flatten().numpy())))
 
@@ -129,7 +129,7 @@ def lsmr(left: Tensor, right: Tensor, target: Tensor) -> Found:
 
 
 def papers(left: Tensor, right: Tensor, target: Tensor) -> Found:
-    """What the papers ran: a dense float32 solve where the system is square, then LBFGS."""
+    """The method of the papers: a dense float32 solve if the system is square, then LBFGS."""
     return Found(*solve_as_papers(KhatriRao(left, right), target))
 
 
@@ -147,7 +147,7 @@ SOLVERS: dict[str, Solver] = {
 
 
 def without_failure(solver: Solver, left: Tensor, right: Tensor, target: Tensor) -> Found:
-    """What the solver finds; NaN and a note where a factorization breaks down."""
+    """The solution; NaN and a note if a factorization fails."""
     try:
         return solver(left, right, target)
     except (np.linalg.LinAlgError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
@@ -155,7 +155,7 @@ def without_failure(solver: Solver, left: Tensor, right: Tensor, target: Tensor)
 
 
 def least_squares_fit(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
-    """The point of M's range that is nearest to the target, by a rank-revealing QR of features of unit length."""
+    """The orthogonal projection of the target onto the range of M, by a rank-revealing QR of normalized features."""
     matrix = _columns(left, right).mT
     matrix = matrix / torch.linalg.vector_norm(matrix, dim=0).clamp_min(1e-300)
     found = _pivoted(matrix.clone().numpy(), target.flatten().numpy())
@@ -163,7 +163,7 @@ def least_squares_fit(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
 
 
 def predicted_seconds(method: str, shape: tuple[int, int], n_features: int, rate: float) -> float:
-    """The time of a rival from its operations; `rate` is that of matrix products. LSMR is taken at 200 iterations."""
+    """The predicted time of a competitor; `rate` is that of matrix products. LSMR counts with 200 iterations."""
     n, c = shape[0] * shape[1], n_features
     few, many = min(n, c), max(n, c)
     work = {
@@ -186,7 +186,7 @@ def product_rate() -> float:
 
 
 def iteration_rate(shape: tuple[int, ...]) -> float:
-    """The time of two bare matrix products over that of the sweep M M^T R that holds them, in float32."""
+    """The time of two matrix products divided by that of M M^T R, which contains them, in float32."""
     features = draw("he_normal", shape, excess=1.25, seed=0, layer="rate", dtype=torch.float32)
     left, right = features.left(), features.right()
     operator = KhatriRao(left, right)

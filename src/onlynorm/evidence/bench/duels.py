@@ -1,13 +1,13 @@
-"""Solvers on one system, in turns: a row for each, and ours beside the fastest rival.
+"""Comparison of solvers on one system: a row for each, and ours against the fastest competitor.
 
-Times are the best of several turns, after one that is not counted. Tolerances:
+The solvers run alternately. Times are the best of several repeats, after one warm-up run. Tolerances:
 
 - a solvable system: relative residual |M gamma - T| / |T| of 1e-10, in float64 on the features themselves;
 - a system without a solution (fewer features than equations, or features of deficient rank): distance of M gamma from
   the least-squares fit of 1e-6, relative to |T|.
 
-Memory is the peak above the level at which the features and the target are already in memory. It is measured from
-`METERED` equations on, because the meter would disturb times of milliseconds.
+Memory is the peak without the features and the target. It is measured from `METERED` equations on, because measuring
+it would change times of milliseconds.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from onlynorm.memory import readable
 
 TOLERANCE, FIT_TOLERANCE = 1e-10, 1e-6
 SLOWER, LATER = 1.2, 1e-3
-"""How much longer than the fastest rival a solve may take: a factor, or seconds where they are more."""
+"""How much longer than the fastest competitor a solve may take: a factor, or seconds if that is more."""
 WIDTH = 100
-"""Columns of a terminal that the tables need."""
+"""Width of the tables in terminal columns."""
 METERED = 2000
-"""Equations from which memory is measured."""
+"""Number of equations from which memory is measured."""
 LONG = 9000
-"""Equations from which turns take so long that none is spent on warming up: every method ran on smaller systems."""
+"""Number of equations from which warm-up runs are omitted: every method has already run on smaller systems."""
 LONG_PATIENCE = 12.0
-"""Seconds after which a method has no further turn on such a system."""
+"""Seconds after which a method is not repeated on such a system."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One solver on one system; `ratio` is its time over ours (above one: we are faster).
+    """One solver on one system; `ratio` is its time divided by ours (above one: we are faster).
 
-    `error` is what is judged: the residual, or the distance from the least-squares fit; it is to be at most
-    `tolerance`. `norm` is |gamma| over that of ours, which is the solution of least norm.
+    `error` is the residual, or the distance from the least-squares fit; it should be at most `tolerance`. `norm` is
+    |gamma| divided by that of our solution, which has the least norm.
     """
 
     system: str
@@ -77,38 +77,38 @@ ROW_COLUMNS: dict[str, Column] = {
     "extra memory": "memory:bytes", "residual": "residual:.1e", "iterations": lambda row: str(row.iterations or "-"),
     "note": "note",
 }  # fmt: skip
-"""Of a table with a row per solver."""
+"""Columns of the table with a row per solver."""
 
 
 @dataclass(frozen=True)
 class Duel:
-    """Our row of one system beside the fastest rival that meets the tolerance (None if none does)."""
+    """Our row of one system and that of the fastest competitor within the tolerance (None if there is none)."""
 
     ours: Row
     rival: Row | None
 
     @property
     def slowness(self) -> float:
-        """Our time over the rival's, counted as 1.2 where we take one millisecond longer."""
+        """Our time divided by the competitor's, counted as 1.2 if we take one millisecond longer."""
         if self.rival is None:
             return 0.0
         return SLOWER * self.ours.seconds / max(SLOWER * self.rival.seconds, self.rival.seconds + LATER)
 
     @property
     def badness(self) -> tuple[float, float]:
-        """How far we miss the tolerance, then how slow we are."""
+        """The factor by which we miss the tolerance, then the ratio of times."""
         over = self.ours.error / self.ours.tolerance
         return 0.0 if over <= 1.0 else 1e300 if math.isnan(over) else over, self.slowness
 
     @property
     def is_met(self) -> bool:
-        """Whether we are within the tolerance and not slower, if a rival is within it."""
+        """Whether we are within the tolerance and not slower, if a competitor is within it."""
         return self.rival is None or (self.ours.is_exact and self.slowness <= SLOWER)
 
     def __str__(self) -> str:
         place = f"{self.ours.system} at {self.ours.excess:g}"
         if self.rival is None:
-            return f"{place}: no rival meets the tolerance"
+            return f"{place}: no competitor meets the tolerance"
         if not self.ours.is_exact:
             return f"{place}: error {self.ours.error:.1e}, {self.rival.method} {self.rival.error:.1e}"
         times = f"{time_text(self.ours.seconds)}, {self.rival.method} {time_text(self.rival.seconds)}"
@@ -119,7 +119,7 @@ def race_solvers(
     name: str, excess: float, system: tuple[Tensor, Tensor, Tensor], solvers: Mapping[str, Solver], *, repeats: int,
     family: str = "", patience: float = 1.0,
 ) -> list[Row]:  # fmt: skip
-    """A row for each solver, ours among them, on one system (left, right, target)."""
+    """A row for each solver, including ours, on one system (left, right, target)."""
     left, right, target = system
     n, size = target.numel(), torch.linalg.vector_norm(target)
     times = race(
@@ -155,7 +155,7 @@ def race_layers(
     """A row for each solver on each of these layers of a network, with he_normal features, on one thread."""
     rows = []
     for name, excess in itertools.product(names, excesses):
-        status(f"{name} at excess {excess}: {' beside '.join(solvers)}")
+        status(f"{name} at excess {excess}: {' and '.join(solvers)}")
         weight = network.get_parameter(f"{name}.weight").detach().double()
         left, right, _ = System("convolution", name, tuple(weight.shape), excess).make()
         with one_thread():
@@ -164,7 +164,7 @@ def race_layers(
 
 
 def duels(rows: Sequence[Row], ours: str = OURS) -> list[Duel]:
-    """One for each system: for the solution of least norm, or with ANY, against all rivals, for any solution."""
+    """One per system: for the solution of least norm, or with ANY for any solution, against all competitors."""
     systems: dict[tuple[str, str, float], list[Row]] = {}
     for row in rows:
         systems.setdefault((row.family, row.system, row.excess), []).append(row)
@@ -178,15 +178,15 @@ def duels(rows: Sequence[Row], ours: str = OURS) -> list[Duel]:
 
 
 def duel_goal(name: str, found: Sequence[Duel]) -> Iterator[Goal]:
-    """One goal for all systems of a contest in which a rival meets the tolerance."""
+    """One goal for all systems in which a competitor meets the tolerance."""
     judged = [duel for duel in found if duel.rival is not None]
     if not judged:
         return
     missed = [duel for duel in judged if not duel.is_met]
     worst = max(judged, key=lambda duel: duel.badness)
     yield Goal(
-        f"{name}, {len(judged)} systems: within the tolerance and at most {SLOWER} times as long as the fastest rival "
-        "within it, or 1 ms longer",
+        f"{name}, {len(judged)} systems: within the tolerance, at most {SLOWER} times the time of the fastest "
+        "competitor within it, or 1 ms longer",
         (f"{len(missed)} of {len(judged)} missed; " if missed else "") + f"worst {worst}", not missed,
     )  # fmt: skip
 

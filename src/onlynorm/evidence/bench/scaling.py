@@ -1,7 +1,7 @@
-"""What a whole network costs against its number of weights: seconds, memory and the size of its file.
+"""The cost of a whole network against its number of weights: seconds, memory and file size.
 
-Networks of the shape of ResNet-50 and of several widths go through everything: plan, reconstruct, save, load, verify.
-Small networks cost Python's own time, so that the two widest are compared.
+Networks like ResNet-50 of several widths go through plan, reconstruct, save, load and verify. The time of small
+networks is dominated by Python, so the two widest are compared.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from onlynorm.reconstruction import Wide, plan, reconstruct, verify
 from onlynorm.seeds import own_randomness
 
 WIDTHS, QUICK_WIDTHS = (16, 32, 64), (4, 8)
-"""Channels of the first stage; 64 make the 25 million weights of ResNet-50."""
+"""Channels of the first stage; ResNet-50 has 64, and 25 million weights."""
 LINEAR, STORED = 1.5, 2.05
-"""Goals: growth of seconds and bytes per weight with the width, numbers of a file per weight."""
+"""Goals: growth of seconds and bytes per weight with the width, stored values per weight."""
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """What a network of bottleneck blocks of one width takes, from plan to verify, with id_cond features."""
+    """The cost of a network of bottleneck blocks of one width, from plan to verify, with id_cond features."""
 
     width: int
     n_weights: int
@@ -53,11 +53,11 @@ SCALING_COLUMNS: dict[str, Column] = {
     "float64 / weight": lambda row: f"{row.memory / 8 / row.n_weights:.2f}",
     "stored / weight": "stored:.3f", "float32 error": "error:.1e",
 }  # fmt: skip
-"""Of a table with a row per width."""
+"""Columns of the table with a row per width."""
 
 
 def scaling_rows(out: Path, status: OnMessage, *, quick: bool) -> list[ScalingRow]:
-    """A row per width, on one thread; networks are saved in `out` for a while."""
+    """A row per width, on one thread; networks are saved temporarily in `out`."""
     with one_thread():
         return [scaling_row(width, out, status) for width in (QUICK_WIDTHS if quick else WIDTHS)]
 
@@ -85,7 +85,7 @@ def scaling_row(width: int, out: Path, status: OnMessage, *, size: int = 64, n_s
 
 
 def scaling_goals(rows: Sequence[ScalingRow]) -> Iterator[Goal]:
-    """Cost in proportion to the number of weights, from the second width on."""
+    """Cost proportional to the number of weights, from the second width on."""
     if len(rows) < 2:
         return
     first, last = rows[-2:]
@@ -93,5 +93,5 @@ def scaling_goals(rows: Sequence[ScalingRow]) -> Iterator[Goal]:
     slower, larger = last.seconds / first.seconds / n_more, last.memory / first.memory / n_more
     aim = f"id_cond: seconds and bytes per weight {after} at most {LINEAR:g} times those {before}"
     yield Goal(aim, f"{slower:.2f} and {larger:.2f} times", max(slower, larger) <= LINEAR)
-    aim = f"id_cond: a file of at most {STORED} numbers per weight {after}"
+    aim = f"id_cond: a file with at most {STORED} values per weight {after}"
     yield Goal(aim, f"{last.stored:.3f}", last.stored <= STORED)

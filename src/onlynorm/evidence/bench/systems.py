@@ -1,4 +1,4 @@
-"""The systems on which solvers are compared: flat, tall, tiny, square, sparse and unequal ones, and convolutions."""
+"""The systems for the comparison of solvers: flat, tall, tiny, square, sparse and unequal ones, and convolutions."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ def _grid() -> Iterator[System]:
 GRID = tuple(_grid())
 FAMILIES = tuple(dict.fromkeys(system.family for system in GRID))
 GROWING = ("square", "convolution")
-"""Families whose systems differ in size only: the growth of the time and the rate of one iteration are theirs."""
+"""Families whose systems differ only in size, for the growth of the time and the rate of one iteration."""

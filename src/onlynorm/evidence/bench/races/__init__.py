@@ -1,1 +1,1 @@
-"""Benchmarks of time and memory: competitors in one run, warmed up, in turns."""
+"""Benchmarks of time and memory: competitors run alternately in one process, after a warm-up."""

@@ -1,10 +1,9 @@
-"""Aligning a target's rows with too few features: our greedy beside a plain transcription of the described one.
+"""Aligning a target's rows with too few features: our greedy search against a direct implementation of the paper's.
 
-The cases are those of figure 4 of random_features, at 50 x 50. The described greedy decomposes the whole feature matrix
-into singular values and then scores one pair of rows at a time; ours makes the same choices from tables. Both searches
-are timed alone, and with everything that comes before them. Both orders are judged by the described directions. Seconds
-are of the processor, on one thread, so that a busy machine does little harm. The other methods are judged by the energy
-they leave.
+The cases are those of figure 4 of random_features, at 50 x 50. The paper's search computes the singular values of the
+whole feature matrix and then scores one pair of rows at a time; ours makes the same choices from tables. Both are timed
+without and with the steps before the search. Both orders are evaluated with the paper's directions. Times are processor
+times on one thread, which depend little on other load. The other methods are compared by the missed energy.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ UNALIGNED, DESCRIBED = "as given", "greedy as described"
 FACTOR = 50.0
 N_RUNS = 40
 MARGIN = 1e-6
-"""A method misses less than another only if it does by this fraction: orders that are equal differ by rounding."""
+"""Minimum relative difference of missed energies that counts: equal orders differ by rounding."""
 SIDE, QUICK_SIDE = 50, 16
 LOW, MIDDLE, SPARSE, INSIDE = "low rank", "higher rank", "sparse target", "sparse target, sparse features"
 
 
 @dataclass(frozen=True)
 class AlignSizes(Sizes):
-    """Turns; a quick run takes 16 x 16 targets, too small for the goals about speed."""
+    """Repeats; a quick run has 16 x 16 targets, which are too small for the goals of speed."""
 
-    repeats: int = setting(5, help="Best of how many turns.")
+    repeats: int = setting(5, help="Number of repeats; the best one counts.")
 
     @property
     def side(self) -> int:
@@ -51,7 +50,7 @@ class AlignSizes(Sizes):
 class AlignRow:
     """One method on one case; `missed` is the missed energy as a fraction of the target's.
 
-    `search` counts seconds from given directions on, `whole` with those; ratios are over our greedy's.
+    `search` are seconds for given directions, `whole` includes computing them; ratios are relative to ours.
     """
 
     case: str
@@ -64,7 +63,7 @@ class AlignRow:
 
 
 race = Race(
-    "align", "Rows of a target aligned with too few features, beside the described greedy.", AlignSizes,
+    "align", "Rows of a target aligned with too few features, against the paper's greedy search.", AlignSizes,
     columns={"rows": {
         "case": "case", "method": "method", "missed fraction": "missed:.4g", "search s": "search:.2g",
         "search x ours": "search_ratio:.3g", "with directions s": "whole:.2g",
@@ -75,7 +74,7 @@ race = Race(
 
 @race.measure
 def measure(sizes: AlignSizes, session: Session) -> Iterator[tuple[str, list[AlignRow]]]:
-    """Races both greedy searches and runs the other methods."""
+    """Times both greedy searches and runs the other methods."""
     with one_thread():
         for case in (LOW, MIDDLE, SPARSE, INSIDE):
             session.status(f"{case}, {sizes.side} x {sizes.side}")
@@ -85,7 +84,7 @@ def measure(sizes: AlignSizes, session: Session) -> Iterator[tuple[str, list[Ali
 
 @race.goals
 def goals(result: RaceResult[AlignSizes]) -> Iterator[Goal]:
-    """Faster than the described greedy, never worse, and another method that is better."""
+    """Faster than the paper's greedy search, never worse, and another method with a smaller error."""
     pairs = {case: result.pair("greedy", DESCRIBED, case=case) for case in (LOW, MIDDLE, SPARSE)}
     for _, slow in pairs[LOW] if result.sizes.side == SIDE else ():
         for what, ratio in (("greedy search", slow.search_ratio), ("whole greedy alignment", slow.whole_ratio)):
@@ -94,14 +93,14 @@ def goals(result: RaceResult[AlignSizes]) -> Iterator[Goal]:
     both = [ours.missed / described.missed for found in pairs.values() for ours, described in found]
     if both:
         worst = max(both)
-        yield Goal("our greedy never misses more than the described one", f"{worst:.9f} of it", worst <= 1 + 1e-9)
+        yield Goal("our greedy search never misses more than the paper's", f"{worst:.9f} of it", worst <= 1 + 1e-9)
     for case in (LOW, MIDDLE, SPARSE, INSIDE):
         greedy = result.find(case=case, method="greedy")
         others = [r for r in result.rows if r.case == case and r.method not in (UNALIGNED, DESCRIBED, "greedy")]
         best = min(others, key=lambda row: row.missed, default=None)
         if greedy and best:
             yield Goal(
-                f"{case}: a method that misses less than greedy",
+                f"{case}: a method that misses less energy than the greedy search",
                 f"{best.method} misses {best.missed:.4g}, greedy {greedy.missed:.4g}",
                 best.missed < (1 - MARGIN) * greedy.missed,
             )
@@ -131,7 +130,7 @@ def _measure(case: str, side: int, repeats: int) -> list[AlignRow]:
     before = take_turns({m: functools.partial(setup, left, right) for m, setup in setups.items()}, rounds=repeats)
     directions, missed = before["greedy"].result, before[DESCRIBED].result
     searches: dict[str, Callable[[], Any]] = {
-        # As many runs as fill a turn of the other: a single one is too short to be timed.
+        # As many runs as take the time of the other method: a single one is too short to be timed.
         "greedy": functools.partial(_many_times, align_within, target, directions, method="greedy"),
         DESCRIBED: functools.partial(search_as_described, missed, target),
     }

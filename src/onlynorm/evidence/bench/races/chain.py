@@ -1,11 +1,11 @@
-"""Layers of random networks per second: many chains as one tensor beside the loop that everybody writes first.
+"""Layers of random networks per second: many chains in one tensor against a simple loop.
 
-The loop takes one chain, one layer after the other, and the singular values of every layer. Ours takes many chains in
-one tensor, counts eigenvalues by inertia, and observes every 64th layer. The goal counts layers; it does not count what
-is learned from them: at width 32 an average over the same layers has 2 to 3 times the error when only every 64th is
-observed. The row with every layer observed compares equal accuracy. Both find rank_1/2 and r. They take turns in slices
-of a few milliseconds on one thread and keep their best, in seconds of the processor: on a busy machine neither pays for
-the time in which others run. What a million layers of figure 2 take in all is predicted from the rates.
+The loop simulates one chain, layer by layer, with the singular values of every layer. `onlynorm.simulate` has many
+chains in one tensor, counts eigenvalues by inertia, and observes every 64th layer. The goal counts layers only: at
+width 32 an average over the same layers has 2 to 3 times the error if only every 64th is observed. The row that
+observes every layer has equal accuracy. Both compute rank_1/2 and r. They run alternately for a few milliseconds on one
+thread; the best processor time counts, which excludes the time of other processes. The time for a million layers of
+figure 2 is predicted from the rates.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ HOURS = 2.0
 N_LAYERS = 1_000_000
 WIDTHS = (8, 16, 32, 64, 128, 256)
 GAMMAS = (0.1, 0.5, 1.0, math.inf)
-"""What figure 2 of daneshmand2020 takes: a million layers for each width and gamma."""
+"""Settings of figure 2 of daneshmand2020: a million layers for each width and gamma."""
 Slice = Callable[[], int]
 
 
 def chains_for(width: int) -> int:
-    """How many chains of this width figure 2 runs side by side: more of the narrow ones, which cost little."""
+    """Number of chains of this width that run in parallel in figure 2: more narrow ones, which cost less."""
     return max(1, 256 // width)
 
 
 @dataclass(frozen=True)
 class ChainSizes(Sizes):
-    """Turns; a quick run leaves out widths 128 and 256."""
+    """Repeats; a quick run omits widths 128 and 256."""
 
-    repeats: int = setting(40, help="Best of how many turns.")
+    repeats: int = setting(40, help="Number of repeats; the best one counts.")
 
 
 @dataclass(frozen=True)
 class ChainRow:
-    """One method of simulating; `ratio` is our rate over its rate, at the same width (above one: ours is faster).
+    """One method of simulation; `ratio` is our rate divided by its rate at the same width (above one: ours is faster).
 
-    `hours` is what a million layers of all gammas would take at that rate, one run after the other.
+    `hours` is the time for a million layers of all gammas at that rate, in sequence.
     """
 
     width: int
@@ -65,7 +65,7 @@ class ChainRow:
 
 
 race = Race(
-    "chain", "Random networks as batched chains beside the obvious loop with singular values.", ChainSizes,
+    "chain", "Random networks as batched chains against a loop with singular values.", ChainSizes,
     columns={"rows": {
         "width": "width", "chains": "n_chains", "method": "method", "layers/s": "layers_per_second:,.0f",
         "ours is x faster": "ratio:,.1f", "hours for a million layers of all gammas": "hours:.2f",
@@ -75,8 +75,8 @@ race = Race(
 
 @race.measure
 def measure(sizes: ChainSizes, session: Session) -> Iterator[tuple[str, list[ChainRow]]]:
-    """Races three methods at width 32, then measures the chains of figure 2."""
-    session.status("width 32: three methods in turns")
+    """Times three methods at width 32, then the chains of figure 2."""
+    session.status("width 32: three methods")
     methods = {
         (64, OURS): our_slice(Chain(32, 0.5, n_chains=64)),
         (64, EACH): our_slice(Chain(32, 0.5, n_chains=64), every=1),
@@ -98,7 +98,7 @@ def measure(sizes: ChainSizes, session: Session) -> Iterator[tuple[str, list[Cha
 
 @race.goals
 def goals(result: RaceResult[ChainSizes]) -> Iterator[Goal]:
-    """Fifty times the layers of the loop, and figure 2 within two hours."""
+    """Fifty times the rate of the loop, and figure 2 within two hours."""
     ours = result.find(width=32, n_chains=64, method=OURS)
     loop = result.find(width=32, n_chains=1, method=LOOP)
     if ours and loop:
@@ -117,7 +117,7 @@ def goals(result: RaceResult[ChainSizes]) -> Iterator[Goal]:
 
 
 def our_slice(chain: Chain, *, every: int = EVERY) -> Slice:
-    """A function that goes on by 64 layers of all chains and returns how many layers those are."""
+    """A function that advances all chains by 64 layers and returns the total number of layers."""
     state = ChainState(chain, inputs=None, quantities=QUANTITIES, every=every, burn_in=0)
 
     def run() -> int:
@@ -128,7 +128,7 @@ def our_slice(chain: Chain, *, every: int = EVERY) -> Slice:
 
 
 def loop_slice(width: int, gamma: float, *, n_layers: int = 32) -> Slice:
-    """The same for the loop, by `n_layers` layers of its one chain."""
+    """The same for the loop: advances its one chain by `n_layers` layers."""
     generator = torch.Generator().manual_seed(0)
     state = [torch.randn(width, width, generator=generator)]
 
@@ -142,7 +142,7 @@ def loop_slice(width: int, gamma: float, *, n_layers: int = 32) -> Slice:
 def plain_layers(
     H: Tensor, gamma: float, *, n_layers: int, generator: torch.Generator
 ) -> tuple[Tensor, list[int], list[float]]:
-    """H after so many layers of one chain, with rank_1/2 and r of every layer: the obvious transcription."""
+    """H after `n_layers` layers of one chain, with rank_1/2 and r of every layer: a direct implementation."""
     d, n = H.shape
     ranks, ratios = [], []
     for _ in range(n_layers):

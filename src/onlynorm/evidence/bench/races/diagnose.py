@@ -1,9 +1,9 @@
-"""What a diagnosis costs, in passes forward and backward through the same network on the same batch, beside delve.
+"""The cost of a diagnosis in forward and backward passes of the same network on the same batch, compared with delve.
 
-A pass is what a step of training computes before the optimizer: the loss of a batch and all gradients. The methods take
-turns on one thread, best of several, in seconds of the processor, so that none pays for the time in which others
-run. Memory is the peak above the level at which the network already lies there. delve measures the saturation of linear
-layers and convolutions, a covariance matrix and its eigenvalues for each, and no gradients; its row includes one pass.
+A pass is a training step without the optimizer: the loss of a batch and all gradients. The methods run alternately on
+one thread; the best processor time of several repeats counts. Memory is the peak without the network itself. delve
+measures the saturation of linear layers and convolutions, with a covariance matrix and its eigenvalues for each, and no
+gradients; its row includes one pass.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ QUICK = (Network("ResNet-18, narrow", 18, 8, 4, 64), Network("ResNet-50, narrow"
 
 @dataclass(frozen=True)
 class DiagnoseSizes(Sizes):
-    """Turns; a quick run takes narrow networks on small images."""
+    """Repeats; a quick run has narrow networks and small images."""
 
-    repeats: int = setting(3, help="Best of how many turns.")
+    repeats: int = setting(3, help="Number of repeats; the best one counts.")
 
 
 @dataclass(frozen=True)
 class DiagnoseRow:
-    """One method on one network; `passes` is its time over that of a pass, `memory_ratio` its memory over it.
+    """One method on one network; `passes` and `memory_ratio` are its time and memory divided by those of a pass.
 
-    `n_signals` is how many activations it measures.
+    `n_signals` is the number of measured activations.
     """
 
     network: str
@@ -82,7 +82,7 @@ class DiagnoseRow:
 
 
 race = Race(
-    "diagnose", "A diagnosis of ResNet-18 and ResNet-50 in passes forward and backward, beside delve.", DiagnoseSizes,
+    "diagnose", "A diagnosis of ResNet-18 and ResNet-50 in forward and backward passes, against delve.", DiagnoseSizes,
     columns={"rows": {
         "network": "network", "images": "batch", "method": "method", "seconds": "seconds:.3g", "passes": "passes:.2f",
         "extra memory": "memory:bytes", "of a pass": "memory_ratio:.2f", "signals": lambda r: str(r.n_signals or "-"),
@@ -93,7 +93,7 @@ race = Race(
 
 @race.measure
 def measure(sizes: DiagnoseSizes, session: Session) -> Iterator[tuple[str, list[DiagnoseRow]]]:
-    """Diagnoses ResNets of ImageNet's shape."""
+    """Diagnoses ResNets for ImageNet."""
     with one_thread():
         for network in QUICK if sizes.quick else FULL:
             yield "rows", measure_network(network, repeats=sizes.repeats, status=session.status)
@@ -101,21 +101,21 @@ def measure(sizes: DiagnoseSizes, session: Session) -> Iterator[tuple[str, list[
 
 @race.goals
 def goals(result: RaceResult[DiagnoseSizes]) -> Iterator[Goal]:
-    """What a diagnosis may cost on each network."""
+    """Limits of time and memory for each network."""
     for row in result.rows:
         if row.method == OURS:
             yield Goal(
-                f"{row.network}: a diagnosis takes at most {MOST_PASSES:g} passes forward and backward",
+                f"{row.network}: a diagnosis takes at most {MOST_PASSES:g} forward and backward passes",
                 f"{row.passes:.2f} passes", row.passes <= MOST_PASSES,
             )  # fmt: skip
             yield Goal(
-                f"{row.network}: and at most {MOST_MEMORY:g} times the memory of one",
+                f"{row.network}: a diagnosis takes at most {MOST_MEMORY:g} times the memory of a pass",
                 f"{row.memory_ratio:.2f} times", row.memory_ratio <= MOST_MEMORY,
             )  # fmt: skip
 
 
 def measure_network(network: Network, *, repeats: int, status: Callable[[str], None]) -> list[DiagnoseRow]:
-    """The rows of one network; delve gets one that says why if it cannot be run."""
+    """The rows of one network; that of delve has the reason if it cannot be run."""
     model, images, classes = network.make()
     methods: dict[str, Callable[[], int]] = {
         PASS: lambda: _pass(model, images, classes),
@@ -128,7 +128,7 @@ def measure_network(network: Network, *, repeats: int, status: Callable[[str], N
         missing = f"not run: {error} (`pip install delve`)"
     times = take_turns(
         methods, rounds=repeats, metered=True,
-        on_turn=lambda name, turn: status(f"{network.name}: {name}, turn {turn} of {repeats}"),
+        on_turn=lambda name, turn: status(f"{network.name}: {name}, repeat {turn} of {repeats}"),
     )  # fmt: skip
     one_pass = times[PASS]
     batch = f"{network.n_images} of {network.size} x {network.size}"
@@ -145,7 +145,7 @@ def measure_network(network: Network, *, repeats: int, status: Callable[[str], N
 def delve_pass(model: nn.Module, images: Tensor, classes: Tensor) -> Callable[[], int]:
     """A pass with delve's hooks on the model and the saturation of every layer; the model keeps the hooks."""
     delve: Any = importlib.import_module("delve")
-    logging.getLogger("delve.logger").setLevel(logging.WARNING)  # it tells every layer on standard output
+    logging.getLogger("delve.logger").setLevel(logging.WARNING)  # it prints every layer to standard output
     with tempfile.TemporaryDirectory() as folder:
         tracker = delve.SaturationTracker(folder, save_to="csv", modules=model, device="cpu")
 
@@ -158,7 +158,7 @@ def delve_pass(model: nn.Module, images: Tensor, classes: Tensor) -> Callable[[]
 
 
 def _pass(model: nn.Module, images: Tensor, classes: Tensor) -> int:
-    """Loss and gradients, which are thrown away; measures nothing."""
+    """Computes loss and gradients, and discards them."""
     loss = functional.cross_entropy(model(images), classes)
     torch.autograd.grad(loss, list(model.parameters()))
     return 0

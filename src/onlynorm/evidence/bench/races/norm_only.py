@@ -1,10 +1,11 @@
-"""What norm-only layers cost: beside ordinary ones, in a preconditioned step, and cut into blocks.
+"""The cost of norm-only layers compared with ordinary layers, with a preconditioned step, and with blocks of features.
 
-Forward and backward of structured layers beside the ordinary layer: ID cond makes its weight for nothing,
-Ortho cond by two products, whose fraction of the work is 2 / (3 load) with a load of so many samples and positions per
-input and output of the layer; for few samples it turns these instead, and a square layer costs 7 / 3 of an ordinary one
-by count of operations. A whole step of SGD on random features: plain on gamma, and on the effective weight by
-`follow_weights`. And what more and more blocks of features save. All in processor seconds on one thread, best of turns.
+The forward and backward passes of structured layers are compared with those of the ordinary layer. ID cond computes its
+weight without cost. Ortho cond needs two products, a fraction 2 / (3 load) of the work, where the load is the number of
+samples and positions per input and output of the layer; for few samples it rotates these instead, and a square layer
+needs 7 / 3 of the operations of an ordinary one. Steps of SGD on random features are compared for gamma and, with
+`follow_weights`, for the effective weight. Another table shows the cost against the number of blocks. All times are
+processor times on one thread, best of several repeats.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LAYER_FACTOR, STEP_FACTOR = 1.3, 2.0
 ORTHO_LOAD = 3.0
-"""Samples and positions per input and output from which Ortho cond is judged; below 2.2 its operations alone forbid."""
+"""Load from which Ortho cond is tested; below 2.2 it needs too many operations."""
 FEW_FACTOR = 7 / 3
-"""What turning few samples may cost, in ordinary layers: four products more than its three."""
+"""Limit of the cost of rotating few samples, relative to an ordinary layer: four products in addition to three."""
 
 
 @dataclass(frozen=True)
 class LayersSizes(Sizes):
-    """Turns; a quick run leaves out the step of 32 channels, whose factor takes minutes."""
+    """Repeats; a quick run omits the step with 32 channels, whose factorization takes minutes."""
 
-    repeats: int = setting(15, help="Best of how many turns.")
+    repeats: int = setting(15, help="Number of repeats; the best one counts.")
 
 
 @dataclass(frozen=True)
 class CostRow:
-    """Seconds of one method on one layer; `ratio` is to the ordinary layer, or to the plain step.
+    """Seconds of one method on one layer; `ratio` is relative to the ordinary layer, or to the plain step.
 
-    `load` counts samples and positions per input and output: what Ortho cond spends on its weight is shared by these.
+    `load` is the number of samples and positions per input and output; a large one makes the weight of Ortho cond
+    relatively cheap.
     """
 
     layer: str
@@ -69,7 +71,7 @@ def _costs(compared: str) -> dict[str, Column]:
 
 
 race = Race(
-    "layers", "Norm-only layers beside ordinary ones, preconditioned steps, and features in blocks.", LayersSizes,
+    "layers", "Norm-only layers against ordinary ones, preconditioned steps, and features in blocks.", LayersSizes,
     columns={
         "layers": _costs("x ordinary"), "few": _costs("x ordinary"), "steps": _costs("x plain step"),
         "blocks": BLOCK_COLUMNS,
@@ -95,7 +97,7 @@ def measure(sizes: LayersSizes, session: Session) -> Iterator[tuple[str, list[Co
 
 @race.goals
 def goals(result: RaceResult[LayersSizes]) -> Iterator[Goal]:
-    """What the layers promise, as far as this run measured it."""
+    """Limits of the ratios that this run measured."""
     for method in METHODS:
         least = ORTHO_LOAD if method == ORTHO else 0.0
         rows = [row for row in result.parts["layers"] if row.method == method and row.load >= least]
@@ -118,7 +120,7 @@ def goals(result: RaceResult[LayersSizes]) -> Iterator[Goal]:
 def measure_layer(
     name: str, plain: nn.Linear | nn.Conv2d, x: Tensor, *, repeats: int, methods: Iterable[str] = tuple(METHODS)
 ) -> list[CostRow]:
-    """Forward and backward, to the input too, of an ordinary layer and of structured ones in its place."""
+    """Forward and backward passes, including the gradient of the input, of an ordinary and of structured layers."""
     layers: dict[str, nn.Module] = {ORDINARY: plain}
     layers |= {method: wrap(plain, FrozenOptions(**METHODS[method])) for method in methods}
     x = x.clone().requires_grad_()
@@ -136,7 +138,7 @@ def measure_step(n_channels: int, *, repeats: int, n_images: int = 128) -> list[
     name, plain, x = _convolution(n_channels, n_images=n_images)
     options = FrozenOptions(features="he_normal", excess=EXCESS)
     layers: dict[str, nn.Module] = {PLAIN: wrap(plain, options), FOLLOWED: wrap(plain, options), ORDINARY: plain}
-    optimizers: dict[str, torch.optim.Optimizer] = {  # a step costs the same wherever it leads
+    optimizers: dict[str, torch.optim.Optimizer] = {  # the cost of a step does not depend on its size
         PLAIN: torch.optim.SGD(layers[PLAIN].parameters(), lr=1e-6),
         FOLLOWED: follow_weights(layers[FOLLOWED], torch.optim.SGD, lr=1e-6),
         ORDINARY: torch.optim.SGD(plain.parameters(), lr=1e-6),
@@ -169,7 +171,7 @@ def _rows(
     name: str, layers: dict[str, nn.Module], run: Callable[[str], object], *, against: str, repeats: int,
     load: float = 0.0,
 ) -> list[CostRow]:  # fmt: skip
-    """A row for every method, timed beside the one named `against`."""
+    """A row for every method, with the ratio to the one named `against`."""
     times = take_turns({method: functools.partial(run, method) for method in layers}, rounds=repeats)
     return [
         CostRow(

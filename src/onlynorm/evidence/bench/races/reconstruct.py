@@ -4,8 +4,8 @@ A row is rebuilt with a ReLU between the frozen layers, calibrated on training i
 network on test images: in float64 and in float32 through its blocks, and collapsed. Finished rows are cached, and so
 are the finished layers of an unfinished row: a killed run resumes.
 
-A second table has the papers' own method, a dense float32 solve and LBFGS, on layers of the same network beside ours.
-A third one shows what whole networks of the shape of ResNet-50 cost with id_cond features, at several widths.
+A second table compares the papers' method, a dense float32 solve and LBFGS, with ours on layers of the same network.
+A third one has the cost of networks like ResNet-50 with id_cond features, at several widths.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ RECIPES: dict[str, dict[str, Any]] = {
     "he_normal": {"excess": 1.25}, "he_uniform": {"excess": 1.25}, "orthogonal": {"excess": 1.25},
     "sparse_he_normal": {"excess": 1.25, "density": 0.5}, "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {},
 }  # fmt: skip
-"""Kinds of features and how many; structured ones fix their own number."""
+"""Kinds of features and their excess, which structured features do not have."""
 PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
-"""2,304 and 4,608 equations, which the papers' dense matrix can hold."""
+"""2,304 and 4,608 equations, for which the papers' dense matrix fits into memory."""
 PAPERS_EXCESSES = (1.0, 1.25)
 ERROR, AGREEMENT, SOLVING = 1e-8, 0.998, 1200.0
-"""Goals of a row: relative logit error in float64, share of equal predictions in float32, seconds of solving."""
+"""Goals of a row: relative logit error in float64, fraction of equal predictions in float32, seconds of solving."""
 
 
 @dataclass(frozen=True)
 class ReconstructSizes(Sizes):
-    """Kinds of features; how many images calibrate, and how many test: in float64, in float32, and collapsed.
+    """Kinds of features; numbers of images for calibration, and for tests in float64, in float32, and collapsed.
 
-    A quick run takes a narrow ResNet-8 with random weights: it shows that all works, in a minute or two.
+    A quick run has a narrow ResNet-8 with random weights and takes a minute or two.
     """
 
     features: tuple[str, ...] = setting(
@@ -60,7 +60,7 @@ class ReconstructSizes(Sizes):
     collapsed: int = setting(5000, quick=100)
 
     def within(self, split: Split) -> ReconstructSizes:
-        """The sizes, none larger than the data."""
+        """The sizes, limited by the size of the data."""
         n_test = len(split.test_inputs)
         most = {"calibration": len(split.train_inputs), "exact": n_test, "images": n_test, "collapsed": n_test}
         return replace(self, **{name: min(getattr(self, name), n) for name, n in most.items()})
@@ -68,7 +68,7 @@ class ReconstructSizes(Sizes):
 
 @dataclass(frozen=True)
 class RebuiltRow:
-    """One kind of features. Errors and agreements are against the trained network on test images."""
+    """One kind of features. Errors and agreements are relative to the trained network on test images."""
 
     features: str
     solve_seconds: float
@@ -88,7 +88,7 @@ class RebuiltRow:
 
     @property
     def goal(self) -> Goal:
-        """Whether the row is what was promised."""
+        """Whether the row meets its goal."""
         return Goal(
             f"{self.features}: logit error {ERROR:.0e} on {self.n_exact} images, same prediction on "
             f"{100 * AGREEMENT:.1f} % of {self.n_images} images and, collapsed, of {self.n_collapsed}, "
@@ -118,7 +118,7 @@ race = Race(
 
 @race.measure
 def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, Any]]:
-    """Rebuilds the network once per kind of features, then the other two tables."""
+    """Rebuilds the network once per kind of features, then computes the other two tables."""
     target, split = make_target(quick=sizes.quick), cifar10()
     sizes = sizes.within(split)
     for name in sizes.features:
@@ -139,7 +139,7 @@ def measure(sizes: ReconstructSizes, session: Session) -> Iterator[tuple[str, An
 
 @race.goals
 def goals(result: RaceResult[ReconstructSizes]) -> Iterator[Goal]:
-    """What is promised of every kind of features, and cost in proportion to the number of weights."""
+    """A goal for every kind of features, and cost proportional to the number of weights."""
     yield from (row.goal for row in result.parts["rows"])
     yield from scaling_goals(result.parts["scaling"])
 

@@ -1,8 +1,8 @@
-"""Benchmark of the solver: every system of a grid, solved by onlynorm and by its rivals, in turns, on one thread.
+"""Benchmark of the solver: every system of a grid, solved by onlynorm and by its competitors, on one thread.
 
-A time means nothing alone, so what is judged is the ratio to the fastest rival that meets the tolerance (see `duels`).
-Where features are more than equations there are two contests: for the solution of least norm, and with
-`least_norm=False` for any solution, which *LU of the first N features* gives as well.
+Times are compared by their ratio to the fastest competitor that meets the tolerance (see `duels`). With more features
+than equations there are two comparisons: for the solution of least norm, and with `least_norm=False` for any solution,
+such as that of *LU of the first N features*.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from onlynorm.evidence.timing import one_thread
 from onlynorm.memory import readable
 
 LIMIT, QUICK_LIMIT, LAST_LIMIT = 12.0, 3.0, 60.0
-"""Seconds: a rival that is predicted to take longer is left out, and a row says so. The last is for LU and LSMR."""
+"""Seconds: a competitor that is predicted to take longer is omitted, with a note. The last is for LU and LSMR."""
 SMALL = 2500
-"""Equations up to which a quick run takes a system. Of the families' larger ones it takes those of excess 1.25."""
+"""Maximum number of equations in a quick run, except for the families of larger systems of excess 1.25."""
 
 
 @dataclass(frozen=True)
 class RateRow:
-    """The time of two bare matrix products over that of an iteration that contains them."""
+    """The time of two matrix products divided by that of an iteration, which contains them."""
 
     system: str
     rate: float
@@ -49,14 +49,14 @@ class RateRow:
 
 @dataclass(frozen=True)
 class SolveSizes(Sizes):
-    """Families of systems and turns; a quick run takes small systems, and of the larger ones the goal against LU."""
+    """Families of systems and repeats; a quick run has small systems, and of the larger ones the goal against LU."""
 
     families: tuple[str, ...] = setting(FAMILIES, choices=FAMILIES, help=f"{', '.join(FAMILIES)}.")
-    repeats: int = setting(20, help="Best of how many turns; slow methods have fewer.")
+    repeats: int = setting(20, help="Number of repeats; the best one counts. Slow methods have fewer.")
 
 
 race = Race(
-    "solve", "The solver beside LU, Cholesky, QR, lstsq and LSMR, on one thread.", SolveSizes,
+    "solve", "The solver against LU, Cholesky, QR, lstsq and LSMR, on one thread.", SolveSizes,
     columns={"rows": {}, "rates": {}},
 )  # fmt: skip
 
@@ -77,12 +77,12 @@ def measure(sizes: SolveSizes, session: Session) -> Iterator[tuple[str, list[Row
 
 
 def is_quick(system: System) -> bool:
-    """Whether a quick run takes this system."""
+    """Whether a quick run includes this system."""
     return system.equations <= SMALL or (system.equations <= 9216 and system.excess == 1.25)
 
 
 def measure_system(system: System, *, repeats: int, quick: bool) -> list[Row]:
-    """The rows of all solvers; those of rivals that would take too long have no time, and a note."""
+    """The rows of all solvers; those of competitors that would take too long have a note instead of a time."""
     left, right, target = system.make()
     unfit = {LU: system.excess < 1.0, ANY: system.excess <= 1.0, PAPERS: system.family not in GROWING}
     solvers = {method: solver for method, solver in SOLVERS.items() if not unfit.get(method)}
@@ -101,7 +101,7 @@ def measure_system(system: System, *, repeats: int, quick: bool) -> list[Row]:
 
 
 def from_dict(plain: dict[str, Any]) -> RaceResult[SolveSizes]:
-    """The run that --json printed, so that its tables can be made again."""
+    """The result from the output of --json, for printing its tables."""
     missing = dict.fromkeys(("seconds", "ratio", "residual", "error", "norm"), math.nan)
     rows = [missing | {key: value for key, value in row.items() if value is not None} for row in plain["rows"]]
     rates = [("rates", RateRow(**row)) for row in plain["rates"]]
@@ -110,7 +110,7 @@ def from_dict(plain: dict[str, Any]) -> RaceResult[SolveSizes]:
 
 @race.goals
 def goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
-    """Duels of every family, large systems, the rate of an iteration, and the growth of the time."""
+    """Goals for every family, large systems, the rate of an iteration, and the growth of the time."""
     for family, rows in result.by("family").items():
         yield from duel_goal(f"{family}, least norm", duels(rows))
         yield from duel_goal(f"{family}, any solution", duels(rows, ANY))
@@ -119,7 +119,7 @@ def goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
     if rates:
         worst = min(rates, key=lambda name: rates[name])
         yield Goal(
-            f"an iteration, {len(rates)} shapes: 0.8 of the rate of bare matrix products, or more",
+            f"an iteration, {len(rates)} shapes: at least 0.8 of the rate of matrix products",
             f"worst {rates[worst]:.2f} ({worst})", rates[worst] >= 0.8,
         )  # fmt: skip
     ours, dense = (growth(result.parts["rows"], method) for method in (OURS, LU))
@@ -130,7 +130,7 @@ def goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
 
 
 def large_goals(result: RaceResult[SolveSizes]) -> Iterator[Goal]:
-    """Speed and memory beside LU, residual and memory where a dense matrix is too large, and square systems."""
+    """Speed and memory relative to LU, residual and memory if a dense matrix is too large, and square systems."""
     for excess in (1.25, 1.5, 2.0):
         for ours, dense in result.pair(OURS, LU, system="conv 3x3, 32 ch", excess=excess):
             fraction = ours.memory / max(dense.memory, 1)
@@ -168,7 +168,7 @@ def growth(rows: Sequence[Row], method: str) -> float | None:
 
 @race.tables
 def tables(result: RaceResult[SolveSizes]) -> Iterator[Table]:
-    """One table per family with a row per system, and one of what was left out."""
+    """One table per family with a row per system, and one of the omitted competitors."""
     for family, rows in result.by("family").items():
         yield duel_table(family, duels(rows) + duels(rows, ANY))
     left_out: dict[tuple[str, float], list[str]] = {}
@@ -177,4 +177,4 @@ def tables(result: RaceResult[SolveSizes]) -> Iterator[Table]:
             left_out.setdefault((row.system, row.excess), []).append(f"{row.method} ({row.note})")
     if left_out:
         cells = [(system, f"{excess:g}", "; ".join(words)) for (system, excess), words in left_out.items()]
-        yield Table(("system", "excess", "left out: would take too long (predicted)"), cells, WIDTH)
+        yield Table(("system", "excess", "omitted: would take too long (predicted)"), cells, WIDTH)

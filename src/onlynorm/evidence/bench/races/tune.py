@@ -1,10 +1,9 @@
-"""Methods of tuning side by side: time and memory of a step, what is trained, what must be saved, what comes back.
+"""Comparison of tuning methods: time and memory of a step, trained parameters, file size, and outputs after loading.
 
-Everything is measured in one run on the same network and batch. Steps take turns, and the best one of a method counts.
-Memory is the peak of the first two steps, with gradients and the optimizer's state, above the level at which the
-network already lies there. The drift is the largest difference between outputs of the trained network and of one that
-was loaded again from what was saved, as a fraction of the largest output: training with batch norms in training mode
-moves their statistics, and without them in the file another network comes back.
+All methods run in one process on the same network and batch. Steps alternate between methods, and the best one of each
+counts. Memory is the peak of the first two steps, with gradients and the state of the optimizer, without the network.
+The drift is the largest difference between the outputs of the trained network and of one loaded from the file, as a
+fraction of the largest output: training changes the statistics of batch norms, which not every file has.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from onlynorm.modules import find_norms
 from onlynorm.seeds import own_randomness
 
 NOISE = 1.05
-"""A step counts as no slower up to this ratio: best times of equal steps differ by a few percent on a busy machine."""
+"""Ratio up to which a step counts as no slower: best times of equal steps differ by a few percent."""
 
 
 @dataclass(frozen=True)
 class TuneSizes(Sizes):
-    """Turns; a quick run takes tiny random networks."""
+    """Repeats; a quick run has tiny random networks."""
 
-    repeats: int = setting(20, help="Best of how many turns.")
+    repeats: int = setting(20, help="Number of repeats; the best one counts.")
 
 
 @dataclass(frozen=True)
 class TuneRow:
-    """One method of tuning one network; `ratio` is its step over ours (above one: ours is faster).
+    """One method of tuning one network; `ratio` is its time divided by ours (above one: ours is faster).
 
-    `has_statistics` says whether the network has running statistics.
+    `has_statistics` is whether the network has running statistics.
     """
 
     model: str
@@ -74,7 +73,7 @@ class TuneRow:
 
 
 race = Race(
-    "tune", "A step of norm-only tuning beside full tuning, head only and PEFT.", TuneSizes,
+    "tune", "A step of norm-only tuning against full tuning, head only and PEFT.", TuneSizes,
     columns={"rows": {
         "model": "model", "method": "method", "step (ms)": "seconds*1e3:,.1f",
         "times ours": "ratio:.2f", "extra memory": "memory:bytes",
@@ -86,7 +85,7 @@ race = Race(
 
 @race.measure
 def measure(sizes: TuneSizes, session: Session) -> Iterator[tuple[str, TuneRow | list[TuneRow]]]:
-    """Tunes every network by every method; a network that is not to be had gets a row that says so."""
+    """Tunes every network by every method; a network that is not available gets a row with the reason."""
     for name, make in subjects(quick=sizes.quick):
         session.status(f"{name}: loading")
         try:
@@ -99,20 +98,20 @@ def measure(sizes: TuneSizes, session: Session) -> Iterator[tuple[str, TuneRow |
 
 @race.goals
 def goals(result: RaceResult[TuneSizes]) -> Iterator[Goal]:
-    """What tuning norms promises on each network, as far as this run measured it."""
+    """Goals for tuning norms on each measured network."""
     for model in dict.fromkeys(row.model for row in result.rows if row.is_run):
         ours, half, theirs, full = (result.find(model=model, method=m) for m in (OURS, HALF, PEFT_LN, FULL))
-        aim = f"{model}: a reloaded network gives the same outputs to the last bit"
+        aim = f"{model}: a reloaded network has bit-identical outputs"
         yield Goal(aim, f"drift {ours.drift:.1e}", ours.drift == 0.0)
         yield Goal(
-            f"{model}: a step takes no longer than one of full fine-tuning, and no more memory",
+            f"{model}: a step needs at most the time and the memory of full fine-tuning",
             f"{ours.seconds / full.seconds:.2f} of the time, {ours.memory / max(full.memory, 1):.2f} of the memory",
             ours.seconds <= NOISE * full.seconds and ours.memory <= full.memory,
         )
         if theirs is None or not theirs.is_run:
             continue
         yield Goal(
-            f"{model}: a step takes no longer than one of PEFT's LN tuning",
+            f"{model}: a step needs at most the time of PEFT's LN tuning",
             f"{ours.seconds / theirs.seconds:.2f} of the time (up to {NOISE} counts as noise)",
             ours.seconds <= NOISE * theirs.seconds,
         )
@@ -121,8 +120,8 @@ def goals(result: RaceResult[TuneSizes]) -> Iterator[Goal]:
             f"{readable(ours.file_size)}, {ours.file_size / theirs.file_size:.2f} of it",
             ours.file_size <= theirs.file_size,
         )
-        # Without statistics PEFT's file is scales and shifts in float32 and their names: float16 is half of that.
-        note = "" if half.has_statistics else "; half is the least, PEFT's file holds no statistics"
+        # Without statistics PEFT's file has scales and shifts in float32, and their names: float16 needs half of that.
+        note = "" if half.has_statistics else "; half is the minimum, PEFT's file has no statistics"
         yield Goal(
             f"{model}: in float16 without statistics it is under a third of PEFT's file",
             f"{readable(half.file_size)}, {half.file_size / theirs.file_size:.2f} of it{note}",
@@ -131,8 +130,8 @@ def goals(result: RaceResult[TuneSizes]) -> Iterator[Goal]:
 
 
 def measure_subject(subject: TuningTask, *, repeats: int, status: Callable[[str], None]) -> list[TuneRow]:
-    """The rows of one network; peers that are not installed get a row that says so."""
-    make_step(Full(subject))()  # what torch sets up once is nobody's memory
+    """The rows of one network; competitors that are not installed get a row with the reason."""
+    make_step(Full(subject))()  # torch allocates buffers at the first call
     tuners, steps, memory = dict[str, Tuner](), dict[str, Callable[[], None]](), dict[str, int]()
     for kind in installed(TUNERS):
         status(f"{subject.name}: {kind.name}, memory")
@@ -140,7 +139,7 @@ def measure_subject(subject: TuningTask, *, repeats: int, status: Callable[[str]
         steps[kind.name] = make_step(tuners[kind.name])
         release_free_memory()
         with MemoryMeter() as meter:
-            steps[kind.name]()  # makes the state of the optimizer
+            steps[kind.name]()  # creates the state of the optimizer
             steps[kind.name]()
         memory[kind.name] = meter.peak
     times = take_turns(

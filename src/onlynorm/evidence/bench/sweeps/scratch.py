@@ -1,9 +1,9 @@
-"""Norms trained from scratch beside the ordinary network, on real images with tuned learning rates.
+"""Norms trained from scratch against the ordinary network, on real images with tuned learning rates.
 
-The experiment of section 5 of random_features with methods and sizes of its own: small VGGs with batch norms, SGD with
-momentum, the learning rate on a cosine, as many epochs for every method. Learning rates are chosen by the mean of
-several networks that are not judged. Below the width bound features reach only a part of the weights: accuracy against
-features per weight is drawn.
+The experiment of section 5 of random_features with other methods and sizes: small VGGs with batch norms, SGD with
+momentum, a cosine learning rate, and the same number of epochs for every method. Learning rates are selected by the
+mean of several networks that are not tested. With fewer features than weights only some weights can be represented: a
+figure shows accuracy against features per weight.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from onlynorm.evidence.sweep import Results, first, mean, percent
 from onlynorm.evidence.validation import TRIAL_SEED
 
 FRACTIONS = (0.25, 0.5, 0.75)
-"""Features per weight below the width bound."""
+"""Features per weight, fewer than the theorem needs."""
 BOUND, ABOVE = 1.0, 1.25
 EXCESSES = (*FRACTIONS, BOUND, ABOVE)
 ORDINARY, ID_COND, ORTHO_COND, SPARSE = "ordinary network", "id_cond", "ortho_cond", "id_cond, density 0.2"
 
 
 def plain(excess: float) -> str:
-    """The method that steps on the gammas of so many he_normal features per weight."""
+    """The method that trains the gammas of `excess` he_normal features per weight."""
     return f"he_normal {excess:g}"
 
 
 def followed(excess: float) -> str:
-    """The method whose gammas, of so many he_normal features per weight, follow the weights."""
+    """The same with `follow_weights`."""
     return f"he_normal {excess:g}, follow_weights"
 
 
@@ -41,7 +41,7 @@ METHODS: dict[str, Method] = {
     **{plain(excess): Method("he_normal", excess) for excess in EXCESSES},
     **{followed(excess): Method("he_normal", excess, follow_weights=True) for excess in EXCESSES},
 }  # fmt: skip
-"""What is trained, by name."""
+"""The methods of training by name."""
 TRAININGS = {
     "fashion_mnist": ScratchTraining(
         "fashion_mnist", ((8, 8), (16,)), image_size=14, n_train=8000, n_validation=10_000, n_test=10_000, epochs=8
@@ -59,15 +59,15 @@ QUICK = {
 
 @dataclass(frozen=True)
 class ScratchSizes(Sizes):
-    """Data sets, seeds and trials; what a data set is trained with is in `TRAININGS`, and smaller in `QUICK`."""
+    """Data sets, seeds and trials; the settings of each data set are in `TRAININGS`, smaller ones in `QUICK`."""
 
     data: tuple[str, ...] = setting(tuple(TRAININGS), choices=TRAININGS, help="fashion_mnist or cifar10.", is_key=False)
     seeds: int = setting(5, high=TRIAL_SEED, help="Networks of each method.", is_key=False)
-    trials: int = setting(3, help="Other networks by which a learning rate is chosen.", is_key=False)
+    trials: int = setting(3, help="Other networks, for the selection of the learning rate.", is_key=False)
     epochs: int | None = setting(None, help="Epochs of training.", is_key=False)
 
     def training(self, data: str) -> ScratchTraining:
-        """Everything that fixes a training on this data but for method, learning rate and seed."""
+        """All settings of the training on this data except method, learning rate and seed."""
         one = (QUICK if self.quick else TRAININGS)[data]
         return replace(one, epochs=self.epochs or one.epochs)
 
@@ -78,17 +78,17 @@ def cases(sizes: ScratchSizes) -> list[ScratchCase]:
 
 
 def deficit(results: Results[ScratchSizes, ScratchCase], case: ScratchCase) -> Spread:
-    """By how much a method is less accurate than the ordinary network, seed by seed."""
+    """The difference between the accuracy of the ordinary network and that of a method, for each seed."""
     return results.gap(ScratchCase(case.data, ORDINARY), case)
 
 
 sweep = make_sweep(
-    "scratch", "Norms trained from scratch, on gamma and on weights, beside the ordinary network.", ScratchSizes,
+    "scratch", "Norms trained from scratch, on gamma and on weights, against the ordinary network.", ScratchSizes,
     methods=METHODS, training=lambda case, sizes: sizes.training(case.data), cases=cases, width=160,
     trial_seeds=lambda sizes: range(TRIAL_SEED, TRIAL_SEED + sizes.trials),
     columns={
         "trained": first("n_trained", ","), "test accuracy %": percent("accuracy"),
-        "behind ordinary, points": lambda results, case, _: (
+        "below ordinary, points": lambda results, case, _: (
             "-" if case.method == ORDINARY else deficit(results, case).percent()
         ),
         "last loss": lambda _, __, runs: f"{Spread.of([one[-1] for one in runs['losses'] if one]).mean:.3f}",
@@ -99,7 +99,7 @@ sweep = make_sweep(
 
 @sweep.goals
 def goals(results: Results[ScratchSizes, ScratchCase]) -> Iterator[Goal]:
-    """What holds for every data set."""
+    """The goals for every data set."""
     for data in dict.fromkeys(case.data for case in results.cases):
         yield from _goals(results, data)
 
@@ -111,7 +111,7 @@ def _goals(results: Results[ScratchSizes, ScratchCase], data: str) -> Iterator[G
     if len(both):
         is_equal = (both["accuracy"] == both["accuracy_ordinary"]) & (both["losses"] == both["losses_ordinary"])
         yield Goal(
-            f"{data}: id_cond trains as the ordinary network does, to the last digit",
+            f"{data}: training id_cond is bit-identical to the ordinary network",
             f"accuracy and the losses of all epochs equal for {int(is_equal.sum())} of {len(both)} seeds",
             bool(is_equal.all()),
         )
@@ -121,20 +121,20 @@ def _goals(results: Results[ScratchSizes, ScratchCase], data: str) -> Iterator[G
         if gap.n > 1:
             yield Goal(
                 f"{data}: {method} is as accurate as the ordinary network, within the interval of its seeds",
-                f"behind by {100 * gap.mean:.2f} points, interval ± {100 * ordinary.half:.2f}",
+                f"{100 * gap.mean:.2f} points below, interval ± {100 * ordinary.half:.2f}",
                 abs(gap.mean) <= ordinary.half <= NARROW,
             )
     for excess in (BOUND, ABOVE):
         gap = deficit(results, ScratchCase(data, plain(excess)))
         if gap.n > 1:
             yield Goal(
-                f"{data}: the paper's finding that {plain(excess)} trails the ordinary network",
-                f"behind by {gap.percent()} points: {_decided(gap)}", gap.low > 0.0,
+                f"{data}: the paper's finding that {plain(excess)} is below the ordinary network",
+                f"{gap.percent()} points below: {_decided(gap)}", gap.low > 0.0,
             )  # fmt: skip
 
 
 def _decided(gap: Spread) -> str:
-    """What an interval says about a gap that should be positive."""
+    """The conclusion from the interval of a difference that should be positive."""
     if gap.low > 0.0:
         return "confirmed"
     return "refuted" if gap.high < 0.0 else "neither confirmed nor refuted"

@@ -1,10 +1,10 @@
-"""A text classifier by its norms alone: how much of full fine-tuning's accuracy, for how many parameters.
+"""A text classifier tuned by its norms: accuracy and number of parameters, compared with full fine-tuning.
 
-MiniLM with a linear head on the mean of its outputs learns to tell positive film reviews from negative ones by five
-methods: the head alone, norms and head, everything, and PEFT's LN tuning and LoRA with the head beside them. All are
-trained by `fit` with the same schedule but for the learning rate, which each chooses on one grid by validation texts
-with seed 0. The seeds that are judged come after; each draws its own training texts, head and order, the same for all
-methods, and all are judged on the same test texts.
+MiniLM with a linear head on the mean of its outputs is trained to classify film reviews as positive or negative by five
+methods: head only, norms and head, all parameters, and PEFT's LN tuning and LoRA, both with the head. All are trained
+by `fit` with the same schedule except for the learning rate, which is selected from one grid on validation texts with
+seed 0. The other seeds determine training texts, head and order, the same for all methods; all are tested on the same
+texts.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from onlynorm.storage import tensors_digest
 from onlynorm.tuning import Schedule, accuracy, fit
 
 LRS = (1e-4, 7e-4, 5e-3, 3e-2)
-"""Learning rates of AdamW, a factor of seven apart: full fine-tuning wants the low ones, few parameters the high."""
+"""Learning rates of AdamW, a factor of seven apart: full fine-tuning needs low ones, few parameters high ones."""
 SMALL = 0.01
-"""What an adapter may take of the bytes of full fine-tuning."""
+"""Maximum size of an adapter, as a fraction of the file of full fine-tuning."""
 
 
 @dataclass(frozen=True)
 class TextSizes(Sizes):
-    """How many texts train, choose the learning rate and test; their tokens, how often they are seen, the seeds.
+    """Numbers of texts for training, validation and test, their length, epochs and seeds.
 
-    A quick run takes a tiny random BERT and few texts: it shows that all works, not what norms can do.
+    A quick run has a tiny random BERT and few texts, so its accuracies mean little.
     """
 
-    seeds: int = setting(3, quick=2, low=2, help="Trainings that are judged, for each method.", is_key=False)
+    seeds: int = setting(3, quick=2, low=2, help="Runs of each method.", is_key=False)
     texts: int = setting(1024, quick=64, help="Texts to train on.")
     n_validation: int = setting(500, quick=32)
     n_test: int = setting(2000, quick=64)
@@ -52,7 +52,7 @@ class TextSizes(Sizes):
 
 
 class TextCase(NamedTuple):
-    """What of the network is trained."""
+    """The method of training."""
 
     method: str
 
@@ -69,12 +69,12 @@ class Tuned:
 
 
 def methods() -> dict[str, type[tuners.Tuner]]:
-    """The methods that can be run, by name."""
+    """The available methods by name."""
     return {kind.name: kind for kind in tuners.installed(METHODS)}
 
 
 def _fraction(results: Results[TextSizes, TextCase], case: TextCase, _: Any) -> str:
-    """The part of full fine-tuning's gain over the head alone."""
+    """The fraction of the gain of full fine-tuning over the head alone."""
     found, low, high = (results.spread(one).mean for one in (case, TextCase(HEAD), TextCase(FULL)))
     return number(100 * (found - low) / (high - low) if high > low else math.nan, ".0f")
 
@@ -92,7 +92,7 @@ def parts(sizes: TextSizes) -> ReviewSplits:
 
 
 sweep = Sweep(
-    "text", "MiniLM on film reviews by its norms, its head, all of it, and PEFT.", TextSizes,
+    "text", "MiniLM on film reviews: norms, head, all parameters, and PEFT.", TextSizes,
     cases=lambda _: [TextCase(name) for name in methods()], lrs=LRS, first_seed=1, trial_seeds=lambda _: (0,),
     width=120,
     made_of=lambda _, sizes: {
@@ -108,7 +108,7 @@ sweep = Sweep(
 
 @sweep.trial
 def validation_accuracy(case: TextCase, run: TrainingRun, sizes: TextSizes) -> float:
-    """The accuracy on validation texts; NaN where training diverges."""
+    """The accuracy on validation texts; NaN if the training diverges."""
     try:
         tuner, _ = tuned(case, run, sizes)
     except TrainingError:
@@ -118,7 +118,7 @@ def validation_accuracy(case: TextCase, run: TrainingRun, sizes: TextSizes) -> f
 
 @sweep.measure
 def tune_and_test(case: TextCase, run: TrainingRun, sizes: TextSizes) -> Tuned:
-    """One method, trained from the start, tested, and saved."""
+    """One method, trained, tested, and saved."""
     try:
         tuner, seconds = tuned(case, run, sizes)
     except TrainingError:
@@ -147,7 +147,7 @@ def tuned(case: TextCase, run: TrainingRun, sizes: TextSizes) -> tuple[tuners.Tu
 
 @sweep.facts
 def summary(results: Results[TextSizes, TextCase], _: Any) -> dict[str, Any]:
-    """The methods with their intervals, those that could not be run, and whether the encoder has seen language."""
+    """The methods with their intervals, those that are not available, and whether the encoder is pretrained."""
     missing = {kind.name for kind in METHODS} - set(methods())
     return {
         "rows": {case.method: asdict(results.spread(case)) for case in results.cases},
@@ -158,23 +158,23 @@ def summary(results: Results[TextSizes, TextCase], _: Any) -> dict[str, Any]:
 
 @sweep.goals
 def goals(results: Results[TextSizes, TextCase]) -> Iterator[Goal]:
-    """Differences are taken seed by seed: both methods had the same training texts, head and order."""
+    """Differences are computed for each seed: both methods have the same training texts, head and order."""
     ours = results.of(TextCase(NORMS))
     if ours.empty:
         return
     drift, size = float(ours["drift"].max()), int(ours["file_size"].max())
-    yield Goal("a reloaded classifier gives the same outputs to the last bit", f"drift {drift:.1e}", drift == 0.0)
+    yield Goal("a reloaded classifier has bit-identical outputs", f"drift {drift:.1e}", drift == 0.0)
     head, peft = (results.gap(TextCase(NORMS), TextCase(name)) for name in (HEAD, PEFT_LN))
     is_trained = results.facts.get("is_trained", True)
     if head.n and is_trained:
-        aim = "norms and head are more accurate than the head alone, beyond the interval"
+        aim = "norms and head are significantly more accurate than the head alone"
         yield Goal(aim, f"{100 * head.mean:+.2f} ± {100 * head.half:.2f} points", head.low > 0.0)
     if peft.n and is_trained:
-        aim = "they are no less accurate than PEFT's LN tuning, within the interval"
+        aim = "norms and head are not significantly less accurate than PEFT's LN tuning"
         is_met = -peft.mean <= peft.half <= NARROW
         yield Goal(aim, f"{100 * peft.mean:+.2f} ± {100 * peft.half:.2f} points", is_met)
     full = results.of(TextCase(FULL))
     if not full.empty:
         fraction = size / float(full["file_size"].max())
-        aim = f"the adapter takes under {100 * SMALL:.0f} % of the bytes of full fine-tuning"
+        aim = f"the adapter is smaller than {100 * SMALL:.0f} % of the file of full fine-tuning"
         yield Goal(aim, f"{size:,} B, {100 * fraction:.3f} %", fraction < SMALL)
