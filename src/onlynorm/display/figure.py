@@ -191,6 +191,7 @@ def _draw(figure: Figure, *, is_hovered: bool = False, n_columns: int = 3) -> tu
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Drawing
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = figure.used_panels
     width, height = NARROW if n_columns < min(3, len(panels)) else WIDE
@@ -198,10 +199,11 @@ def _draw(figure: Figure, *, is_hovered: bool = False, n_columns: int = 3) -> tu
     n_rows = max(1, -(-len(panels) // n_columns))
     hovered: dict[str, list[str]] = {}
     with matplotlib.rc_context(STYLE):
-        drawing = Drawing(figsize=(width * n_columns, height * n_rows + 0.7), layout="constrained")
+        size = (width * n_columns, height * n_rows + 0.7)
+        # The label of an axis needs a distance from the title below it; 0.02 is the default.
+        layout = ConstrainedLayoutEngine(hspace=0.06 if (width, height) == NARROW else 0.02)
+        drawing = Drawing(figsize=size, layout=layout)
         FigureCanvasAgg(drawing)
-        if (width, height) == NARROW:
-            drawing.get_layout_engine().set(hspace=0.06)  # between the label of an axis and the title below it
         styles, named = _styles(figure.curves), dict[str, Any]()
         grid = drawing.subplots(n_rows, n_columns, squeeze=False)
         for place, axes in enumerate(grid.flat):
