@@ -1,9 +1,11 @@
-"""Deep networks as they are, with batch norms, and after a repair: accuracy and rank over depth, as depth.svg.
+"""Deep networks as they are, with batch norms, and after a repair: accuracy and rank over depth.
 
-Every method and depth has its own learning rate, selected on validation images with another seed.
+Writes depth.svg, and depth_phone.svg with the panels below each other. Every method and depth has its own learning
+rate, selected on validation images with another seed.
 """
 
 from collections.abc import Sequence
+from statistics import pstdev
 
 import onlynorm as on
 from onlynorm.data import digits
@@ -37,17 +39,17 @@ def train(kind: str, depth: int, lr: float, seed: int, test) -> float:
 
 
 def draw(depths: Sequence[int] = (4, 8, 16, 32, 64), n_seeds: int = 3, rates: Sequence[float] = RATES) -> Figure:
-    """Mean test accuracy with the range of all seeds, and the rank of the signals in the deepest network but one."""
+    """Mean test accuracy with its standard error, and the rank of the signals in the deepest network but one."""
     curves = []
     for kind in KINDS:
-        means, ranges = [], []
+        means, errors = [], []
         for depth in depths:
             lr = max(rates, key=lambda lr, depth=depth: train(kind, depth, lr, 100, validation))
             found = [train(kind, depth, lr, seed, data.test) for seed in range(n_seeds)]
             means.append(sum(found) / n_seeds)
-            ranges.append((max(found) - min(found)) / 2)
+            errors.append(pstdev(found) / max(n_seeds - 1, 1) ** 0.5)
             print(f"{depth} layers, {kind}, learning rate {lr}: {means[-1]:.1f} %", flush=True)
-        curves.append(Curve(kind, depths, means, "line+points", "accuracy", y_error=ranges))
+        curves.append(Curve(kind, depths, means, "line+points", "accuracy", y_error=errors))
     depth = depths[-2]
     for kind in KINDS:
         layers = on.diagnose(make(kind, depth, 0), *training).weighted_layers
@@ -62,4 +64,6 @@ def draw(depths: Sequence[int] = (4, 8, 16, 32, 64), n_seeds: int = 3, rates: Se
 
 
 if __name__ == "__main__":
-    draw().save("depth.svg")
+    figure = draw()
+    figure.save("depth.svg")
+    figure.save("depth_phone.svg", n_columns=1)

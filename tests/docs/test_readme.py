@@ -21,7 +21,10 @@ def line_of(start: str) -> int:
 
 
 def test_the_readme_has_a_picture_then_the_installation_then_code_and_is_short() -> None:
-    assert line_of("![") < 15
+    assert line_of("<picture>") < 15
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(pictures) == 2
+    assert [path for path in pictures if not (ROOT / path).is_file()] == []
     assert line_of("pip install") < 25
     assert line_of("```python") < 35
     assert len(README.splitlines()) <= 115

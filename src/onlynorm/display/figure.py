@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from onlynorm.errors import ValueRangeError, shown, visible
 from onlynorm.storage import write_atomically
-from onlynorm.validate import as_real, need_items, need_path, need_text
+from onlynorm.validate import as_real, need_integer, need_items, need_path, need_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -144,17 +144,20 @@ class Figure:
         """The matplotlib figure, with one pair of axes per panel and a common legend."""
         return _draw(self)[0]
 
-    def to_bytes(self, ending: str = "svg") -> bytes:
-        """The bytes of an SVG, PNG or PDF file; equal figures give equal bytes."""
+    def to_bytes(self, ending: str = "svg", *, n_columns: int = 3) -> bytes:
+        """The bytes of an SVG, PNG or PDF file; equal figures give equal bytes. `n_columns` is the maximum of panels in
+        a row: 1 is for phones.
+        """
         if not isinstance(ending, str) or ending not in ENDINGS:
             raise ValueRangeError(f"a figure needs svg, png or pdf; got {shown(ending)}. Name the file figure.svg.")
+        n_columns = need_integer("n_columns", n_columns, low=1, high=3, cure="Leave it out for at most three.")
         dates: Any = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-        return _saved(self.draw(), format=ending, dpi=160, metadata=dates.get(ending))
+        return _saved(_draw(self, n_columns=n_columns)[0], format=ending, dpi=160, metadata=dates.get(ending))
 
-    def save(self, path: Path | str) -> Path:
-        """Saves the figure in the format of the file extension and returns the path."""
+    def save(self, path: Path | str, *, n_columns: int = 3) -> Path:
+        """Saves the figure in the format of the file extension and returns the path; `n_columns` as in `to_bytes`."""
         path = need_path("save", path)
-        write_atomically(path, self.to_bytes(path.suffix.lower().removeprefix(".")))
+        write_atomically(path, self.to_bytes(path.suffix.lower().removeprefix("."), n_columns=n_columns))
         return path
 
     def write(self, folder: Path, name: str = "figure") -> tuple[Path, ...]:
@@ -172,7 +175,7 @@ class Figure:
         wide = self.inline_svg()
         if len(self.used_panels) < 2:
             return wide
-        drawing, _ = _draw(self, n_columns=1, size=NARROW)
+        drawing, _ = _draw(self, n_columns=1)
         salt = f"{STYLE['svg.hashsalt']}, narrow"  # ids differ from those of the wide one
         drawn = _saved(drawing, salt=salt, format="svg", transparent=True, metadata={"Date": None}).decode()
         narrow = _inline(drawn, {})
@@ -183,20 +186,23 @@ class Figure:
         return self.responsive_svg()
 
 
-def _draw(
-    figure: Figure, *, is_hovered: bool = False, n_columns: int = 3, size: tuple[float, float] = WIDE
-) -> tuple[Drawing, dict[str, list[str]]]:
-    """The drawing with panels of this size, and the hover texts of points by the id of their group."""
+def _draw(figure: Figure, *, is_hovered: bool = False, n_columns: int = 3) -> tuple[Drawing, dict[str, list[str]]]:
+    """The drawing, and the hover texts of points by the id of their group."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Drawing
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = figure.used_panels
+    width, height = NARROW if n_columns < min(3, len(panels)) else WIDE
     n_columns = max(1, min(n_columns, len(panels)))
     n_rows = max(1, -(-len(panels) // n_columns))
     hovered: dict[str, list[str]] = {}
     with matplotlib.rc_context(STYLE):
-        drawing = Drawing(figsize=(size[0] * n_columns, size[1] * n_rows + 0.7), layout="constrained")
+        size = (width * n_columns, height * n_rows + 0.7)
+        # The label of an axis needs a distance from the title below it; 0.02 is the default.
+        layout = ConstrainedLayoutEngine(hspace=0.06 if (width, height) == NARROW else 0.02)
+        drawing = Drawing(figsize=size, layout=layout)
         FigureCanvasAgg(drawing)
         styles, named = _styles(figure.curves), dict[str, Any]()
         grid = drawing.subplots(n_rows, n_columns, squeeze=False)
