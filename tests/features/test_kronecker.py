@@ -236,7 +236,7 @@ def test_a_tolerance_below_rounding_asks_for_a_larger_excess() -> None:
 
 def test_a_plan_that_does_not_fit_offers_id_cond(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("onlynorm.reconstruction.plan")
-    monkeypatch.setattr(module, "memory_limit", lambda *_: 2e6)
+    monkeypatch.setattr(module, "memory_limit", lambda: 2_000_000)
     network = nn.Sequential(nn.Linear(200, 200)).double()
     planned = on.plan(network, torch.rand(4, 200, dtype=torch.float64), on.Wide(features="kron_normal"))
     assert not planned.is_feasible
