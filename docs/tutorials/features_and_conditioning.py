@@ -64,6 +64,15 @@ for name in ("id_cond", "ortho_cond", "fast_ortho_cond"):
     print(f"{name:16} {structured.n_features} features, residual {solution.residual:.1e}")
 
 # %% [markdown]
+# `kron_normal` features are random, but on a grid: their condition number is the product of
+# those of two factors, and one factorization of each solves for all outputs:
+
+# %%
+grid = on.draw("kron_normal", target.shape, excess=2.0, seed=0)
+print(on.solve_features(grid, target))
+print(measure_spectrum(grid, unit_length=False))
+
+# %% [markdown]
 # [Draw frozen weights](../features.md) has all distributions and the number format, [Solve for
 # gamma](../solvers.md) the choice of the method, and [Random
 # features](../papers/random_features.md) the theory.

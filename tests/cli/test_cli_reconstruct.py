@@ -42,7 +42,8 @@ def test_plan_knows_the_closed_form_of_structured_features(run: RunCli, features
     facts = run("plan", "4x5", "--features", features, "--json").json()
     assert facts["method"] == "closed form"
     assert facts["options"] == []
-    assert facts["n_features"] == (17 if features == "id_cond_minimal" else 20)
+    assert facts["n_features"] == {"id_cond_minimal": 17, "kron_normal": 30}.get(features, 20)
+    assert (facts["condition_number"] == 1.0) == (features != "kron_normal")
 
 
 def test_plan_is_a_table_for_people(run: RunCli) -> None:

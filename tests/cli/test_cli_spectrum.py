@@ -68,6 +68,20 @@ def test_structured_features_have_no_sweep_and_no_law(run: Run, name: str) -> No
     assert run("6,6", "--features", name)[0] == 0
 
 
+def test_a_grid_of_random_features_has_the_law_of_products(run: Run) -> None:
+    code, out, _ = run("10,12", "--features", "kron_normal", "--seeds", "2", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["law"]["follows"] is True
+    assert sum(document["histogram"]["law"]) == pytest.approx(1.0, abs=1e-3)
+    own = [draw("kron_normal", (10, 12), excess=excess).excess for excess in EXCESSES if excess >= 1.0]
+    assert document["sweep"]["excess"] == sorted(set(own))
+    assert None not in document["sweep"]["law"]
+    code, out, _ = run("10,12", "--features", "kron_normal", "--seeds", "1", "--out", "figures")
+    assert code == 0
+    assert "law" in out
+
+
 def test_features_as_drawn_have_no_predicted_condition_number(run: Run) -> None:
     code, out, _ = run("1,40", "--excess", "0.5", "--as-drawn", "--seeds", "1", "--json")
     document = json.loads(out)

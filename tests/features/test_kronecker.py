@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from fractions import Fraction
 from typing import Any
@@ -16,7 +17,7 @@ from tensors import normal
 from torch import Tensor, nn
 
 import onlynorm as on
-from onlynorm.errors import MemoryLimitError, ShapeError, ValueRangeError
+from onlynorm.errors import MemoryLimitError, ShapeError, ToleranceError, ValueRangeError
 from onlynorm.features import Features, draw
 from onlynorm.features.kronecker import ACCURATE, KronInverse, KronNormal, find_grid, grid_for_excess
 from onlynorm.features.streams import Stream
@@ -226,6 +227,20 @@ def test_bad_targets_are_refused_and_zero_stays_zero() -> None:
     solution = on.solve_features(draw("kron_normal", (3, 4)), torch.zeros(3, 4), tolerance=1e-10)
     assert solution.residual == 0.0
     assert not bool(solution.gamma.any())
+
+
+def test_a_tolerance_below_rounding_asks_for_a_larger_excess() -> None:
+    with pytest.raises(ToleranceError, match=r"kron_normal features need to reach 1e-17; .*use a larger excess"):
+        on.solve_features(draw("kron_normal", (9, 9)), normal(9, 9), tolerance=1e-17)
+
+
+def test_a_plan_that_does_not_fit_offers_id_cond(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("onlynorm.reconstruction.plan")
+    monkeypatch.setattr(module, "memory_limit", lambda: 2_000_000)
+    network = nn.Sequential(nn.Linear(200, 200)).double()
+    planned = on.plan(network, torch.rand(4, 200, dtype=torch.float64), on.Wide(features="kron_normal"))
+    assert not planned.is_feasible
+    assert any("id_cond" in str(cure) for cure in planned.cures), planned.cures
 
 
 def test_the_condition_number_of_a_solution_is_that_of_the_law() -> None:

@@ -65,7 +65,14 @@ def test_positions_are_counted_per_sample_over_all_calls(n_samples: int) -> None
 
 @pytest.mark.parametrize(
     "choices",
-    [{}, {"features": "id_cond"}, {"excess": 0.5}, {"kernel": "second"}, {"excess": 2.0, "features": "orthogonal"}],
+    [
+        {},
+        {"features": "id_cond"},
+        {"features": "kron_normal"},
+        {"excess": 0.5},
+        {"kernel": "second"},
+        {"excess": 2.0, "features": "orthogonal"},
+    ],
     ids=str,
 )
 def test_what_is_planned_is_what_reconstruct_makes(choices: dict[str, Any]) -> None:
@@ -84,8 +91,8 @@ def test_what_is_planned_is_what_reconstruct_makes(choices: dict[str, Any]) -> N
         assert row.n_target_parameters == sum(p.numel() for p in target.parameters())
         frozen = sum(source.n_frozen for source in sources)
         assert row.costs.n_frozen == frozen
-        if sources[0].is_structured:  # as many multiplications as the layer itself
-            frozen = block.n_features
+        if sources[0].is_structured:  # as many multiplications as the layer itself, and those by both factors
+            frozen += block.n_features
         assert row.n_multiplications == POSITIONS[row.name] * frozen
         assert row.costs.method == layer.method
     total = planned.total

@@ -31,6 +31,8 @@ _PIECE = 2**20  # normals per task
 _BLOCK = 512  # columns of a Gram matrix computed at once
 REFINED = 1e-14
 """Relative residual at which a solution is not refined further."""
+SMALL = 1e-10
+"""Relative residual that one refinement brings to rounding."""
 ACCURATE = 1e-12
 """A factor whose Cholesky factorization leaves a larger residual is factored by Householder reflections."""
 MAX_REFINEMENTS = 4
@@ -207,6 +209,8 @@ class KronInverse:
             if residual <= REFINED:
                 break
             better = gamma + self._once(rest)
+            if residual <= SMALL:  # its square is rounding: not measured
+                return better, REFINED
             rest = target - self.structure.apply(better)
             now = float(torch.linalg.vector_norm(rest)) / size
             if not now < residual:

@@ -349,7 +349,8 @@ def _alternatives(construction: Construction, settings: Settings) -> list[tuple[
     """Options that need less memory, smallest change first."""
     from_seed = dataclasses.replace(settings, storage="seed")
     found: list[tuple[Construction, Settings]] = [(construction, from_seed)] if settings.storage == "dense" else []
-    if isinstance(construction, Wide) and construction.features not in STRUCTURED:
+    has_fewer = construction.features not in STRUCTURED or construction.features == "kron_normal"
+    if isinstance(construction, Wide) and has_fewer:
         structured = dataclasses.replace(construction, features="id_cond", excess=None, density=None, width="maximum")
         found.append((structured, from_seed))
     return found

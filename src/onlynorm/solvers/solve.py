@@ -522,6 +522,8 @@ def _solve_structured(features: Features, matrix: Tensor, tolerance: float | Non
     )  # fmt: skip
     if not solution.is_exact:
         short = "this is rounding error; a tolerance of 1e-14 can be reached"
+        if features.name == "kron_normal":
+            short = f"this is rounding error at condition number {condition:.1e}; use a larger excess"
         if features.density is not None:
             short = f"{features.equations - features.n_features} weights have no feature; use density 1"
         solution = replace(solution, shortfall=f"residual {residual:.1e}: {short}")

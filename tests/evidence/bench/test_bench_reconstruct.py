@@ -107,6 +107,7 @@ def test_structured_features_fix_their_own_number_and_sparse_ones_are_half_empty
         "id_cond": None,
         "ortho_cond": None,
         "fast_ortho_cond": None,
+        "kron_normal": 1.25,
     }
     assert RECIPES["sparse_he_normal"]["density"] == 0.5
 

@@ -35,8 +35,9 @@ from onlynorm.storage import digest, tensors_digest
 RECIPES: dict[str, dict[str, Any]] = {
     "he_normal": {"excess": 1.25}, "he_uniform": {"excess": 1.25}, "orthogonal": {"excess": 1.25},
     "sparse_he_normal": {"excess": 1.25, "density": 0.5}, "id_cond": {}, "ortho_cond": {}, "fast_ortho_cond": {},
+    "kron_normal": {"excess": 1.25},
 }  # fmt: skip
-"""Kinds of features and their excess, which structured features do not have."""
+"""Kinds of features and their excess; structured ones other than kron_normal have none."""
 PAPERS_LAYERS = ("layer1.0.conv1", "layer2.0.conv1")
 """2,304 and 4,608 equations, for which the papers' dense matrix fits into memory."""
 PAPERS_EXCESSES = (1.0, 1.25)
