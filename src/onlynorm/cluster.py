@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from onlynorm.errors import ClusterError, ConversionError, OnlynormError, ValueRangeError
+from onlynorm.errors import ClusterError, ConversionError, OnlynormError, UnknownNameError, ValueRangeError
 from onlynorm.validate import Progress, need_integer
 
 RETRIES = 3
@@ -137,15 +137,18 @@ def run_tasks(
 def need_results(outcomes: Sequence[Outcome]) -> list[Any]:
     """The results of all tasks; raises if some failed, after all others are done.
 
-    The exception is that of the first failed task, or a `ClusterError` if a worker died or several tasks failed.
+    The exception is that of the first failed task, with the names of the others, or a `ClusterError` if a worker died.
     """
     failed = [one for one in outcomes if one.error is not None]
     if not failed:
         return [one.result for one in outcomes]
     first = failed[0].error
     assert first is not None
-    if len(failed) == 1 and not isinstance(first, WorkerDiedError):
+    if not isinstance(first, WorkerDiedError) and len(failed) == 1:
         raise first
+    if isinstance(first, OnlynormError) and not isinstance(first, ClusterError | UnknownNameError):
+        others = shortened([repr(one.name) for one in failed[1:]])
+        raise type(first)(f"{first} Other failed tasks: {others}.") from first
     listed = "; ".join(f"{one.name!r}: {one.error}" for one in failed[:SHOWN])
     more = f" and {len(failed) - SHOWN} more" if len(failed) > SHOWN else ""
     raise ClusterError(
@@ -428,3 +431,11 @@ def make_engine(*, workers: int | None = None, cluster: str | None = None, threa
     if cluster is not None:
         raise ValueRangeError(f"cluster needs a known engine; got {cluster!r}. {_CURE}")
     return Here(threads) if workers in (None, 1) else Local(int(workers or 1), threads)
+
+
+def need_own_folder(cluster: str | None) -> None:
+    """Raises if workers on other machines would need a folder that only this machine has."""
+    if cluster is not None and ":local:" not in cluster:
+        raise ValueRangeError(
+            f"workers of {cluster} need a folder on a disk that all machines share; got none. Pass partial=FOLDER."
+        )

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from onlynorm.cluster import fixed_threads
 from onlynorm.display import Curve, Figure, Panel, Result, ShownResult, Table, View
 from onlynorm.errors import MemoryLimitError, OnlynormError, visible
 from onlynorm.features.distributions import STRUCTURED
@@ -356,6 +357,11 @@ def _alternatives(construction: Construction, settings: Settings) -> list[tuple[
     return found
 
 
+def _slowness() -> float:
+    with fixed_threads(1):  # as `reconstruct` by default
+        return slowness(1)
+
+
 def _plan_layer(
     layer: TargetLayer, construction: Construction, settings: Settings, measured: Activations
 ) -> PlannedLayer:
@@ -369,7 +375,7 @@ def _plan_layer(
     except MemoryLimitError as error:
         note = "; ".join([*notes, str(error)])
         return PlannedLayer(layer.name, layer.shape, n_target, n_positions, 0, None, False, note)
-    costs = dataclasses.replace(costs, seconds=costs.seconds * slowness(torch.get_num_threads()))
+    costs = dataclasses.replace(costs, seconds=costs.seconds * _slowness())
     if costs.memory > limit:
         notes.append(f"needs {readable(costs.memory)}, more than the {readable(limit)} that may be used")
     note = "; ".join([*notes, costs.note] if costs.note else notes)

@@ -7,10 +7,10 @@ pass of the calibration batch, each when all its inputs are known.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
+import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from onlynorm.cluster import fixed_threads, need_own_folder, open_engine
 from onlynorm.errors import (
     AccuracyWarning,
     ConversionError,
-    OnlynormError,
     ToleranceError,
-    UnknownNameError,
     ValueRangeError,
     first_line,
 )
 from onlynorm.frozen.fast_paths import set_fast_paths
 from onlynorm.frozen.form import FrozenBlock, FrozenLayer, find_blocks, find_frozen
-from onlynorm.memory import aligned, release_free_memory
+from onlynorm.memory import release_free_memory
 from onlynorm.modules import without_autocast
-from onlynorm.modules.fold import cast_network, find_pairs, fold_pairs, same_pairs
-from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer, find_layers
+from onlynorm.modules.fold import cast_network
+from onlynorm.modules.layers import CONVOLUTIONS, LINEAR, TargetLayer
 from onlynorm.modules.norms import NORMS, folded_places
 from onlynorm.modules.walk import (
     Inputs,
@@ -41,7 +40,6 @@ from onlynorm.modules.walk import (
     carry_hooks,
     cast,
     copy_network,
-    counting_samples,
     need_batch,
     need_evaluation,
     need_open,
@@ -54,18 +52,14 @@ from onlynorm.modules.walk import (
 from onlynorm.progress import with_progress
 from onlynorm.reconstruction.constructions import find_builder
 from onlynorm.reconstruction.constructions.options import Construction, Ranges, Settings, Wide
-from onlynorm.reconstruction.plan import need_room
-from onlynorm.reconstruction.ranges import Calls, LayerInputs, count_samples, default_margin, visit_layers
+from onlynorm.reconstruction.layerwise import OnLayerStep, margin_of, prepare, rebuild_ahead
+from onlynorm.reconstruction.ranges import LayerInputs
 from onlynorm.reconstruction.result import Calibration, LayerResult, Reconstruction, as_network
-from onlynorm.reconstruction.resume import Partial, fingerprint
+from onlynorm.reconstruction.resume import Partial
 from onlynorm.solvers.prepare import DEFAULT_TOLERANCE
 from onlynorm.storage import claiming
-from onlynorm.validate import Progress, need_callable, need_flag, need_number, need_path, need_progress
+from onlynorm.validate import Progress, need_callable, need_flag, need_path, need_progress
 
-OnLayerStep = Callable[[str, int, float], None]
-"""Called with (layer, iterations so far, relative residual); once with 0 iterations for a resumed layer."""
-N_MEASURED = 4
-"""Samples on which errors are measured: a forward pass of blocks costs as much as hundreds of the target's."""
 NOTICEABLE = 0.01
 """Relative difference of the network's output, in its own precision, above which a warning is issued."""
 AMPLIFIED = 1000.0
@@ -89,6 +83,9 @@ def reconstruct(
     strict: bool = False,
     in_place: bool = False,
     on_step: OnLayerStep | None = None,
+    workers: int | None = None,
+    cluster: str | None = None,
+    threads: int = 1,
     progress: Progress | bool | None = None,
 ) -> Reconstruction:
     """The model rebuilt from frozen random features, with ranges and statistics calibrated on `inputs`.
@@ -113,7 +110,10 @@ def reconstruct(
     - `partial`: folder for finished layers, from which the same call resumes. It is deleted by `save(result, path)`.
     - `strict`: whether to raise if a layer cannot be rebuilt, instead of leaving it unchanged.
     - `on_step`: called with (layer, iterations so far, relative residual).
-    - `progress`: True for a bar, or a function that is called with (layers done, total layers, layer).
+    - `workers`: number of processes that rebuild layers at the same time; the network is the same to the last bit.
+    - `cluster`: "dask:ADDRESS", "dask:local:N", "ray:ADDRESS" or "ray:local:N" for workers of Dask or Ray.
+    - `threads`: threads of torch, NumPy and SciPy for each layer, also without workers.
+    - `progress`: True for a bar, or a function that is called with (layers done, total layers, layers at work).
 
     A layer with a residual above 1e-10 is listed in `result.warnings`. An `AccuracyWarning` is also issued, unless the
     options request an approximation (`excess` below 1, a `rank`, or a `density` of structured features). An
@@ -145,11 +145,24 @@ def reconstruct(
     progress = need_progress(progress)
     _need_ready(model, inputs, in_place)
     folder = None if partial is None else need_path("partial", partial)
-    with without_autocast(inputs[0].device):
+    options: dict[str, Any] = {"error": error, "fold_norms": fold_norms, "strict": strict}
+    with (
+        open_engine(workers=workers, cluster=cluster, threads=threads) as engine, fixed_threads(engine.threads),
+        without_autocast(inputs[0].device), contextlib.ExitStack() as temporary,
+    ):  # fmt: skip
+        if engine.is_parallel:
+            if folder is None:
+                need_own_folder(cluster)
+                folder = Path(temporary.enter_context(tempfile.TemporaryDirectory(prefix="onlynorm-")))
+            rebuild_ahead(
+                model, inputs, construction, settings, folder=folder, engine=engine, progress=progress, **options
+            )
+            progress = None
         result = _reconstruct(
-            model, inputs, construction, settings, error=error, fold_norms=fold_norms, partial=folder, strict=strict,
-            in_place=in_place, on_step=on_step, progress=progress,
+            model, inputs, construction, settings, **options, partial=folder, in_place=in_place, on_step=on_step,
+            progress=progress,
         )  # fmt: skip
+    result = dataclasses.replace(result, partial=None if partial is None else folder, threads=engine.threads)
     short = [f"{layer.name!r}: {layer.shortfall}" for layer in result.layers if layer.shortfall]
     if short and not result.is_approximate:
         warnings.warn(
@@ -177,60 +190,34 @@ def _reconstruct(
     on_step: OnLayerStep | None,
     progress: Progress | None,
 ) -> Reconstruction:
-    given = tuple(aligned(x) for x in cast(inputs, torch.float64))
-    rebuilt = set_fast_paths(copy_network(model).double().eval(), calibrating=True)
-    few = given if error is None else accepted_samples(rebuilt, given, N_MEASURED)
-    calls = Calls()
-    with counting_samples(rebuilt, given) as n_given:
-        found = find_layers(rebuilt, strict=strict, call=lambda: calls.count(rebuilt, given))
-    n_samples = min(n_given(), count_samples(given))
-    need_room(found.layers, construction, settings)
-    folded: tuple[str, ...] = ()
-    if fold_norms:
-        places = {name for target in found.layers for name in target.names}
-        pairs = [pair for pair in find_pairs(rebuilt, given)[0] if pair[0] in places]
-        pairs = same_pairs(rebuilt, given, pairs=pairs)
-        rebuilt, folded = fold_pairs(rebuilt, pairs), tuple(norm for _, norm in pairs)
-        found = dataclasses.replace(found, layers=_with_biases(rebuilt, found.layers))
-    layer_error = None if error is None else _need_positive(error) / len(found.layers)
-    settings = _resolve(settings, layer_error, precision(model))
-    saved = None
-    if partial is not None:
-        run_of = fingerprint(construction, settings, model, inputs, error=error, fold_norms=fold_norms)
-        saved = Partial(partial, run_of)
-    wanted = [] if error is None else _need_tensors(outputs_of(run(rebuilt, few)))
+    shared = prepare(model, inputs, construction, settings, error=error, fold_norms=fold_norms, strict=strict)
+    settings, found, few = shared.settings, shared.found, shared.few
+    saved = None if partial is None else Partial(partial, shared.run_of)
+    wanted = [] if error is None else _need_tensors(outputs_of(run(shared.network, few)))
     sample = accepted_samples(model, cast(inputs, precision(model)), 1)
     same = outputs_of(run(model, sample))
     release_free_memory()
-    box = settings.ranges.box
-    is_calibrated = box is None and not isinstance(construction.activation, nn.Identity | None)
-    working = dataclasses.replace(construction, activation=_copy_activation(construction, given[0].device))
-    numbers = {target.name: number for number, target in enumerate(found.layers)}
     finished: dict[int, LayerResult] = {}
 
     def visit(target: TargetLayer, layer: nn.Module, received: LayerInputs) -> FrozenBlock:
         release_free_memory()  # returns the memory of earlier layers to the system
-        number = numbers[target.name]
-        resumed = None
-        if saved is not None:
-            resumed = saved.load(number, target, layer, storage=settings.storage, activation=working.activation)
+        number = shared.numbers[target.name]
+        resumed = None if saved is None else shared.load(saved, target, layer)
         if resumed is None:
-            block, result = _rebuild(target, layer, received, working, settings, on_step)
+            block, result = shared.rebuild(target, layer, received, on_step)
             if saved is not None:
                 saved.save(number, target, block, dataclasses.asdict(result))
         else:
-            block, result = resumed[0].to(given[0].device), LayerResult.from_dict(resumed[1])
+            block, result = resumed
             if on_step is not None:
                 on_step(target.name, 0, result.residual)
-        _need_layer_error(result, layer_error)
+        _need_layer_error(result, shared.layer_error)
         finished[number] = result
         if progress is not None:
             progress(len(finished), len(found.layers), target.name)
         return block
 
-    rebuilt = visit_layers(
-        rebuilt, found.layers, given, box, visit=visit, calls=calls, with_leave_one_out=is_calibrated
-    )
+    rebuilt = shared.visit(found.layers, visit)
     results = [finished[number] for number in range(len(found.layers))]
     reached = None
     if error is not None:
@@ -242,10 +229,10 @@ def _reconstruct(
     mismatch = _mismatch(rebuilt, sample, same, results)
     folder = None if saved is None else saved.folder
     checked = None
-    if is_calibrated:
-        checked = Calibration.of(results, n_samples=n_samples, margin=_margin(construction, settings))
+    if shared.is_calibrated:
+        checked = Calibration.of(results, n_samples=shared.n_samples, margin=margin_of(construction, settings))
     return Reconstruction(
-        rebuilt, tuple(results), found.left, construction, settings, folded, reached, folder, checked, mismatch
+        rebuilt, tuple(results), found.left, construction, settings, shared.folded, reached, folder, checked, mismatch
     )
 
 
@@ -308,89 +295,6 @@ def collapse(network: nn.Module | Reconstruction) -> nn.Module:
                 setattr(made[layer], place, tied.setdefault(own, made[layer].get_parameter(place)))
         plain = swap(plain, name, made[layer])
     return set_fast_paths(plain)
-
-
-def _with_biases(network: nn.Module, layers: tuple[TargetLayer, ...]) -> tuple[TargetLayer, ...]:
-    """The layers with `has_bias` updated after norms were folded into some of them."""
-    has_bias = (network.get_submodule(layer.name).bias is not None for layer in layers)
-    return tuple(dataclasses.replace(layer, has_bias=bias) for layer, bias in zip(layers, has_bias, strict=True))
-
-
-def _rebuild(
-    target: TargetLayer,
-    layer: nn.Module,
-    received: LayerInputs,
-    construction: Construction,
-    settings: Settings,
-    on_step: OnLayerStep | None,
-) -> tuple[FrozenBlock, LayerResult]:
-    """The block of one layer, and its evidence; errors name the layer."""
-
-    def report(iterations: int, residual: float) -> None:
-        assert on_step is not None
-        on_step(target.name, iterations, residual)
-
-    try:
-        build = find_builder(construction).build
-        made = build(target, layer, received, construction, settings, None if on_step is None else report)
-    except UnknownNameError:
-        raise
-    except OnlynormError as why:
-        if repr(target.name) in str(why):
-            raise
-        raise type(why)(f"layer {target.name!r}: {why}") from why
-    is_batch = received.inputs.ndim >= len(target.shape)
-    few = received.inputs[:N_MEASURED] if is_batch else received.inputs
-    release_free_memory()
-    with torch.no_grad():
-        # Without the hooks of the layer, which are already applied to its inputs.
-        measured = relative_difference([made.block(few)], [layer.forward(few)], scale=[few])
-    result = LayerResult(
-        target.name, target.shape, made.block.n_features, made.method, made.residual, made.window_error, made.seconds,
-        made.shortfall, measured, *_outside(received, construction, settings),
-    )  # fmt: skip
-    return made.block, result
-
-
-def _outside(
-    received: LayerInputs, construction: Construction, settings: Settings
-) -> tuple[tuple[int, ...] | None, float]:
-    """The calibration samples outside the ranges of the others, and the margin that would include them."""
-    if received.leave_one_out is None:
-        return None, 0.0
-    return received.leave_one_out.outside(_margin(construction, settings)), float(received.leave_one_out.needed.max())
-
-
-def _margin(construction: Construction, settings: Settings) -> float:
-    assert construction.activation is not None
-    margin = settings.ranges.margin
-    return default_margin(construction.activation) if margin is None else margin
-
-
-def _copy_activation(construction: Construction, device: torch.device) -> nn.Module | None:
-    """A copy of the activation, shared by all blocks, so that the original is not cast or moved."""
-    if construction.activation is None:
-        return None
-    return copy.deepcopy(construction.activation).to(device, torch.float64)
-
-
-def _resolve(settings: Settings, layer_error: float | None, dtype: torch.dtype) -> Settings:
-    """The settings with defaults filled in: window, precision, and tolerances from the allowed error of a layer.
-
-    A quarter of this error is for the solver, a quarter for the window, and half for rounding.
-    """
-    tolerance, window = settings.tolerance, settings.window
-    if layer_error is not None:
-        tolerance, window = tolerance or layer_error / 4, settings.ranges.window or layer_error / 4
-    own = settings.ranges.precision or str(dtype).removeprefix("torch.")
-    return dataclasses.replace(
-        settings, tolerance=tolerance, ranges=dataclasses.replace(settings.ranges, window=window, precision=own)
-    )
-
-
-def _need_positive(error: float) -> float:
-    cure = "It is relative to the output; try 1e-8."
-    return need_number("error", error, low=0.0, high=1.0, open_low=True, open_high=True, cure=cure)
 
 
 def _need_tensors(outputs: list[Tensor]) -> list[Tensor]:

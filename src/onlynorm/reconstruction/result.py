@@ -190,7 +190,8 @@ class Reconstruction(ShownResult):
     `error` is the relative error of the network's output on a few calibration samples in float64, if a maximum was
     given. `partial` is the folder of finished layers, which `save` deletes. `calibration` measures how often inputs
     leave the calibrated ranges (None for certified ranges or without activation). `mismatch` is a message if the
-    outputs of target and network differ on a calibration sample although those of the layers do not.
+    outputs of target and network differ on a calibration sample although those of the layers do not. `threads` is the
+    number of threads of the run, on which the last bits depend.
     """
 
     network: nn.Module
@@ -203,6 +204,7 @@ class Reconstruction(ShownResult):
     partial: Path | None = None
     calibration: Calibration | None = None
     mismatch: str = ""
+    threads: int = 1
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ folder is deleted after `save` has written the finished network.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ from onlynorm.storage import (
 FORMAT = 2
 """Format 1 had other options."""
 KIND = "layer of a partial reconstruction"
+ARGUMENTS = ".arguments-"
+"""Prefix of the temporary folder from which workers read the model; a killed run leaves it."""
 
 
 def fingerprint(
@@ -117,4 +120,11 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(OSError), claim(folder):  # nothing is deleted while a run uses the folder
         for path in (*folder.glob("layer-*.safetensors"), *folder.glob(".layer-*.safetensors.*.tmp")):
             path.unlink()
+        remove_arguments(folder)
         folder.rmdir()
+
+
+def remove_arguments(folder: Path) -> None:
+    """Deletes what workers of a killed run read."""
+    for left in folder.glob(f"{ARGUMENTS}*"):
+        shutil.rmtree(left, ignore_errors=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +13,7 @@ import typer
 from rich.markup import escape
 from torch import Tensor, nn
 
-from onlynorm.cli.app import AsJson, Excess, FeaturesName, app, need_folder
+from onlynorm.cli.app import AsJson, ClusterName, Excess, FeaturesName, Threads, Workers, app, need_folder
 from onlynorm.cli.arguments import (
     ActivationName,
     ConstructionName,
@@ -88,6 +90,9 @@ def reconstruct_command(
     error: Annotated[
         float | None, option(RUN, "X", "Maximum relative error of the outputs; fails if it is larger.")
     ] = None,
+    workers: Workers = None,
+    cluster: ClusterName = None,
+    threads: Threads = 1,
     out: Annotated[Path, option(OUTPUT, "FILE", "Output file with the seed and the norms.")] = Path("net.safetensors"),
     as_json: AsJson = False,
 ) -> None:
@@ -110,13 +115,14 @@ def reconstruct_command(
     test = first_samples(split.test_inputs, images, default=64, option="--images")
     partial = out.with_name(f"{out.name}.partial")
     try:
-        names = [layer.name for layer in find_layers(target).layers]
-        with layer_bars(names, hidden=as_json) as on_step, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", AccuracyWarning)  # the result lists the layers
-            result = reconstruct(
-                target, batch, how.construction, seed=seed, ranges=how.ranges, tolerance=tolerance, error=error,
-                storage=how.storage, fold_norms=fold_norms, partial=partial, on_step=on_step,
-            )  # fmt: skip
+            with _bars(target, hidden=as_json, is_parallel=workers not in (None, 1) or cluster is not None) as shown:
+                result = reconstruct(
+                    target, batch, how.construction, seed=seed, ranges=how.ranges, tolerance=tolerance, error=error,
+                    storage=how.storage, fold_norms=fold_norms, partial=partial, workers=workers, cluster=cluster,
+                    threads=threads, **shown,
+                )  # fmt: skip
     except KeyboardInterrupt:
         if partial.exists():
             errors.print(f"Finished layers are in {escape(str(partial))}: run the same command again to resume.")
@@ -131,6 +137,7 @@ def reconstruct_command(
         "file": str(out),
         "bytes": out.stat().st_size,
         "n_norm_parameters": result.n_norm_parameters,
+        "threads": result.threads,
         "solve_seconds": sum(layer.seconds for layer in result.layers),
         "max_residual": max(layer.residual for layer in result.layers),
         "left": [str(item) for item in result.left],
@@ -145,6 +152,17 @@ def reconstruct_command(
         print_facts(f"{model} from {result.construction.features} features, seed {seed}", facts)
         print_rounding(comparison, dtype)
     exit_unless_same(comparison, SAME[dtype], as_json)
+
+
+@contextmanager
+def _bars(target: nn.Module, *, hidden: bool, is_parallel: bool) -> Iterator[dict[str, Any]]:
+    """Keyword arguments of `reconstruct` that show its progress: layers at work on all workers, or the residual."""
+    if is_parallel:
+        with counter("layers", hidden=hidden, shows_message=True) as progress:
+            yield {"progress": progress}
+    else:
+        with layer_bars([layer.name for layer in find_layers(target).layers], hidden=hidden) as on_step:
+            yield {"on_step": on_step}
 
 
 def load_target(model: str, weights: Path | None) -> nn.Module:
