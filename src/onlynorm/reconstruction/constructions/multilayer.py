@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from onlynorm.features import Features, draw
 from onlynorm.frozen.pair import CHUNK_BYTES
 from onlynorm.frozen.sequence import MultilayerBlock
+from onlynorm.memory import release_free_memory
 from onlynorm.modules.affine import affine, set_affine
 from onlynorm.modules.layers import TargetLayer, layer_options, weight_of
 from onlynorm.reconstruction.constructions.base import Rebuilt
@@ -133,6 +134,7 @@ def _ranges(
             of_samples = found
         n_rows += len(values)
         del values  # before the next part is computed
+        release_free_memory()  # the C library would keep it beside the next part, which is not of the same size
     if received.leave_one_out is not None and of_samples is not None:
         received.leave_one_out.update(*of_samples)
     del of_samples
@@ -154,12 +156,15 @@ def _ranges(
 def _statistics(values: Float[Tensor, "samples feat ..."]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lowest and highest value of every feature, its sum and its sum of squares, without copies of the values."""
     step = max(1, MEASURED_BYTES // max(1, values[:, 0].numel() * values.element_size()))
-    found = []
-    for few in values.split(step, dim=1):
-        flat = few.movedim(1, 0).flatten(1)
-        lows, highs = extremes_of_rows(few)
-        found.append((lows.amin(0), highs.amax(0), flat.sum(1), flat.square().sum(1)))
-    low, high, sums, squares = (torch.cat(column) for column in zip(*found, strict=True))
+    # Allocated first: small tensors between large ones would keep the memory of those from being used again.
+    low, high, sums, squares = values.new_empty(4, values.shape[1])
+    for start in range(0, values.shape[1], step):
+        which = slice(start, start + step)
+        lows, highs = extremes_of_rows(values[:, which])
+        low[which], high[which] = lows.amin(0), highs.amax(0)
+        flat = values[:, which].movedim(1, 0).flatten(1)
+        sums[which] = flat.sum(1)
+        squares[which] = flat.square().sum(1)
     return low, high, sums, squares
 
 
