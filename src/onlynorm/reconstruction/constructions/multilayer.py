@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from onlynorm.features import Features, draw
 from onlynorm.frozen.pair import CHUNK_BYTES
 from onlynorm.frozen.sequence import MultilayerBlock
+from onlynorm.memory import release_free_memory
 from onlynorm.modules.affine import affine, set_affine
 from onlynorm.modules.layers import TargetLayer, layer_options, weight_of
 from onlynorm.reconstruction.constructions.base import Rebuilt
@@ -90,6 +91,7 @@ def choose_norms(
     constant = torch.zeros_like(carried[:, 0])
     gain = carried.new_ones(())
     for i, gamma in enumerate(gammas[:-1]):
+        release_free_memory()
         ranges = _ranges(block, carried, received, margin)
         ends = torch.stack([gamma * ranges.low, gamma * ranges.high])
         low, high = ends.amin(0), ends.amax(0)
@@ -133,6 +135,7 @@ def _ranges(
             of_samples = found
         n_rows += len(values)
         del values  # before the next part is computed
+        release_free_memory()  # the C library would keep it beside the next part, which is not of the same size
     if received.leave_one_out is not None and of_samples is not None:
         received.leave_one_out.update(*of_samples)
     del of_samples
@@ -154,12 +157,15 @@ def _ranges(
 def _statistics(values: Float[Tensor, "samples feat ..."]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Lowest and highest value of every feature, its sum and its sum of squares, without copies of the values."""
     step = max(1, MEASURED_BYTES // max(1, values[:, 0].numel() * values.element_size()))
-    found = []
-    for few in values.split(step, dim=1):
-        flat = few.movedim(1, 0).flatten(1)
-        lows, highs = extremes_of_rows(few)
-        found.append((lows.amin(0), highs.amax(0), flat.sum(1), flat.square().sum(1)))
-    low, high, sums, squares = (torch.cat(column) for column in zip(*found, strict=True))
+    # Allocated first: small tensors between large ones would keep the memory of those from being used again.
+    low, high, sums, squares = values.new_empty(4, values.shape[1])
+    for start in range(0, values.shape[1], step):
+        which = slice(start, start + step)
+        lows, highs = extremes_of_rows(values[:, which])
+        low[which], high[which] = lows.amin(0), highs.amax(0)
+        flat = values[:, which].movedim(1, 0).flatten(1)
+        sums[which] = flat.sum(1)
+        squares[which] = flat.square().sum(1)
     return low, high, sums, squares
 
 
@@ -170,7 +176,8 @@ STEPS = 20
 9,216 equations and 3 to 10 layers; the maximum was three times as large."""
 ITERATIONS = 80
 STEP_SECONDS = 2e-3
-"""Python overhead per step."""
+"""Python overhead per step, and below, per step without the matrix of the system."""
+FREE_STEP_SECONDS = 8e-3
 
 
 def estimate(target: TargetLayer, construction: Multilayer, settings: Settings, load: Load = ALONE) -> Costs:
@@ -188,13 +195,23 @@ def estimate(target: TargetLayer, construction: Multilayer, settings: Settings, 
             inp, width, groups, load, axes=len(target.shape) - 2, n_kernel=math.prod(target.shape[2:]),
             n_channels=target.shape[1] * groups,
         )  # fmt: skip
-        values = min(CHUNK_BYTES, 8 * load.n_samples * load.n_positions * width)
-        # The linear maps from the inputs to a layer and to the next one.
-        seconds, calibrating = seconds + hidden.seconds, max(calibrating, hidden.memory + values + 24 * width * inp)
+        # Slices of the hidden values, the two lowest and highest of every feature, and the linear maps from the inputs
+        # to a layer and to the next one.
+        values = 8 * load.n_samples * load.n_positions * width
+        working = hidden.memory + min(3 * MEASURED_BYTES, values) + 16 * load.n_samples * width + 24 * width * inp
+        if len(target.shape) > 2 and values <= CHUNK_BYTES:
+            working -= values  # `hidden` has a copy of the values of a convolution
+        seconds, calibrating = seconds + hidden.seconds, max(calibrating, working)
     for layers in drawn:
         seconds += sum(draw_seconds(one, n_left=0, n_right=1 if is_stored else 4) for one in layers)
-    # The frozen weights of all groups are concatenated; the gammas are solved for one group at a time.
-    memory = stored + max(costs.memory, calibrating + (1 - is_stored) * 2 * largest, largest + draw_bytes(largest // 8))
+    # The frozen weights of all groups are concatenated; the gammas are solved for one group at a time. Weights that are
+    # not stored are drawn for all solves together, and then layer by layer.
+    drawing = draw_bytes(largest // 8) + largest * (groups > 1)
+    solving, drawn_again = costs.memory, 0
+    if not is_stored:
+        solving, drawing = 8 * costs.n_frozen + solving, 8 * costs.n_frozen + drawing
+        drawn_again = 2 * largest + draw_bytes(largest // 8)
+    memory = stored + max(solving, drawing, calibrating + drawn_again)
     return dataclasses.replace(costs, memory=memory + SCRATCH * sum(widths), stored=stored, seconds=seconds)
 
 
@@ -232,12 +249,15 @@ def build(
         layer_options(layer), draw_layers(target, construction, settings, device=weight.device),
         activation=construction.activation, norms=construction.norms, storage=settings.storage,
     ).to(weight.device)  # fmt: skip
+    release_free_memory()
     frozen = zip(*(block.weight(i).chunk(target.groups) for i in range(block.n_layers)), strict=True)
     solutions = [
         solve_multilayer(layers, part.flatten(1), tolerance=settings.tolerance, on_step=on_step)
         for layers, part in zip(frozen, weight.chunk(target.groups), strict=True)
     ]
     gammas = [torch.cat(parts) for parts in zip(*(solution.gammas for solution in solutions), strict=True)]
+    del frozen  # zip holds the last weights
+    release_free_memory()
     error = choose_norms(block, gammas, bias, received=received, window=settings.window, margin=settings.ranges.margin)
     worst = max(solutions, key=lambda solution: solution.residual)
     seconds = sum(solution.seconds for solution in solutions)
@@ -260,7 +280,7 @@ def _group_costs(layers: list[Features], settings: Settings) -> Costs:
     else:
         method, memory = "matrix-free", 52 * factors + 64 * equations
         inner = 4.0 * ITERATIONS * condition * equations * n_gammas / RATES[torch.float32]
-        seconds = flops / RATES[torch.float64] + inner
+        seconds = flops / RATES[torch.float64] + inner + STEPS * FREE_STEP_SECONDS
     seconds += STEPS * STEP_SECONDS
     missing = equations + len(layers) - 1 - n_gammas
     note = f"{missing} features too few: the closest product" if missing > 0 else ""
