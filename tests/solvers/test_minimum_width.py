@@ -245,6 +245,17 @@ def test_what_cannot_be_reached_names_the_features_that_solve_it(lack: str) -> N
         assert not on.solve(*fewer, target, minimum_width=True).is_exact
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_of_extreme_size_are_to_be_solved_without_minimum_width(seed: int) -> None:
+    left, right, target = draw_system(2, 30, 75, seed=seed)
+    left = left[:1] * torch.tensor([[1e-7], [1e7]], dtype=torch.float64)
+    solution = on.solve(left.expand(2, 75), right, target, minimum_width=True)
+    assert "without minimum_width" in solution.shortfall
+    n = int(solution.shortfall.split(" more dense features")[0].split()[-1])
+    more = torch.cat([left, normal(2, n, seed=91)], 1), torch.cat([right, normal(n, 30, seed=92)])
+    assert on.solve(*more, target, tolerance=1e-10).is_exact
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_sparse_features_name_as_many_as_solve_it(seed: int) -> None:
     left, right, target = draw_system(4, 5, 21, seed=seed)

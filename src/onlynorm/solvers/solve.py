@@ -61,6 +61,8 @@ ROUNDING_POWER = -900
 """Power of two below which a gamma may lose digits when it is scaled back."""
 METERED = 2**20
 """Size in bytes of the dense matrix from which memory is measured, which takes as long as solving a tiny system."""
+UNEQUAL_ROWS = 1e4
+"""Ratio of rows of left above which more features of equal rows leave rounding errors at minimum width."""
 MILD = 1e-7
 """Predicted rounding errors above this are not called rounding errors."""
 N_BINS = 40
@@ -601,6 +603,9 @@ def _cure(
     rounding = 10.0 ** math.ceil(math.log10(max(2.0 * solution.residual, TINY)))
     completed = EPS * _completed_condition(equations, rank, attempt.condition) if rank > 0 else 0.0
     is_rounded = completed > (0.01 if is_minimum_width else 0.1) * wanted  # minimum width amplifies rounding errors
+    if is_minimum_width and operator.is_stored:  # dense features added to unequal rows are unequal after scaling
+        rows = operator.dense()[0].abs().amax(1)
+        is_rounded |= bool((rows.max() > UNEQUAL_ROWS * rows[rows > 0]).any())
     if near_rounding > 0.01 * wanted:
         if equations <= rank and not solution.is_least_squares:
             return "The residual is rounding error of near, which is too large relative to the target: omit near."
