@@ -1,7 +1,7 @@
 """Messages of the library in the words of the command line.
 
 The library names arguments of Python functions: "excess must be positive", "Pass excess=1.25". A user of a command has
-options instead: "--excess must be positive", "Pass --excess 1.25". Messages are rewritten here and nowhere else, from
+options instead: "--excess must be positive", "Pass --excess 1.25". Messages are rewritten only here, from
 the options of the command that runs.
 """
 

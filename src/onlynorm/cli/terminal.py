@@ -71,7 +71,7 @@ LABELS = {
     "rounding": "bound on rounding errors", "skipped": "norms not trained",
     "target_bytes": "file of the trained network", "unresolved": "zero or unresolved",
 }  # fmt: skip
-"""Labels of keys of --json that are not clear by themselves."""
+"""Labels for keys of --json that need an explanation."""
 FRACTIONS = frozenset({
     "accuracy_after", "accuracy_before", "agreement", "network_accuracy", "outside", "target_accuracy",
 })  # fmt: skip

@@ -94,7 +94,7 @@ RULES: dict[Any, Rule] = {
         function: partial(shapes.move, function)
         for function in (getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
     },
-    # Bounds may lie in memory otherwise than the network's own tensors, where a view is always possible.
+    # Bounds may have another memory layout than the tensors of the network, for which a view is always possible.
     Tensor.view: partial(shapes.move, Tensor.reshape),
     Tensor.view_as: partial(shapes.move, Tensor.reshape_as),
     Tensor.reshape_as: partial(shapes.move, Tensor.reshape_as),

@@ -181,16 +181,16 @@ def layers_that_do_not_fit_together(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_printed_sum_of_the_second_layer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(activations.Source, "q2", property(lambda source: source.printed_q2))
+    patch.setattr(activations.SourceConvolutions, "q2", property(lambda source: source.printed_q2))
 
 
 def the_printed_shift(patch: pytest.MonkeyPatch) -> None:
-    own = activations.Source.with_activation
+    own = activations.SourceConvolutions.with_activation
 
     def wrong(source: Any, x: Tensor, activation: Any, line: Any, *, as_printed: bool = False) -> Tensor:
         return own(source, x, activation, line, as_printed=True)
 
-    patch.setattr(activations.Source, "with_activation", wrong)
+    patch.setattr(activations.SourceConvolutions, "with_activation", wrong)
 
 
 def a_cubic_constant_twice_as_good(patch: pytest.MonkeyPatch) -> None:
