@@ -109,7 +109,7 @@ class Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
-            if name in ("href", "src", "poster", "xlink:href"):
+            if name in ("href", "src", "srcset", "poster", "xlink:href"):
                 self.urls.append(value or "")
             elif name in ("id", "name"):
                 self.anchors.add(value or "")

@@ -200,8 +200,7 @@ def _draw(figure: Figure, *, is_hovered: bool = False, n_columns: int = 3) -> tu
     hovered: dict[str, list[str]] = {}
     with matplotlib.rc_context(STYLE):
         size = (width * n_columns, height * n_rows + 0.7)
-        # The label of an axis needs a distance from the title below it; 0.02 is the default.
-        layout = ConstrainedLayoutEngine(hspace=0.06 if (width, height) == NARROW else 0.02)
+        layout = ConstrainedLayoutEngine(hspace=0.06)  # between the label of an axis and the title below it
         drawing = Drawing(figsize=size, layout=layout)
         FigureCanvasAgg(drawing)
         styles, named = _styles(figure.curves), dict[str, Any]()

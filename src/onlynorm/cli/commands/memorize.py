@@ -40,7 +40,8 @@ from onlynorm.identity import (
         "--out digits.safetensors --figure noise.png",
         "onlynorm memorize table.csv --labels species",
         "onlynorm memorize fashion_mnist --points 10000 --json",
-        note="The last one needs `onlynorm data get fashion_mnist` first.",
+        note="`table.csv` is a table of your own, with a column `species`. The last one needs "
+        "`onlynorm data get fashion_mnist` first.",
     ),
 )
 def memorize_command(
