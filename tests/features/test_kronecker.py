@@ -292,7 +292,9 @@ def test_the_condition_number_is_the_product_of_two_laws(shape: tuple[int, int],
     assert sum(one > prediction.spread * prediction.condition for one in measured) <= 5
 
 
-@pytest.mark.parametrize(("shape", "excess"), [((24, 48), 1.25), ((16, 30), 2.0), ((12, 12), 1.0), ((1, 60), 1.25)])
+@pytest.mark.parametrize(
+    ("shape", "excess"), [((24, 48), 1.25), ((16, 30), 2.0), ((12, 12), 1.0), ((1, 60), 1.25), ((60, 1), 1.25)]
+)
 @pytest.mark.parametrize("unit_length", [True, False])
 def test_singular_values_follow_the_product_law(shape: tuple[int, int], excess: float, unit_length: bool) -> None:
     found = measure_spectrum(draw("kron_normal", shape, excess=excess, seed=1), unit_length=unit_length)
@@ -315,6 +317,8 @@ def test_the_product_law_is_that_of_products_of_independent_values() -> None:
     products = np.sort(np.outer(*samples).ravel())
     levels = (np.arange(len(products)) + 0.5) / len(products)
     assert float(np.abs(law_cumulative(products[::997], features) - levels[::997]).max()) <= 2e-3
+    flat, tall = (law_cumulative(np.linspace(0, 3, 50), draw("kron_normal", shape)) for shape in ((1, 60), (60, 1)))
+    assert np.array_equal(flat, tall)
     x, density = measure_spectrum(features).law_curve(400)
     assert float(np.trapezoid(density, x) if hasattr(np, "trapezoid") else np.trapz(density, x)) == pytest.approx(
         1.0, abs=0.02
