@@ -255,6 +255,7 @@ def _law_cumulative(x: NDArray[np.float64], features: Features) -> NDArray[np.fl
     counts = _factor_counts(features)
     if len(counts) == 1:
         return cumulative(x, *counts[0])
+    counts.sort(key=lambda pair: pair[0] > 1)  # a single value of U1 first as well: the second law is continuous
     (first, _), second = _law_table(*counts[0]), _law_table(*counts[1])
     low, high = _law_edges(features)
     points = low + (high - low) * (1.0 - np.cos(np.linspace(0.0, np.pi, N_POINTS))) / 2
@@ -587,9 +588,13 @@ LIMIT, LIMIT_SLOPE = 1.2, 0.55
 for shapes 2 x 2 to 24 x 24, 2 x 32 and 4 x 64 with normal and uniform entries and excess 0.5 to 2, 120 to 3,000 draws
 each: the 99 % quantile of distance times n was 2.6 at n = 16, 3.4 at 64, 3.8 at 144, 4.2 at 256 and 4.4 at 576."""
 PRODUCT_LIMIT = 1.25
-"""The same for products of the singular values of two factors, of which there are n and m: 1.25 sqrt(1/n^2 + 1/m^2)."""
+"""The same for products of the singular values of two factors, of which there are n and m: 1.25 sqrt(1/n^2 + 1/m^2).
+The simulated 99 % quantile is 0.91 to 1.16 times the root for shapes 4 x 4 to 32 x 64, excess 1 to 2, of unit length
+and as drawn, 150 draws each, and 1.15 for 600 draws of 16 x 16."""
 MIN_PRODUCT_SIDE = 8
-"""Minimum rows of a factor, if not one, at which unit-length features have the predicted condition number."""
+"""Minimum rows of a factor, if not one, at which unit-length features have the predicted condition number: the median
+is 0.78 to 0.93 of it for shapes 8 x 30 to 32 x 64, but 0.49 for 4 x 4 and 0.60 for 3 x 50. As drawn it is 0.95 to 1.07,
+0.90 and 0.79."""
 DENSE = ("he_normal", "he_uniform", "uniform", "orthogonal")
 """Dense distributions that were compared with the law; heavy-tailed custom distributions need not follow it."""
 EQUAL_LENGTHS = 0.01
@@ -611,8 +616,8 @@ class Spectrum(ShownResult):
     """The singular values of a feature matrix, ascending, scaled to entry variance 1 / equations, and the law.
 
     `is_random` is False for structured features that have singular values by design; the law of kron_normal features is
-    that of products of singular values of their two factors. `is_unit_length` is whether
-    every feature was divided by its length; `length_spread` is the standard deviation of the lengths over their mean.
+    that of products of singular values of their two factors. `is_unit_length` is whether every feature was divided by
+    its length; `length_spread` is the standard deviation of the lengths over their mean.
     """
 
     features: Features
