@@ -117,7 +117,7 @@ def test_a_task_that_always_kills_its_worker_is_named_and_the_others_are_done(tw
     assert [one.result for one in outcomes] == [0, 1, 4, 9, None]
     assert isinstance(outcomes[-1].error, WorkerDiedError)
     assert outcomes[-1].attempts == 2
-    with pytest.raises(ClusterError, match=r"1 failed: 'deadly': its worker process died .* other 4 are done"):
+    with pytest.raises(ClusterError, match=r"1 failed: 'deadly': its worker process died: .* other 4 are done"):
         need_results(outcomes)
 
 

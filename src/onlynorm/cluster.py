@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,7 +38,14 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 
-from onlynorm.errors import ClusterError, ConversionError, OnlynormError, UnknownNameError, ValueRangeError
+from onlynorm.errors import (
+    ClusterError,
+    ConversionError,
+    MissingDataError,
+    OnlynormError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from onlynorm.validate import Progress, need_integer
 
 RETRIES = 3
@@ -208,7 +218,7 @@ def _outcome(number: int, name: str, future: Future[_Answer], attempt: int) -> O
         answer = future.result()
     except Exception as error:
         why = str(error) or type(error).__name__
-        lost = WorkerDiedError(f"its worker process died (attempt {attempt}): {why.splitlines()[0]}")
+        lost = WorkerDiedError(f"its worker process died: {why.splitlines()[0]}")
         lost.__cause__ = error
         return Outcome(number, name, error=lost, attempts=attempt)
     value = pickle.loads(answer.data)
@@ -404,7 +414,152 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+# ------------------------------------------------------------------------------- engines of other packages
+
+
+class Dask(Engine):
+    """Workers of a Dask cluster. Dask itself starts a task again whose worker died."""
+
+    retries_itself = True
+
+    def __init__(self, address: str, n_workers: int | None, threads: int) -> None:
+        distributed, config = _need_package("distributed", "dask"), _need_package("dask", "dask").config
+        self._cluster: Any = None
+        n_local = _local_workers("dask", address)
+        if n_local:
+            # One task per worker, so that a task that kills its worker harms no other.
+            with config.set({"distributed.scheduler.worker-saturation": 1.0}):
+                self._cluster = distributed.LocalCluster(
+                    n_workers=n_local, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL
+                )
+        else:
+            _need_answer(address, cure="Check the address, and start the scheduler with `dask scheduler`.")
+        try:
+            where = self._cluster or address
+            self._client = _in_time(lambda: distributed.Client(where, timeout=PATIENCE, set_as_default=False))
+        except Exception as error:
+            raise ClusterError(
+                f"dask:{address} needs a Dask scheduler; got {type(error).__name__}: {error}. Check the address."
+            ) from error
+        found = n_local or sum(self._client.nthreads().values())
+        if not found:
+            self._client.close()
+            raise ClusterError(f"dask:{address} needs workers; got none. Start some with `dask worker {address}`.")
+        super().__init__(min(found, n_workers or found), threads)
+        self._executor = self._client.get_executor(pure=False)
+
+    def submit(self, function: Callable[..., _Answer], *args: Any) -> Future[_Answer]:
+        """The future of a call on any worker."""
+        future: Future[_Answer] = self._executor.submit(function, *args)
+        return future
+
+    def stop(self) -> None:
+        """Drops tasks that have not started and ends workers that were started here."""
+        self._executor.shutdown(wait=False)
+        self._client.close(timeout=PATIENCE)
+        if self._cluster is not None:
+            self._cluster.close(timeout=PATIENCE)
+            self._cluster = None
+
+
+class Ray(Engine):
+    """Workers of a Ray cluster. Ray itself starts a task again whose worker died."""
+
+    retries_itself = True
+
+    def __init__(self, address: str, n_workers: int | None, threads: int) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the default of later versions
+        self._ray = _need_package("ray", "ray")
+        n_local = _local_workers("ray", address)
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not n_local:
+            _need_answer(address, cure=f"Check the address, and start the cluster with `ray start --head`. {_TOKEN}")
+        self._is_ours = not self._ray.is_initialized()
+        if n_local and self._is_ours:
+            paths = os.pathsep.join(path for path in sys.path if path)  # so that tasks are found as in this process
+            self._ray.init(
+                address="local", num_cpus=n_local, include_dashboard=False,
+                runtime_env={"env_vars": {"PYTHONPATH": paths}}, **quiet,
+            )  # fmt: skip
+        elif self._is_ours:
+            try:
+                self._ray.init(address=address, **quiet)
+            except Exception as error:
+                why = str(error).partition("\n")[0]
+                raise ClusterError(
+                    f"ray:{address} needs a Ray cluster; got {type(error).__name__}: {why} {_TOKEN}"
+                ) from error
+        found = n_local or int(self._ray.cluster_resources().get("CPU", 0))
+        super().__init__(max(1, min(found, n_workers or found)), threads)
+
+    def submit(self, function: Callable[..., _Answer], *args: Any) -> Future[_Answer]:
+        """The future of a call on any worker."""
+        remote = self._ray.remote(function).options(max_retries=RETRIES, num_cpus=1)
+        future: Future[_Answer] = remote.remote(*args).future()
+        return future
+
+    def stop(self) -> None:
+        """Disconnects, and ends workers that were started here."""
+        if self._is_ours:
+            self._ray.shutdown()
+
+
+_TOKEN = (
+    "Ray 2.59 and later need the token of the cluster for a remote address: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
+    "to what `ray get-auth-token` prints there."
+)
+
+
+def _need_package(name: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingDataError(
+            f"{extra}:ADDRESS needs the package {name}; not installed. Run `pip install onlynorm[{extra}]`."
+        ) from error
+
+
+def _in_time(connect: Callable[[], Any]) -> Any:
+    """The result of the function; raises `TimeoutError` after `PATIENCE` seconds, for a service that never answers."""
+    made: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            made.set_result(connect())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return made.result(PATIENCE + 2.0)
+
+
+def _local_workers(engine: str, address: str) -> int:
+    """N of "local:N"; 0 for another address."""
+    name, _, number = address.partition(":")
+    if name != "local":
+        return 0
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueRangeError(f"{engine}:local:N needs a number of workers; got {address!r}. Try {engine}:local:2.")
+    return int(number)
+
+
+def _need_answer(address: str, *, cure: str) -> None:
+    """Raises unless something accepts connections at "host:port" or "scheme://host:port"."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueRangeError(f"an address needs the form HOST:PORT; got {address!r}. {_CURE}")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE):
+            pass
+    except (OSError, OverflowError) as error:
+        raise ClusterError(f"nobody answers at {address} ({error}). {cure}") from error
+
+
 # ------------------------------------------------------------------------------- choosing one
+
+
+_ENGINES: dict[str, type[Dask | Ray]] = {"dask": Dask, "ray": Ray}
 
 
 @contextlib.contextmanager
@@ -429,7 +584,10 @@ def make_engine(*, workers: int | None = None, cluster: str | None = None, threa
     if workers is not None:
         workers = need_integer("workers", workers, low=1, cure="Pass the number of processes, as in workers=2.")
     if cluster is not None:
-        raise ValueRangeError(f"cluster needs a known engine; got {cluster!r}. {_CURE}")
+        kind, _, address = str(cluster).partition(":")
+        if kind not in _ENGINES or not address:
+            raise ValueRangeError(f"cluster needs a known engine; got {cluster!r}. {_CURE}")
+        return _ENGINES[kind](address, workers, threads)
     return Here(threads) if workers in (None, 1) else Local(int(workers or 1), threads)
 
 
