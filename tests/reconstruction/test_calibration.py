@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -223,21 +224,31 @@ def test_sequences_and_several_inputs_are_measured_by_sample() -> None:
     assert abs(rate - float(new)) <= 3 * (0.25 / 8 + 0.25 / 32) ** 0.5
 
 
-def test_a_network_without_an_axis_of_samples_says_so() -> None:
-    class Whole(nn.Module):
-        """Takes one image without a batch axis."""
+class Pooled(nn.Module):
+    """Takes images, from which the layer receives one, with or without a batch axis."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 2, 3)
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.pool = nn.Conv2d(3, 2, 3), pool
 
-        def forward(self, image: Tensor) -> Tensor:
-            return self.conv(image).mean((1, 2))
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(self.pool(images)).mean((-2, -1))
 
-    made = reconstruct(Whole().double().eval(), normal(3, 8, 8), Wide(activation=nn.ReLU()))
+
+@pytest.mark.parametrize(
+    ("pool", "size", "warning"),
+    [
+        (lambda image: image, (3, 8, 8), "calibrated on 1 distinct sample"),
+        (lambda images: images.sum(0, keepdim=True), (5, 3, 8, 8), "no layer's input could be split into samples"),
+    ],
+)
+def test_a_layer_without_an_axis_of_samples_is_reported(
+    pool: Callable[[Tensor], Tensor], size: tuple[int, ...], warning: str
+) -> None:
+    made = reconstruct(Pooled(pool).double().eval(), normal(*size), Wide(activation=nn.ReLU()))
     assert made.calibration is not None
     assert made.calibration.unmeasured == ("conv",)
-    assert "no layer's input could be split into samples" in made.warnings[0]
+    assert warning in made.warnings[0]
 
 
 def test_a_layer_that_mixes_samples_is_named() -> None:
