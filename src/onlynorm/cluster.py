@@ -45,6 +45,7 @@ from onlynorm.errors import (
     OnlynormError,
     UnknownNameError,
     ValueRangeError,
+    shown,
 )
 from onlynorm.validate import Progress, need_integer
 
@@ -52,6 +53,8 @@ RETRIES = 3
 """How often a task is submitted again after its worker died."""
 PATIENCE = 5.0
 """Seconds to wait for an answer from the address of a cluster."""
+MOST = 4096
+"""Largest number of workers, and of threads of a task."""
 SHOWN = 3
 """Tasks named in a message; the others are counted."""
 _PR_SET_PDEATHSIG = 1
@@ -580,13 +583,15 @@ def open_engine(*, workers: int | None = None, cluster: str | None = None, threa
 
 def make_engine(*, workers: int | None = None, cluster: str | None = None, threads: int = 1) -> Engine:
     """The engine for the options of `open_engine`; the caller stops it."""
-    threads = need_integer("threads", threads, low=1, cure="Pass the threads of one task, as in threads=1.")
+    threads = need_integer("threads", threads, low=1, high=MOST, cure="Pass the threads of one task, as in threads=1.")
     if workers is not None:
-        workers = need_integer("workers", workers, low=1, cure="Pass the number of processes, as in workers=2.")
+        workers = need_integer(
+            "workers", workers, low=1, high=MOST, cure="Pass the number of processes, as in workers=2."
+        )
     if cluster is not None:
-        kind, _, address = str(cluster).partition(":")
+        kind, _, address = cluster.partition(":") if isinstance(cluster, str) else ("", "", "")
         if kind not in _ENGINES or not address:
-            raise ValueRangeError(f"cluster needs a known engine; got {cluster!r}. {_CURE}")
+            raise ValueRangeError(f"cluster needs a known engine; got {shown(cluster)}. {_CURE}")
         return _ENGINES[kind](address, workers, threads)
     return Here(threads) if workers in (None, 1) else Local(int(workers or 1), threads)
 

@@ -148,7 +148,8 @@ def test_every_option_reaches_the_reconstruction(run: RunCli, monkeypatch: pytes
     monkeypatch.setattr(rebuilding, "reconstruct", remember)
     words = (
         "--features sparse_he_normal --density 0.8 --excess 2 --seed 7 --activation none --tolerance 1e-9 "
-        "--error 1e-3 --calibration 12 --images 0 --fold-norms --set kernel=second --set margin=0.5 --out o.safetensors"
+        "--error 1e-3 --calibration 12 --images 0 --fold-norms --set kernel=second --set margin=0.5 --threads 2 "
+        "--out o.safetensors"
     )
     ran = run("reconstruct", *OWN, *words.split())
     assert ran.code == 0
@@ -160,6 +161,7 @@ def test_every_option_reaches_the_reconstruction(run: RunCli, monkeypatch: pytes
     wide = Wide(features="sparse_he_normal", density=0.8, excess=2.0, kernel="second")
     assert seen == {
         "construction": wide, "seed": 7, "tolerance": 1e-9, "error": 1e-3, "storage": "dense", "fold_norms": True,
+        "workers": None, "cluster": None, "threads": 2,
     }  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def test_a_missed_tolerance_of_a_layer_fails_by_its_name(run: RunCli) -> None:
 def test_an_interrupted_reconstruction_goes_on_where_it_stopped(
     run: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    build = sys.modules["onlynorm.reconstruction.reconstruct"]._rebuild
+    build = sys.modules["onlynorm.reconstruction.layerwise"].rebuild
 
     def stop_at_the_second(target: TargetLayer, *rest: Any) -> Any:
         if target.name == "2":
@@ -189,7 +191,7 @@ def test_an_interrupted_reconstruction_goes_on_where_it_stopped(
         return build(target, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["onlynorm.reconstruction.reconstruct"], "_rebuild", stop_at_the_second)
+        patch.setattr(sys.modules["onlynorm.reconstruction.layerwise"], "rebuild", stop_at_the_second)
         stopped = run("reconstruct", "mlp")
     assert stopped.code == 130
     assert stopped.stdout == ""

@@ -116,7 +116,7 @@ class Unpicklable(nn.Module):
 def test_what_workers_cannot_do_is_refused_with_a_cure() -> None:
     with pytest.raises(ConversionError, match=r"a model that can be pickled; got .* omit workers"):
         on.reconstruct(nn.Sequential(nn.Linear(2, 2), Unpicklable()).eval(), torch.randn(3, 2), workers=2)
-    with pytest.raises(ValueRangeError, match=r"workers must be an integer from 1; got 0"):
+    with pytest.raises(ValueRangeError, match=r"workers must be an integer .*; got 0"):
         on.reconstruct(network(), X, workers=0)
 
 
