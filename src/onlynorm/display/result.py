@@ -173,7 +173,7 @@ def write_page(path: Path | str, results: Sequence[ShownResult], *, title: str, 
     path, cure = need_path("write_page", path), "Pass results with a figure, such as a Diagnosis."
     given = [need_instance("results", one, ShownResult, cure=cure) for one in need_items("results", results, cure=cure)]
     title = need_text("title", title, cure="Pass a string.")
-    text = text if text == "" else need_text("text", text, cure="Pass a string.")
+    text = text if isinstance(text, str) and not text else need_text("text", text, cure="Pass a string.")
     sections = [result._shown() for result in given]
     page = render("display/results.html", title=title, text=text, sections=sections, signs=SIGNS)
     write_atomically(path, page.encode())
