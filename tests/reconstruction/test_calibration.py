@@ -225,19 +225,23 @@ def test_sequences_and_several_inputs_are_measured_by_sample() -> None:
 
 def test_a_network_without_an_axis_of_samples_says_so() -> None:
     class Whole(nn.Module):
-        """Takes one image without a batch axis."""
+        """Takes one image without a batch axis, and adds that axis itself on request."""
 
-        def __init__(self) -> None:
+        def __init__(self, *, adds_axis: bool) -> None:
             super().__init__()
-            self.conv = nn.Conv2d(3, 2, 3)
+            self.conv, self.adds_axis = nn.Conv2d(3, 2, 3), adds_axis
 
         def forward(self, image: Tensor) -> Tensor:
-            return self.conv(image).mean((1, 2))
+            return self.conv(image[None] if self.adds_axis else image).mean((-2, -1))
 
-    made = reconstruct(Whole().double().eval(), normal(3, 8, 8), Wide(activation=nn.ReLU()))
+    made = reconstruct(Whole(adds_axis=True).double().eval(), normal(3, 8, 8), Wide(activation=nn.ReLU()))
     assert made.calibration is not None
     assert made.calibration.unmeasured == ("conv",)
     assert "no layer's input could be split into samples" in made.warnings[0]
+    made = reconstruct(Whole(adds_axis=False).double().eval(), normal(3, 8, 8), Wide(activation=nn.ReLU()))
+    assert made.calibration is not None
+    assert made.calibration.n_samples == 1
+    assert "calibrated on 1 distinct sample" in made.warnings[0]
 
 
 def test_a_layer_that_mixes_samples_is_named() -> None:
