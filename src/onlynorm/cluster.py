@@ -256,6 +256,17 @@ def _set_threads(n_threads: int) -> None:
 # ------------------------------------------------------------------------------- engines
 
 
+def crowding(n_workers: int, threads: int) -> str:
+    """A message if workers of this machine need more cores than there are, else empty."""
+    n_cores = os.cpu_count() or 1
+    if n_workers * threads <= n_cores:
+        return ""
+    return (
+        f"{n_workers} worker{'s' * (n_workers > 1)} with {threads} thread{'s' * (threads > 1)} each share {n_cores} "
+        f"core{'s' * (n_cores > 1)}."
+    )
+
+
 class Engine(ABC):
     """Where tasks run: `n_workers` at a time, each with `threads` threads.
 
@@ -344,13 +355,7 @@ class Local(Engine):
     @property
     def remark(self) -> str:
         """A message if there are more workers than cores, else empty."""
-        n_cores = os.cpu_count() or 1
-        if self.n_workers * self.threads <= n_cores:
-            return ""
-        return (
-            f"{self.n_workers} workers with {self.threads} thread{'s' * (self.threads > 1)} each share {n_cores} "
-            f"core{'s' * (n_cores > 1)}."
-        )
+        return crowding(self.n_workers, self.threads)
 
     def _collect(self) -> None:
         """Makes the workers of finished calls free; ends those whose process died."""

@@ -222,3 +222,11 @@ def test_a_reader_who_leaves_early_sees_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()
     process.wait(timeout=300)
+
+
+@pytest.mark.parametrize("command", ["reconstruct nope", "theorems hardt_ma2017:thm-99 --check", "reproduce nope"])
+def test_more_workers_than_cores_are_said(run: RunCli, command: str) -> None:
+    ran = run(*command.split(), "--workers", 500)
+    assert ran.code == 2
+    assert "500 workers with 1 thread each share" in " ".join(ran.err.split())
+    assert "share" not in run(*command.split(), "--workers", 1).err

@@ -246,6 +246,14 @@ def print_json(value: object) -> None:
     print(json.dumps(clean(value), indent=2))
 
 
+def print_crowding(workers: int | None, cluster: str | None, threads: int) -> None:
+    """Says so if workers of this machine need more cores than there are."""
+    from onlynorm.cluster import crowding
+
+    if cluster is None and workers is not None and workers > 1 and (message := crowding(workers, threads)):
+        errors.print(message)
+
+
 @contextmanager
 def spinner(name: str, *, hidden: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows a status message on standard error."""

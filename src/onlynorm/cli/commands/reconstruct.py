@@ -31,6 +31,7 @@ from onlynorm.cli.terminal import (
     counter,
     errors,
     layer_bars,
+    print_crowding,
     print_facts,
     print_json,
     print_layers,
@@ -107,6 +108,7 @@ def reconstruct_command(
     if out.is_dir():
         raise StorageError(f"--out needs a file name; {out} is a folder. Try {out / 'net.safetensors'}.")
     need_folder(out.parent, what="networks")
+    print_crowding(workers, cluster, threads)
     with spinner("reconstruct", hidden=as_json) as status:
         status("loading model and data")
         target = load_target(model, weights).to(kind)

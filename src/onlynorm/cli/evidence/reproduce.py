@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from onlynorm.cli.app import AsJson, ClusterName, Threads, Workers, app, resumable
 from onlynorm.cli.help import OUTPUT, PAPERS, RUN, examples, flag, option
-from onlynorm.cli.terminal import print_json, print_record, record_facts, screen, stages
+from onlynorm.cli.terminal import print_crowding, print_json, print_record, record_facts, screen, stages
 from onlynorm.errors import UnknownNameError
 
 RECORDS = Path("onlynorm-out/records")
@@ -54,6 +54,7 @@ def reproduce_command(
 
     if scale not in ("quick", "paper"):
         raise UnknownNameError("scale", scale, ("quick", "paper"))
+    print_crowding(workers, cluster, threads)
     with resumable(out), stages(hidden=as_json) as show:
         records = reproduce(
             ids or None, scale=scale, out=out, force=force, workers=workers, cluster=cluster,  # type: ignore[arg-type]

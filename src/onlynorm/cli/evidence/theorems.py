@@ -9,7 +9,7 @@ import typer
 
 from onlynorm.cli.app import AsJson, ClusterName, Threads, Workers, app
 from onlynorm.cli.help import PAPERS, RUN, examples, flag, option
-from onlynorm.cli.terminal import bar, print_facts, print_json, print_statements, statement_facts
+from onlynorm.cli.terminal import bar, print_crowding, print_facts, print_json, print_statements, statement_facts
 from onlynorm.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def theorems(
     """List the numbered statements of the papers, show one, or run their checks."""
     from onlynorm.evidence import registry
 
+    if check:
+        print_crowding(workers, cluster, threads)
     of_paper = registry.statements(paper)
     chosen = [s for s in of_paper if key in (None, s.key)]
     if key is not None and not chosen:
