@@ -246,7 +246,7 @@ def test_the_bench_table_shows_every_cell_and_dashes_for_what_was_not_run(capsys
     words = flat(capsys.readouterr().out)
     assert "nan" not in words
     rows, _, goals = words.partition(" goal measured met ")
-    family, _, left_out = rows.partition(" system excess left out")
+    family, _, left_out = rows.partition(" system excess omitted")
     assert family == f"{' '.join(BENCH_COLUMNS)} linear 4x4 1.25 {HOSTILE} 500 ms 3e-12 none - - - 2 kB"
     assert left_out.endswith(" linear 4x4 1.25 QR (90 s)")
     assert goals == f"{HOSTILE} N^2.00 yes aim {HOSTILE} no"
