@@ -414,6 +414,7 @@ CALLS: dict[str, Call] = {
     "spectrum.predict_features": fn(spectrum.predict_features, features=once(_drawn)),
     "spectrum.sweep_excess": fn(spectrum.sweep_excess, name="he_normal", shape=(2, 3), excesses=(1.5,), seeds=(1,)),
     "spectrum.Spectrum.histogram": method(_spectrum, "histogram", n_bins=4),
+    "spectrum.Spectrum.law_cumulative": method(_spectrum, "law_cumulative", x=np.linspace(0.0, 3.0, 4)),
     "spectrum.Spectrum.law_curve": method(_spectrum, "law_curve", n_points=4),
     "spectrum.empirical_spectrum": fn(spectrum.empirical_spectrum, left=LEFT, right=RIGHT, unit_length=True),
     # --------------------------------------------------------------------------------------------------- alignment

@@ -74,7 +74,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """The result of a task and its seconds in the worker, or the exception that ended it.
 
     `number` is the position of the task in the list; `attempts` counts how often it was started.
@@ -105,16 +105,16 @@ def run_tasks(
     engine: Engine,
     *,
     on_start: Callable[[int], None] = lambda _: None,
-    on_done: Callable[[Outcome], None] = lambda _: None,
+    on_done: Callable[[TaskOutcome], None] = lambda _: None,
     progress: Progress | None = None,
     retries: int = RETRIES,
-) -> list[Outcome]:
+) -> list[TaskOutcome]:
     """The outcomes of all tasks, in their order; a failed task does not stop the others.
 
     `on_start` is called with the number of a task before it starts, `on_done` with each outcome as it arrives,
     `progress` with (done, total, names of running tasks). An exception of these, or Ctrl-C, stops all workers.
     """
-    found: dict[int, Outcome] = {}
+    found: dict[int, TaskOutcome] = {}
     waiting = deque((number, 1) for number in range(len(tasks)))
     payloads = [_pickled(task) for task in tasks]
     running: dict[Future[_Answer], tuple[int, int]] = {}
@@ -147,7 +147,7 @@ def run_tasks(
     return [found[number] for number in range(len(tasks))]
 
 
-def need_results(outcomes: Sequence[Outcome]) -> list[Any]:
+def need_results(outcomes: Sequence[TaskOutcome]) -> list[Any]:
     """The results of all tasks; raises if some failed, after all others are done.
 
     The exception is that of the first failed task, with the names of the others, or a `ClusterError` if a worker died.
@@ -216,18 +216,18 @@ def _pickled_error(error: Exception) -> bytes:
     return pickle.dumps(ClusterError(f"the task raised {type(error).__name__}: {error}"))
 
 
-def _outcome(number: int, name: str, future: Future[_Answer], attempt: int) -> Outcome:
+def _outcome(number: int, name: str, future: Future[_Answer], attempt: int) -> TaskOutcome:
     try:
         answer = future.result()
     except Exception as error:
         why = str(error) or type(error).__name__
         lost = WorkerDiedError(f"its worker process died: {why.splitlines()[0]}")
         lost.__cause__ = error
-        return Outcome(number, name, error=lost, attempts=attempt)
+        return TaskOutcome(number, name, error=lost, attempts=attempt)
     value = pickle.loads(answer.data)
     if answer.is_error:
-        return Outcome(number, name, error=value, seconds=answer.seconds, attempts=attempt)
-    return Outcome(number, name, value, seconds=answer.seconds, attempts=attempt)
+        return TaskOutcome(number, name, error=value, seconds=answer.seconds, attempts=attempt)
+    return TaskOutcome(number, name, value, seconds=answer.seconds, attempts=attempt)
 
 
 # ------------------------------------------------------------------------------- threads
@@ -289,7 +289,7 @@ class Engine(ABC):
     @property
     def is_parallel(self) -> bool:
         """Whether tasks run in other processes."""
-        return not isinstance(self, Here)
+        return not isinstance(self, SerialEngine)
 
     @property
     def remark(self) -> str:
@@ -297,7 +297,7 @@ class Engine(ABC):
         return ""
 
 
-class Here(Engine):
+class SerialEngine(Engine):
     """This process: tasks run one after the other."""
 
     def __init__(self, threads: int) -> None:
@@ -323,7 +323,7 @@ class _Worker:
     processes: list[BaseProcess] = field(default_factory=list)
 
 
-class Local(Engine):
+class LocalEngine(Engine):
     """Worker processes on this machine. They are started when needed, and end with this process, however it ends."""
 
     def __init__(self, n_workers: int, threads: int) -> None:
@@ -425,7 +425,7 @@ def _end_with_parent() -> None:
 # ------------------------------------------------------------------------------- engines of other packages
 
 
-class Dask(Engine):
+class DaskEngine(Engine):
     """Workers of a Dask cluster. Dask itself starts a task again whose worker died."""
 
     retries_itself = True
@@ -470,7 +470,7 @@ class Dask(Engine):
             self._cluster = None
 
 
-class Ray(Engine):
+class RayEngine(Engine):
     """Workers of a Ray cluster. Ray itself starts a task again whose worker died."""
 
     retries_itself = True
@@ -567,7 +567,7 @@ def _need_answer(address: str, *, cure: str) -> None:
 # ------------------------------------------------------------------------------- choosing one
 
 
-_ENGINES: dict[str, type[Dask | Ray]] = {"dask": Dask, "ray": Ray}
+_ENGINES: dict[str, type[DaskEngine | RayEngine]] = {"dask": DaskEngine, "ray": RayEngine}
 
 
 @contextlib.contextmanager
@@ -598,7 +598,7 @@ def make_engine(*, workers: int | None = None, cluster: str | None = None, threa
         if kind not in _ENGINES or not address:
             raise ValueRangeError(f"cluster needs a known engine; got {shown(cluster)}. {_CURE}")
         return _ENGINES[kind](address, workers, threads)
-    return Here(threads) if workers in (None, 1) else Local(int(workers or 1), threads)
+    return SerialEngine(threads) if workers in (None, 1) else LocalEngine(int(workers or 1), threads)
 
 
 def need_own_folder(cluster: str | None) -> None:

@@ -136,6 +136,10 @@ def test_orthogonal_features_without_a_known_law_say_so(shape: tuple[int, int], 
     assert "law" not in " ".join(found.view().facts)
     with pytest.raises(ValueRangeError, match=r"law_curve needs features with a known law; got orthogonal"):
         found.law_curve(10)
+    with pytest.raises(ValueRangeError, match=r"law_edges needs features with a known law"):
+        found.law_edges()
+    with pytest.raises(ValueRangeError, match=r"law_cumulative needs features with a known law"):
+        found.law_cumulative(np.ones(1))
 
 
 @pytest.mark.parametrize("excess", [0.5, 1.5])

@@ -26,7 +26,7 @@ import scipy
 import torch
 
 import onlynorm
-from onlynorm.cluster import Engine, Outcome, Task, need_results, run_tasks
+from onlynorm.cluster import Engine, Task, TaskOutcome, need_results, run_tasks
 from onlynorm.errors import FormatError
 from onlynorm.storage import claim, digest, from_plain, read_sealed, to_plain, write_sealed
 from onlynorm.validate import Progress
@@ -154,7 +154,7 @@ class Cache:
 
 def compute_all(
     jobs: Sequence[tuple[Cache, Job]], engine: Engine, *, progress: Progress | None = None
-) -> list[Outcome]:
+) -> list[TaskOutcome]:
     """Computes pieces of several caches on the workers of the engine; each is stored as it is finished.
 
     Pieces are locked while they are computed, as by `Cache.get_or_compute`.
@@ -166,7 +166,7 @@ def compute_all(
         cache, job = jobs[number]
         locks[number].enter_context(claim(cache.path(job.name, keys[number])))
 
-    def store(outcome: Outcome) -> None:
+    def store(outcome: TaskOutcome) -> None:
         if outcome.error is None:
             cache, key = jobs[outcome.number][0], keys[outcome.number]
             cache.store(outcome.name, key, outcome.result, outcome.seconds, engine.threads)

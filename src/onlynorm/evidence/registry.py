@@ -26,7 +26,7 @@ from importlib import resources
 import torch
 from torch import Tensor
 
-from onlynorm.cluster import Outcome, Task, need_results, open_engine, run_tasks
+from onlynorm.cluster import Task, TaskOutcome, need_results, open_engine, run_tasks
 from onlynorm.errors import AccuracyWarning, FormatError
 from onlynorm.evidence.records import STRICT, Filled, parse
 from onlynorm.features import draw
@@ -213,17 +213,17 @@ def run_checks(
             statements_of.setdefault(function, []).append(key)
     by_first_key = {keys[0]: keys for keys in statements_of.values()}
 
-    def on_done(outcome: Outcome) -> None:
+    def on_done(outcome: TaskOutcome) -> None:
         if outcome.error is None:
             finish(by_first_key[outcome.name], outcome.result, outcome.seconds)
 
-    tasks = [Task(key, find_evidence, (key, seed)) for key in by_first_key]
+    tasks = [Task(key, _find_evidence, (key, seed)) for key in by_first_key]
     with open_engine(workers=workers, cluster=cluster, threads=threads) as engine:
         need_results(run_tasks(tasks, engine, on_done=on_done))
     return tuple(found[key] for key in chosen)
 
 
-def find_evidence(key: str, seed: int) -> Evidence:
+def _find_evidence(key: str, seed: int) -> Evidence:
     """The result of the check of a statement that has one; an error of the check is a failure."""
     function = _check_of(key)
     assert function is not None

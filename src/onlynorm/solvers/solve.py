@@ -600,7 +600,8 @@ def _cure(
         n_nonzero = sum(int((left.any(1) & right.any(1)).sum()) for _, left, right in operator.blocks())
         rank = min(n_reached, n_nonzero + (operator.out - 1 if is_minimum_width else 0))
     wanted, enough = solution.tolerance, _more(operator, operator.equations, method, limit)
-    rounding = 10.0 ** math.ceil(math.log10(max(2.0 * solution.residual, TINY)))
+    reachable = max(2.0 * solution.residual, TINY)
+    rounding = 10.0 ** math.ceil(math.log10(reachable)) if math.isfinite(reachable) else math.inf
     completed = EPS * _completed_condition(equations, rank, attempt.condition) if rank > 0 else 0.0
     is_rounded = completed > (0.01 if is_minimum_width else 0.1) * wanted  # minimum width amplifies rounding errors
     if is_minimum_width and operator.is_stored:  # dense features added to unequal rows are unequal after scaling

@@ -717,24 +717,29 @@ class Spectrum(ShownResult):
 
     def law_edges(self) -> tuple[float, float]:
         """The ends of the support of the law."""
+        self._need_law("law_edges")
         if self.n_groups is None:
             return _law_edges(self.features)
         return edges(self.features.equations, self.features.n_features, n_groups=self.n_groups)
 
     def law_cumulative(self, x: Array) -> Array:
         """The fraction of the singular values that are at most x according to the law."""
+        self._need_law("law_cumulative")
         if self.n_groups is None:
             return _law_cumulative(x, self.features)
         return cumulative(x, self.features.equations, self.features.n_features, n_groups=self.n_groups)
 
+    def _need_law(self, caller: str) -> None:
+        if not self.has_law:
+            raise ValueRangeError(
+                f"{caller} needs features with a known law; got {self.features.name} features, {self.features.rows} x "
+                f"{self.features.cols}, excess {self.features.excess:.3g}. Check has_law first."
+            )
+
     def law_curve(self, n_points: int) -> tuple[Array, Array]:
         """Points (x, density) of the law, denser near its edges, where it behaves like a square root."""
         n_points = need_integer("n_points", n_points, low=2, high=_MOST_POINTS, cure="Try 200.")
-        if not self.has_law:
-            raise ValueRangeError(
-                f"law_curve needs features with a known law; got {self.features.name} features, {self.features.rows} x "
-                f"{self.features.cols}, excess {self.features.excess:.3g}. Check has_law first."
-            )
+        self._need_law("law_curve")
         low, high = self.law_edges()
         x = low + (high - low) * (1.0 - np.cos(np.linspace(0.01, np.pi, n_points))) / 2
         counts = _factor_counts(self.features)

@@ -23,7 +23,7 @@ from onlynorm.evidence.papers.random_features.scaled import (
     PAPER,
     SEMICIRCLE,
     ScaledOutcome,
-    Task,
+    ScaledTask,
     build,
     compare,
     fall,
@@ -59,7 +59,7 @@ def _stripes() -> Split:
 @pytest.fixture(autouse=True, scope="module")
 def stripes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        subject = Task(_stripes, lambda seed: nn.Sequential(nn.Flatten(), *mlp((20, 12, 10), seed=seed)))
+        subject = ScaledTask(_stripes, lambda seed: nn.Sequential(nn.Flatten(), *mlp((20, 12, 10), seed=seed)))
         patch.setitem(module.TASKS, "stripes", subject)
         patch.setattr(module, "N_VALIDATION", 100)
         images_of.cache_clear()

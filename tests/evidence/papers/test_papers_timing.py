@@ -141,7 +141,7 @@ def test_one_thread_holds_for_every_library() -> None:
 
 # ---------------------------------------------------------------------------------------------- no second way
 
-SINGLE = {"bench/races/reconstruct.py", "cache.py", "papers/reproduce.py", "registry.py"}
+SINGLE = {"bench/races/reconstruct.py", "cache.py", "papers/reproduce.py"}
 """Show how long one piece of work took, beside no other method's time."""
 
 

@@ -56,7 +56,7 @@ _PANEL = Panel(title="ID cond with a spectrum", x_label="condition number", y_la
 
 
 @dataclass(frozen=True)
-class Task:
+class ScaledTask:
     """A data set and its network, which is drawn from a seed."""
 
     load: Callable[[], Split]
@@ -64,8 +64,8 @@ class Task:
 
 
 TASKS = {
-    "cifar10": Task(cifar10, lambda seed: cifar_resnet(8, width=8, seed=seed)),
-    "fashion_mnist": Task(
+    "cifar10": ScaledTask(cifar10, lambda seed: cifar_resnet(8, width=8, seed=seed)),
+    "fashion_mnist": ScaledTask(
         fashion_mnist, lambda seed: nn.Sequential(nn.Flatten(), *mlp((14 * 14, 64, 64, _N_CLASSES), seed=seed))
     ),
 }
@@ -148,7 +148,7 @@ def images_of(data: str) -> Split:
     return split.smaller(split.train_inputs.shape[-1] // 2)
 
 
-def _task(data: str) -> Task:
+def _task(data: str) -> ScaledTask:
     if data not in TASKS:
         raise UnknownNameError("data", data, TASKS)
     return TASKS[data]
