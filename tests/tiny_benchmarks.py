@@ -122,7 +122,7 @@ def _repair(patch: pytest.MonkeyPatch) -> Sizes:
 
 
 def _scaled(patch: pytest.MonkeyPatch) -> Sizes:
-    subject = scaled_training.Task(
+    subject = scaled_training.ScaledTask(
         lambda: images(80, 40, 1, 4, 4), lambda seed: nn.Sequential(nn.Flatten(), *mlp((4, 5, 10), seed=seed))
     )
     patch.setitem(scaled_training.TASKS, "toy", subject)
