@@ -15,7 +15,7 @@ from onlynorm.errors import ValueRangeError
 from onlynorm.evidence import registry
 from onlynorm.evidence.artifacts import Artifact, Expectation
 from onlynorm.evidence.bench.table import BENCHMARKS
-from onlynorm.evidence.papers.reproduce import Progress, reproduce
+from onlynorm.evidence.papers.reproduce import PieceProgress, reproduce
 from onlynorm.evidence.records import Record, RecordVerdict
 
 
@@ -73,7 +73,7 @@ def test_artifacts_on_two_workers_have_the_records_of_one_process(calls: Path, t
     chosen = [artifact(1), artifact(2, n=2)]
     serial = reproduce(chosen, out=tmp_path / "serial")
     expected = lines(calls)
-    seen: list[Progress] = []
+    seen: list[PieceProgress] = []
     parallel = reproduce(chosen, out=tmp_path / "parallel", workers=2, progress=seen.append)
     assert lines(calls) == expected
     assert sum(expected.values()) == 10
