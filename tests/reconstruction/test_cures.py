@@ -85,6 +85,17 @@ def test_the_cures_of_a_deep_block_are_true(options: on.Deep) -> None:
     assert sum(follow(options, shape, seed=seed) for shape in SHAPES for seed in (101, 102))
 
 
+def test_wider_slices_are_no_cure_where_their_features_would_be_too_few() -> None:
+    """At excess 0.9 a slice of one input has enough features, rounded up, but one of all inputs has not."""
+    model, x = network((3, 14), seed=102)
+    options = on.Deep(excess=0.9, features="orthogonal")
+    with pytest.raises(ToleranceError) as caught:
+        on.reconstruct(model, x, options, seed=102, tolerance=1e-13)
+    assert "excess=" in str(caught.value)
+    assert "inputs_per_slice" not in str(caught.value)
+    assert "inputs_per_slice" not in str(on.plan(model, x, options))
+
+
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize(
     "options",

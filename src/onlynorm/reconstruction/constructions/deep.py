@@ -295,14 +295,20 @@ def estimate(target: TargetLayer, construction: Deep, settings: Settings, load: 
     return Costs(
         target.n_weights, n_layers * width, 2 * n_layers * width + 2 * n_inputs, n_frozen, memory,
         law.condition(first.excess), error, seconds + LAYER_SECONDS, n_frozen, choice.method,
-        _note(law, first.excess), stored,
+        _note(law, construction, first), stored,
     )  # fmt: skip
 
 
-def _note(law: SliceLaw, excess: float) -> str:
+def _note(law: SliceLaw, construction: Deep, drawn: Features) -> str:
+    cure = law.cure(_kept_excess(construction, drawn), error=AIM)
     if not law.is_dense:
-        return f"sparse features often miss the predicted error; {law.cure(excess, error=AIM)}"
-    return "" if law.error(excess) <= AIM else law.cure(excess, error=AIM)
+        return f"sparse features often miss the predicted error; {cure}"
+    return "" if law.error(drawn.excess) <= AIM else cure
+
+
+def _kept_excess(construction: Deep, drawn: Features) -> float:
+    """The excess of wider slices with the same options; in narrow ones the number of features is rounded up."""
+    return drawn.excess if construction.excess is None else min(construction.excess, drawn.excess)
 
 
 def law_of(target: TargetLayer, construction: Deep) -> SliceLaw:
@@ -353,7 +359,7 @@ def build(
     short = ""
     wanted = AIM if settings.tolerance is None else settings.tolerance
     if not found.residual <= wanted:
-        cure = law_of(target, construction).cure(layers[0].excess, error=min(wanted, AIM))
+        cure = law_of(target, construction).cure(_kept_excess(construction, layers[0]), error=min(wanted, AIM))
         short = f"relative error {found.residual:.1e} at condition {found.condition:.1e}; {cure}"
     if short and settings.tolerance is not None:
         raise ToleranceError(
