@@ -17,7 +17,7 @@ help:
 	@echo "make docs      build the documentation into site/"
 	@echo "make package   build wheel and sdist; run the demo from the wheel in an empty environment"
 	@echo "make bench     the solver beside LU, Cholesky, QR and LSMR (about 25 minutes; QUICK=1 for 4)"
-	@echo "make showcase  a trained ResNet-20 from six kinds of frozen features (long; QUICK=1 for a minute)"
+	@echo "make showcase  a trained ResNet-20 from eight kinds of frozen features (long; QUICK=1 for a minute)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,4 +1,4 @@
-"""A trained ResNet-20 rebuilt from six kinds of frozen features, each compared with it on real images.
+"""A trained ResNet-20 rebuilt from eight kinds of frozen features, each compared with it on real images.
 
 A row is rebuilt with a ReLU between the frozen layers, calibrated on training images, and compared with the trained
 network on test images: in float64 and in float32 through its blocks, and collapsed. Finished rows are cached, and so
@@ -103,7 +103,7 @@ class RebuiltRow:
 
 
 race = Race(
-    "reconstruct", "A trained ResNet-20 from six kinds of frozen features.", ReconstructSizes, is_stored=True,
+    "reconstruct", "A trained ResNet-20 from eight kinds of frozen features.", ReconstructSizes, is_stored=True,
     width=140, columns={
         "rows": {
             "features": "features", "solving (s)": "solve_seconds:.3g", "residual": "residual:.1e",
